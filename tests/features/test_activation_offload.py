@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part, runtime_of
 
 OFFLOADED = ("checkpointed inside, reentrant", "gpt", "checkpointed inside", "unused and reused")
-ROWS = 240  # so that activations are more than what is not worth moving
+ROWS = 240  # enough for activations to exceed the minimum size
 
 
 @on_ranks(2)
@@ -57,7 +57,7 @@ def test_activations_are_copied_and_parameters_are_not() -> None:
     x = torch.randn(ROWS, WIDTH).double()
 
     def copied(offload: Offload) -> tuple[int, int]:
-        """Bytes of parameters, and of everything else, that a forward copies on this thread."""
+        """The bytes of parameters, and of other tensors, that a forward copies on this thread."""
         with Copies() as copies, offload(model):
             loss = model(x).sum()
         _backward(loss)
@@ -70,12 +70,12 @@ def test_activations_are_copied_and_parameters_are_not() -> None:
     assert copied(OFFLOADS[2])[0] >= 2 * WIDTH * 100 * 8, "a weak test"
     of_parameters, of_others = copied(sw.offload_activations)
     assert of_parameters == 0
-    # Of each unit: its input and what tanh returned, saved by tanh and by the matrix product.
+    # From each unit: its input, and the output of tanh, saved by tanh and by the matrix product.
     assert of_others == 2 * (WIDTH + 2 * 100) * ROWS * 8
 
 
 @on_ranks(1)
-def test_changes_in_place_are_noticed() -> None:
+def test_in_place_changes_are_detected() -> None:
     model = sw.fully_shard(nn.Sequential(Block()).double())
     small = torch.randn(4, WIDTH).double().requires_grad_()
     with sw.offload_activations(model):
@@ -84,7 +84,7 @@ def test_changes_in_place_are_noticed() -> None:
     with pytest.raises(sw.StepError, match=r"shape \(4, 6\).*changed in place"):
         _backward(y)
     slopes = []
-    for change in (0, 1):  # of which the copy knows nothing
+    for change in (0, 1):  # the copy does not contain this change
         large = torch.ones(ROWS, WIDTH).double().requires_grad_()
         with sw.offload_activations(model):
             z = torch.tanh(model(large))
@@ -95,7 +95,7 @@ def test_changes_in_place_are_noticed() -> None:
 
 
 def test_copies_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what backward needs next is on its way while it uses another tensor."""
+    """The tensor that backward needs next is copied while backward uses another one."""
     monkeypatch.setitem(KINDS, "cpu", Logged)
     model = sw.fully_shard(nn.Sequential(Block()).double())
     with sw.offload_activations(model):
@@ -124,13 +124,13 @@ Offload = Callable[[nn.Module], AbstractContextManager[Any]]
 OFFLOADS: list[Offload] = [
     sw.offload_activations,
     lambda _model: save_on_cpu(),
-    # What the one above does on a GPU; on a CPU it copies nothing.
+    # What `save_on_cpu` does on a GPU; on a CPU it copies nothing.
     lambda _model: saved_tensors_hooks(lambda x: torch.empty_like(x).copy_(x), lambda x: x),
 ]
 
 
 def _num_waits() -> int:
-    """Of the stream that computes."""
+    """How often the stream that computes waited."""
     return sum(event[:2] == ("wait", 0) for event in Logged.log)
 
 
@@ -156,7 +156,7 @@ class Logged(Device):
 
 
 class Copies(TorchDispatchMode):
-    """Of what storages this thread makes copies, and of how many bytes."""
+    """Records which storages this thread copies, and how many bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

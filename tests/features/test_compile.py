@@ -1,4 +1,4 @@
-"""`torch.compile` around and inside units: what breaks, and which gradients come in slots."""
+"""`torch.compile` around and inside units: graph breaks, and gradients computed in slots."""
 
 import copy
 from collections import defaultdict
@@ -16,14 +16,14 @@ from shardwise.runtime.gradients import GradientBuffer
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, own_part
 
-WIDTH = 256  # a weight is large enough for a slot
+WIDTH = 256  # large enough for weights to use slots
 VOCABULARY = 300
 BACKENDS = ["aot_eager", "inductor"]
 WAYS = ("once", "checkpoint", "twice", "penalty")  # the last two use a weight twice
 
 
 class Block(nn.Module):
-    """Uses its weights as ``way`` says."""
+    """Uses its weights in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def build(kind: type[Model], *ways: str) -> tuple[nn.Module, nn.Module]:
-    """A model of blocks that are units, and the same in one process."""
+    """A model whose blocks are units, and the same model in one process."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     reference = kind(ways).double()
@@ -72,7 +72,7 @@ def build(kind: type[Model], *ways: str) -> tuple[nn.Module, nn.Module]:
 
 
 def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
-    """Those whose gradients come in their slots; all are compared with those of one process."""
+    """The weights with gradients in their slots. Compares all gradients with one process."""
     found: defaultdict[str, set[bool]] = defaultdict(set)
     write = GradientBuffer.write
 
@@ -101,7 +101,7 @@ def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
     ],
 )
 def test_compiled_blocks_compute_in_slots(ways: tuple[str, ...], backend: str) -> None:
-    """Of several uses in one graph, the compiler adds gradients: in the slot or out of it."""
+    """If a graph uses a weight several times, the compiler adds the gradients, in any memory."""
     model, reference = build(Model, *ways)
     eager = weights_in_slots(model, reference)
     layers = {f"blocks.{i}.{name}.weight" for i in range(len(ways)) for name in ("first", "second")}
@@ -114,7 +114,7 @@ def test_compiled_blocks_compute_in_slots(ways: tuple[str, ...], backend: str) -
 
 
 class Unrolled(Model):
-    """Computes between its units, without a loop, whose frame Dynamo would not compile."""
+    """Computes between its units, without a loop: Dynamo compiles no loop with a graph break."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)
@@ -126,7 +126,7 @@ class Unrolled(Model):
 @pytest.mark.thorough
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_model_breaks_at_its_units_alone(backend: str) -> None:
+def test_a_compiled_model_breaks_only_at_its_units(backend: str) -> None:
     """A weight that is used in two graphs loses its slot: neither can add to the other's."""
     model, reference = build(Unrolled, "once", "once")
     eager = weights_in_slots(model, reference)

@@ -1,4 +1,4 @@
-"""Weight gradients in their slot: used where they can be, right where they cannot."""
+"""Weight gradients are computed in their slots where possible, and correct elsewhere."""
 
 import copy
 import gc
@@ -24,12 +24,12 @@ from tests.ranks import run_on
 from tests.runtime.one_process import rank, runtime_of
 from tests.waiting import eventually
 
-WIDTH = 256  # a weight is large enough for a slot
+WIDTH = 256  # large enough for weights to use slots
 VOCABULARY = 300
 
 
 class Block(nn.Sequential):
-    """A unit that uses its layer as ``way`` says."""
+    """A unit that uses its layer in one of several ways."""
 
     way = "once"
 
@@ -46,7 +46,7 @@ class Block(nn.Sequential):
                 y = y + layer.weight.square().mean()
             case "hook" if layer.weight.requires_grad and torch.is_grad_enabled():
                 layer.weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
-            case "nested":  # backward within backward, which hands a gradient over in between
+            case "nested":  # a backward within the backward; a gradient is delivered in between
                 y = checkpoint(
                     lambda h: h + functional.linear(h.tanh(), layer.weight), y, use_reentrant=True
                 )
@@ -55,7 +55,7 @@ class Block(nn.Sequential):
                 with torch.enable_grad():
                     z = layer(x.detach()).sum()
                     (own,) = torch.autograd.grad(z, layer.weight)
-                y = y + (own - x.detach().sum(0)).mean()  # nothing, if it is right
+                y = y + (own - x.detach().sum(0)).mean()  # 0 if the gradient is correct
             case "second order":
                 with torch.enable_grad():
                     leaf = x.detach().requires_grad_()
@@ -75,14 +75,14 @@ def _build(way: str) -> nn.Sequential:
 
 
 class Scaled(nn.Embedding):
-    """Has a forward of its own, whose gradient autograd adds to what the head left."""
+    """Has its own forward, whose gradient autograd adds to that of the head."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return 2 * super().forward(tokens)
 
 
 class Tied(nn.Module):
-    """An embedding around a unit, whose weight the head shares unless ``way`` is another."""
+    """An embedding around a unit. In most ways, the head shares its weight."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _build_tied(way: str) -> Tied:
 
 def _batch(model: nn.Module, ranks: int) -> Tensor:
     if isinstance(model, Tied):
-        return torch.randint(0, VOCABULARY - 1, (ranks, 40)) // 9  # many come several times
+        return torch.randint(0, VOCABULARY - 1, (ranks, 40)) // 9  # many occur several times
     return torch.randn(ranks, 3, WIDTH, dtype=torch.float64)
 
 
@@ -141,7 +141,7 @@ def _gradients(model: nn.Module, ranks: int, turns: int) -> None:
 
 
 def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[int, float]:
-    """Slots that were claimed, and the largest error."""
+    """Whether each claim got a slot, and the largest error."""
     whole, model = build(way), build(way)
     sw.fully_shard(model, units=Block, strategy=strategy)
     claims: list[bool] = []
@@ -161,7 +161,7 @@ def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[
 
 
 def _error(model: nn.Module, whole: nn.Module) -> float:
-    """The largest of any gradient, relative to that gradient's largest element."""
+    """The largest error of any gradient, relative to the largest element of that gradient."""
     error = 0.0
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert isinstance(one.grad, sw.ShardedTensor)
@@ -188,7 +188,7 @@ def _train_hooked(way: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_where_hooks_save(way: str) -> None:
+def test_gradients_under_saved_tensors_hooks(way: str) -> None:
     num_expected = {"hook": 0, "twice": 8}.get(way, 4)
     for num_claims, error in run_on(2, _train_hooked, way):
         assert error < 1e-10
@@ -196,7 +196,7 @@ def test_gradients_where_hooks_save(way: str) -> None:
 
 
 class Stack(nn.Module):
-    """Blocks of two layers, each of which is computed again in backward."""
+    """Blocks of two layers that are recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Stack(nn.Module):
 
 
 def _recompute() -> tuple[int, int, int, float]:
-    """Of a step: FLOP of products, and those without an engine; claims, and the largest error."""
+    """FLOP of the products of a step, with and without the engine; claims; the largest error."""
     torch.manual_seed(0)
     whole = Stack().double()
     model = copy.deepcopy(whole)
@@ -231,7 +231,7 @@ def _recompute() -> tuple[int, int, int, float]:
     return flops[0], flops[1], claim.call_count, _error(model, whole)
 
 
-def test_a_checkpoint_makes_no_more_products_than_without_an_engine() -> None:
+def test_a_checkpoint_computes_no_more_products_than_without_the_engine() -> None:
     for ours, plain, num_claims, error in run_on(2, _recompute):
         assert ours == plain
         assert num_claims == 7
@@ -254,7 +254,7 @@ def _free_what_was_saved() -> bool:
         gc.enable()
 
 
-def test_what_hooks_saved_is_freed_without_a_collector() -> None:
+def test_saved_tensors_are_freed_without_the_cycle_collector() -> None:
     assert run_on(2, _free_what_was_saved) == [True, True]
 
 
@@ -265,12 +265,12 @@ def test_what_hooks_saved_is_freed_without_a_collector() -> None:
         ("tied", 3),  # of head, block and embedding
         ("padding", 3),
         ("embedded twice", 4),
-        ("use between", 2),  # autograd adds it to what the head left, which is a copy then
+        ("use between", 2),  # autograd adds it to the gradient of the head, which becomes a copy
         ("use twice between", 3),
         ("use after", 2),  # the same, but what the head leaves is added to
         ("kept", 2),
         ("rows of tokens", 3),
-        ("scaled", 1),  # the block's
+        ("scaled", 1),  # only that of the block
         ("called twice", 5),  # what the later call leaves is reduced before it is handed over
         ("two tables", 1),  # both wait until the unit inside is done
         ("small head", 2),
@@ -281,7 +281,7 @@ def test_gradients_of_a_root_are_those_of_one_process(
 ) -> None:
     for claimed, error in run_on(2, _train, _build_tied, way, strategy):
         assert error < 1e-10
-        if strategy == "fsdp":  # it has room for all of them in `ddp`
+        if strategy == "fsdp":  # all of them fit in `ddp`
             assert claimed == 2 * num_claims, "two backwards"
 
 
@@ -299,7 +299,7 @@ def test_gradients_of_complex_weights_are_conjugates() -> None:
 
 
 def _train_in_half(reduce_dtype: torch.dtype) -> float:
-    """How far gradients are from those in float64, relative to their norms."""
+    """Errors of gradients compared with float64, relative to their norms."""
     whole, model = _build_tied("tied"), _build_tied("tied").float()
     policy = sw.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     sw.fully_shard(model, units=Block, mp_policy=policy)
@@ -317,12 +317,12 @@ def _train_in_half(reduce_dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
 def test_gradients_in_bfloat16(reduce_dtype: torch.dtype) -> None:
-    """Reduced in float32, those of head and embedding are added in memory of their own."""
+    """If they are reduced in float32, those of head and embedding are added outside the slot."""
     assert max(run_on(2, _train_in_half, reduce_dtype)) < 0.02
 
 
 class Registered(nn.Linear):
-    """Has a word in what derives from it."""
+    """Is notified of subclasses."""
 
     known: ClassVar[list[str]] = []
 
@@ -348,12 +348,12 @@ def _classes() -> tuple[str, str, bool, list[str]]:
     )
 
 
-def test_subclasses_without_a_forward_compute_in_their_slot_unless_they_would_notice() -> None:
+def test_subclasses_that_inherit_forward_use_slots_unless_subclassing_has_side_effects() -> None:
     assert run_on(2, _classes) == [("Plain", "Registered", True, [])] * 2
 
 
 def test_a_backward_to_inputs_computes_no_weight_gradient() -> None:
-    """And one to weights none of the input: the halves that zero-bubble schedules run."""
+    """Nor does one to weights compute that of the input: zero-bubble schedules run both halves."""
     model: Any = sw.fully_shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
     x = torch.randn(2, WIDTH, requires_grad=True)
     loss = model(x).sum()

@@ -1,4 +1,4 @@
-"""C7: initial values are the same bits on any number of ranks, on the meta device or not."""
+"""C7: initial values have the same bits on any number of ranks, with and without a meta device."""
 
 import gc
 import hashlib
@@ -31,7 +31,7 @@ SEED = 11
 
 
 class Attention(nn.Module):
-    """Units that initialise a parameter of a module inside them, and a norm with statistics."""
+    """Units that initialize a parameter of a module inside them, and a norm with statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Attention(nn.Module):
 
 
 def fill(module: nn.Module) -> None:
-    """An initialisation of the user's."""
+    """A user's initialization."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
-            tensor.data.normal_(std=0.3)  # as many models do, past autograd
+            tensor.data.normal_(std=0.3)  # as many models do, without autograd
         else:
             tensor.zero_()
 
@@ -108,7 +108,7 @@ def test_sharding_a_meta_model_gives_the_bits_of_one_process(
             assert digests == expected, strategy
 
 
-def test_values_follow_from_seed_and_name_alone() -> None:
+def test_values_depend_only_on_seed_and_name() -> None:
     layers = [nn.Linear(3, 4), nn.Linear(3, 4)]
     model = nn.Sequential(*layers)
     torch.manual_seed(5)
@@ -125,16 +125,16 @@ def test_values_follow_from_seed_and_name_alone() -> None:
     assert not torch.equal(layers[1].weight, expected.weight)
 
 
-def test_a_module_has_the_last_word_on_those_inside_it() -> None:
+def test_a_module_overrides_the_values_of_modules_inside_it() -> None:
     attention = nn.MultiheadAttention(WIDTH, 2)
     assert attention.out_proj.bias is not None
     attention.out_proj.bias.data.fill_(1.0)
     sw.initialize(attention, SEED)
-    assert not attention.out_proj.bias.any()  # which its own Linear would fill at random
+    assert not attention.out_proj.bias.any()  # Linear.reset_parameters fills it with random values
 
 
 @on_ranks(2)
-def test_a_model_from_meta_trains_as_one_that_was_never_there() -> None:
+def test_a_model_from_the_meta_device_trains_like_any_other() -> None:
     reference = Stack()
     sw.initialize(reference, SEED)
     reference.double()
@@ -170,7 +170,7 @@ def test_ties_are_kept_and_no_generator_is_advanced() -> None:
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
 
 
-def test_no_more_than_one_unit_is_ever_whole() -> None:
+def test_at_most_one_unit_is_whole_at_any_time() -> None:
     with torch.device("meta"):
         model = Stack(depth=4)
     peaks = []
@@ -190,14 +190,14 @@ def test_the_memory_of_the_process_holds_shards_and_one_unit() -> None:
     assert grown < 1.1 * (shards + unit), (grown, shards, unit)
 
 
-def test_a_gpt_of_30_million_parameters_lives_within_its_shards_and_one_unit() -> None:
+def test_a_gpt_of_30_million_parameters_needs_memory_for_its_shards_and_one_unit() -> None:
     for peak, shards, unit in run_on(4, _measure_live):
         assert shards + unit < peak * 1.2, "most of it is seen"
         assert peak < 1.1 * (shards + unit), (peak, shards, unit)
 
 
 class Unfilled(nn.Module):
-    """Something in it has no value: what, is told by ``missing``."""
+    """Does not initialize one of its tensors; ``missing`` is the kind of tensor."""
 
     def __init__(self, missing: str) -> None:
         super().__init__()
@@ -218,14 +218,14 @@ class Unfilled(nn.Module):
     ("missing", "name"),
     [("parameter", "scale"), ("part of it", "rows"), ("buffer", "angles"), ("flags", "mask")],
 )
-def test_what_nobody_fills_is_named(missing: str, name: str) -> None:
+def test_uninitialized_tensors_are_named(missing: str, name: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Unfilled(missing))
     with pytest.raises(sw.PlanError, match=rf"^1\.{name}: .*pass init_fn"):
         sw.fully_shard(model, units=Unfilled, init=sw.Initialization())
 
 
-def test_a_module_may_make_a_tensor_anew() -> None:
+def test_a_module_may_replace_a_tensor() -> None:
     class Rebuilt(Unfilled):
         def reset_parameters(self) -> None:  # type: ignore[override]
             self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
@@ -236,20 +236,20 @@ def test_a_module_may_make_a_tensor_anew() -> None:
     assert torch.equal(model.get_buffer("mask"), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
-def test_a_parameter_that_initialize_would_leave_alone_is_named() -> None:
+def test_parameters_that_initialize_does_not_fill_are_named() -> None:
     with pytest.raises(sw.PlanError, match=r"^scale: .*pass init_fn"):
         sw.initialize(Unfilled("parameter"))
-    sw.initialize(Unfilled("buffer"))  # it has values that follow from nothing random
+    sw.initialize(Unfilled("buffer"))  # its values were not drawn at random
 
 
-def test_reaching_into_another_unit_is_refused() -> None:
+def test_writing_to_a_unit_inside_is_refused() -> None:
     with torch.device("meta"):
         model = TRANSFORMER()
     with pytest.raises(sw.PlanError, match=r"the root: initializing a Transformer.*pass init_fn"):
         sw.fully_shard(model, units=nn.TransformerEncoderLayer, init=sw.Initialization())
 
 
-def test_reaching_out_of_a_unit_is_refused() -> None:
+def test_writing_to_a_unit_outside_is_refused() -> None:
     class Meddling(nn.Linear):
         friends: tuple[nn.Linear, ...] = ()
 
@@ -286,7 +286,7 @@ def test_mistakes_are_named() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_initialise_differently_are_refused() -> None:
+def test_ranks_that_initialize_differently_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
     with pytest.raises(sw.PlanError, match="differs between ranks 0 and 1"):
@@ -328,7 +328,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def _measure_live() -> tuple[int, int, int]:
-    """The most bytes that lived while modules were filled, the shards, and the largest unit."""
+    """Bytes: the peak while modules were filled, the shards, and the largest unit."""
     with torch.device("meta"):
         model = gpt.GPT(gpt.Shape(vocabulary=8192, context=64, width=512, layers=8, heads=8))
     before, live = _live_bytes(), []
@@ -347,7 +347,7 @@ def _measure_live() -> tuple[int, int, int]:
 
 
 def _live_bytes() -> int:
-    """Of all tensors and storages, each memory once: one may be a part of another's."""
+    """The bytes of all tensors and storages; overlapping memory counts once."""
     live: list[tuple[int, int]] = []
     for thing in gc.get_objects():
         is_plain = isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor)
@@ -362,13 +362,15 @@ def _live_bytes() -> int:
 
 
 def _measure() -> tuple[int, int, int]:
-    """What a rank of eight grows by, its shards, and the largest unit: bytes."""
+    """Bytes: the growth of one of eight ranks, its shards, and the largest unit."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     with torch.device("meta"):
         small = nn.Sequential(nn.Linear(64, 64))
-    sw.fully_shard(small, init=sw.Initialization())  # loads what the first one loads
+    sw.fully_shard(
+        small, init=sw.Initialization()
+    )  # excludes imports and other one-time allocations
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048)) for _ in range(16)))
     before = _peak_bytes()

@@ -1,4 +1,4 @@
-"""Padding is explained in numbers, and suggestions bring what they say."""
+"""Padding is explained in numbers, and suggestions save what they state."""
 
 from dataclasses import replace
 from itertools import product
@@ -30,7 +30,7 @@ def share(layouts: tuple[Layout, ...]) -> float:
 
 
 def test_rows_that_divide_no_common_shard() -> None:
-    """132,608 is the least that both rows divide; three times that is the shard."""
+    """The least common multiple of both rows is 132,608; a shard has three times that."""
     parameters = specs("row", (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
     padding = explain_padding([lay_out(parameters, 512)])
     assert padding.elements == 512 * 3 * 132608 - HIDDEN * (HIDDEN + 2 * INNER)
@@ -43,7 +43,7 @@ def test_rows_that_divide_no_common_shard() -> None:
     assert shards == "shards have 397,824 elements; 290,304 would hold the parameters"
 
 
-def test_suggestions_bring_what_they_say() -> None:
+def test_suggestions_save_what_they_state() -> None:
     parameters = specs("tensor", (256, 512), (64, 512), (512, 512), (512,))
     padding = explain_padding(lay_out_in_buffers(parameters, 16))
     shares = {one.change: one.share for one in padding.suggestions}
@@ -85,11 +85,11 @@ def test_a_parameter_without_elements() -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), covered_first(product(BLOCKS, RANKS)))
-def test_blocks_of_real_models_are_planned_at_once(name: str, ranks: int) -> None:
+def test_blocks_of_real_models_are_planned_quickly(name: str, ranks: int) -> None:
     for granularity in GRANULARITIES:
         parameters = as_specs(BLOCKS[name], granularity)
         found = measure(parameters, ranks)
-        assert found["seconds"] < 30.0, "it takes 0.2 at most"
+        assert found["seconds"] < 30.0, "usually at most 0.2"
         assert found["planned"] <= found["in_one"] <= found["common_multiple"] + 1e-6
         if granularity == "element":
             assert found["planned"] < 1e-4
@@ -133,7 +133,7 @@ def test_small_padding_is_not_reported(granularity: Granularity) -> None:
     assert not padding_report(plan.units)
 
 
-def test_a_small_share_is_not_reported_whatever_its_size() -> None:
+def test_a_small_share_is_not_reported_regardless_of_its_bytes() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 38912, bias=False), nn.Linear(14336, 4096))
     plan = make_plan(model, world_size=512, granularity="row")

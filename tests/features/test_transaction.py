@@ -1,4 +1,4 @@
-"""C8: a step is made on every rank or on none, and a second attempt gives the bits of the first."""
+"""C8: a step runs on every rank or on none, and a retry gives the bits of an undisturbed step."""
 
 import signal
 import time
@@ -39,7 +39,7 @@ FEW = ("middle of step", "data", "backward")
         pytest.param(4, "hsdp", "adamw", (0,), FEW, marks=pytest.mark.thorough),
     ],
 )
-def test_a_second_attempt_gives_the_bits_of_an_undisturbed_step(
+def test_a_retry_gives_the_bits_of_an_undisturbed_step(
     strategy: str, optimizer: str, raising: Sequence[int], places: Sequence[str]
 ) -> None:
     undisturbed = Training(strategy, optimizer)
@@ -61,7 +61,7 @@ def test_a_second_attempt_gives_the_bits_of_an_undisturbed_step(
 
 
 @on_ranks(2)
-def test_kept_gradients_come_back() -> None:
+def test_gradients_from_before_the_step_are_restored() -> None:
     training = Training()
     training.model(torch.randn(5, WIDTH)).square().mean().backward()
     before = training.fingerprint()
@@ -89,7 +89,7 @@ def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
 
 
 @on_ranks(2)
-def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
+def test_an_exception_that_reached_other_ranks_cannot_be_caught_inside() -> None:
     training = Training()
     before = training.fingerprint()
     expected = "caught inside" if rank() == 0 else "gave up"
@@ -105,7 +105,7 @@ def test_an_exception_that_others_know_of_cannot_be_caught_inside() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do(tmp_path: Path) -> None:
+def test_a_rank_that_is_interrupted_in_the_vote_follows_its_outcome(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in the vote when its alarm goes off."""
     rang = tmp_path / "rang"
 
@@ -132,7 +132,7 @@ def test_a_rank_that_is_interrupted_in_the_vote_does_what_the_others_do(tmp_path
 
 
 @on_ranks(2)
-def test_the_next_step_may_be_a_plain_one() -> None:
+def test_the_next_step_may_have_no_transaction() -> None:
     undisturbed = Training()
     undisturbed.body("")
     expected = undisturbed.fingerprint()
@@ -145,7 +145,7 @@ def test_the_next_step_may_be_a_plain_one() -> None:
 
 @on_ranks(2)
 def test_two_failures_in_a_row() -> None:
-    """The second time before a rank has used the model, so it owes the others a report first."""
+    """The second one occurs before a rank has used the model, so it must first publish a report."""
     training = Training()
     before = training.fingerprint()
     for place in ("data", "data", "after step"):

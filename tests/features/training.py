@@ -12,11 +12,11 @@ from tests.models import WIDTH, Block
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import options_of, rank, world_size
 
-SECONDS = 45  # within which every rank has the error
+SECONDS = 45  # until every rank has the error
 
 
 class Net(nn.Module):
-    """With all that a forward changes: batch statistics, and the generator by dropout."""
+    """Has everything that a forward changes: batch statistics, and the generator by dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class Net(nn.Module):
 
 
 class Tripping(torch.optim.Optimizer):
-    """Raises when it has updated half of its parameters, if told to."""
+    """Raises after updating half of its parameters, if ``trips`` is set."""
 
     trips = False
-    num_steps = 0  # that were made whole; torch calls hooks of a step that calls another twice
+    num_steps = 0  # complete ones; torch calls the hooks of a step that calls another step twice
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not self.trips:
@@ -90,7 +90,7 @@ class Training:
 
     def body(self, place: str) -> None:
         _trip(place, "data")
-        batch = torch.randn(5, WIDTH)  # from the generator that is put back
+        batch = torch.randn(5, WIDTH)  # from the generator, whose state is restored
         self.model(batch).square().mean().backward()
         _trip(place, "after backward")
         if place == "interrupt":

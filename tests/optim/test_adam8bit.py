@@ -1,4 +1,4 @@
-"""8-bit Adam: its definition, another implementation, and the same bits at any number of ranks."""
+"""8-bit Adam equals its definition and torchao, with the same bits on any number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ GRANULARITIES: dict[str, Any] = {
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    # Rows that blocks divide, rows that they do not, and some that keep float32.
+    # Rows of whole blocks, other rows, and a parameter that keeps float32 states.
     return nn.Sequential(nn.Linear(40, 128), nn.Linear(128, 300, bias=False), nn.Linear(300, 7))
 
 
@@ -45,7 +45,7 @@ def make_sharded(granularity: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, steps: int = 3) -> torch.optim.Optimizer:
-    """On gradients that are the same on any number of ranks."""
+    """Train on gradients that are the same on any number of ranks."""
     optimizer = make_optimizer(model)
     step(model, optimizer, range(steps))
     return optimizer
@@ -118,10 +118,10 @@ def load_and_train(path: Path, granularity: str, by_torch: bool) -> list[dict[st
     ("before", "after", "ranks"),
     [("row", "dim", (2, 3)), ("blocks", "blocks", (4, 1)), ("tensor", "tensor", (3, 2))],
 )
-def test_checkpoints_are_for_any_number_of_ranks(
+def test_checkpoints_load_on_any_number_of_ranks(
     before: str, after: str, ranks: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Those of `sw.save` and of `torch.distributed.checkpoint`; dim cuts rows as "row" does."""
+    """With `sw.save` and `torch.distributed.checkpoint`. "dim" cuts between rows, as "row" does."""
     run_on(ranks[0], save_trained, tmp_path, before)
     whole = run_on(2, trained_states, before)[0]
     for by_torch in (False, True):
@@ -151,8 +151,8 @@ def test_states_of_other_blocks_are_refused(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_the_size_of_blocks_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    """Where two sizes divide rows into as many blocks, of which only one is right."""
+def test_the_block_size_of_the_checkpoint_is_used(tmp_path: Path) -> None:
+    """Two sizes divide rows into the same number of blocks, but only one is correct."""
     save_trained(tmp_path, "row")
     model, other = make_sharded("row")
     step(model, other, range(2))
@@ -182,7 +182,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_whole_states_by_torch(ranks: int) -> None:
+def test_whole_states_of_torch(ranks: int) -> None:
     states = run_on(2, whole_states, "row")[0]
     for sends in (False, True):
         loaded = run_on(ranks, reload_whole, states, sends)[0]
@@ -197,8 +197,8 @@ def test_state_dicts_keep_dtypes() -> None:
     assert_equal_states(states_of(optimizer), states_of(other))
 
 
-def test_a_step_is_that_of_the_definition() -> None:
-    """AdamW of what the codes stand for; then both averages are quantized again."""
+def test_a_step_equals_the_definition() -> None:
+    """AdamW on the dequantized averages, which are then quantized again."""
     parameter = nn.Parameter(torch.randn(40, 100))
     optimizer = sw.optim.Adam8bit([parameter], lr=0.1, weight_decay=0.2, min_elements=1)
     exact = nn.Parameter(parameter.detach().clone())
@@ -214,7 +214,7 @@ def test_a_step_is_that_of_the_definition() -> None:
             state, wanted = optimizer.state[parameter], reference.state[exact][key]
             codes, scales = blocks.quantize(wanted.flatten())
             near = (state[key].flatten().int() - codes.int()).abs()
-            assert near.max() <= 1  # where AdamW's last bit decides
+            assert near.max() <= 1  # differences in AdamW's last bit
             assert near.float().mean() < 1e-3
             assert torch.allclose(state[f"{key}_scale"], scales)
             wanted.copy_(
@@ -223,8 +223,8 @@ def test_a_step_is_that_of_the_definition() -> None:
 
 
 @pytest.mark.thorough
-def test_each_step_is_that_of_another_implementation() -> None:
-    """torchao's, of the same blocks: the same codes, but where a last bit decides between two."""
+def test_each_step_equals_that_of_torchao() -> None:
+    """With the same blocks. Codes differ by at most 1, where the last bit decides."""
     low_bit = pytest.importorskip("torchao.optim")
     generator = torch.Generator().manual_seed(0)
     ours = nn.Parameter(torch.randn(64, 256, generator=generator))
@@ -256,7 +256,7 @@ def test_each_step_is_that_of_another_implementation() -> None:
 
 
 @on_ranks(2)
-def test_blocks_that_would_be_cut_are_refused() -> None:
+def test_parameters_whose_blocks_would_be_divided_are_refused() -> None:
     model = sw.fully_shard(make_model())
     with pytest.raises(
         sw.PlanError, match=r'0.weight: cut by element.*granularity="row", or sw.bl'

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, on every rank as in one process."""
+"""Clipping by the global norm gives the same results on every rank as in one process."""
 
 import math
 from collections.abc import Callable
@@ -44,13 +44,13 @@ CLIPS: tuple[Callable[..., Any], ...] = (
 def test_every_norm_is_that_of_one_process(ranks: int, strategy: str) -> None:
     by_rank = run_on(ranks, _clip, strategy)
     assert by_rank == [by_rank[0]] * ranks, "the same float on every rank"
-    assert len({*by_rank[0]}) > len(ORDERS), "all norms are alike: a weak test"
+    assert len({*by_rank[0]}) > len(ORDERS), "all norms are equal: a weak test"
 
 
 def _clip(strategy: str) -> list[float]:
     """Norms before clipping."""
     found = []
-    for name in ("stack", "tiny"):  # of "tiny", some ranks hold nothing
+    for name in ("stack", "tiny"):  # some ranks hold nothing of "tiny"
         reference, model = build(name), build(name)
         sw.fully_shard(model, units=CASES[name].units, **options_of(strategy))
         runtime = runtime_of(model)
@@ -77,11 +77,11 @@ def _clip(strategy: str) -> list[float]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("granularity", ["element", "dim"])
-def test_a_rank_that_clips_learns_that_another_has_raised(granularity: Any) -> None:
+def test_a_rank_that_clips_is_notified_of_an_exception(granularity: Any) -> None:
     case = CASES["stack"]
     model = build("stack")
     sw.fully_shard(model, units=case.units, granularity=granularity)
-    first = next(model.parameters())  # of the last gradient
+    first = next(model.parameters())  # its gradient is the last
 
     def backward() -> None:
         case.loss(model(own_part(case.batch(4)))).backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Hidden matrices are found, and what cannot be told is named."""
+"""Hidden matrices are found, and parameters of unknown modules are named."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_gpt_has_hidden_matrices_an_embedding_and_vectors() -> None:
     assert all("norm" in name or name.endswith("bias") for name in vectors)
 
 
-def test_modules_say_how_their_weights_are_stored() -> None:
+def test_options_follow_from_how_modules_store_weights() -> None:
     model = Odd()
     groups = sw.optim.parameter_groups(model, others=["positions"])
     found = {name: group for group in groups for name in _names(model, group)}
@@ -53,7 +53,7 @@ def test_modules_say_how_their_weights_are_stored() -> None:
     sw.optim.Muon(groups)
 
 
-def test_what_cannot_be_told_is_named() -> None:
+def test_parameters_of_unknown_modules_are_named() -> None:
     with pytest.raises(sw.PlanError, match=r"positions \(9, 4\): .*others="):
         sw.optim.parameter_groups(Odd())
     with pytest.raises(sw.PlanError, match="'nothing' matches no parameter"):

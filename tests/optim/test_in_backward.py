@@ -1,4 +1,4 @@
-"""An optimizer that steps in backward trains as one that steps after it."""
+"""An optimizer that steps in backward trains like one that steps after it."""
 
 from collections.abc import Callable
 from itertools import product
@@ -119,7 +119,7 @@ def test_every_unit_is_stepped_once_after_its_last_use(strategy: str) -> None:
         return recompute(model, x)
 
     def go_around(model: nn.Module, x: Tensor) -> Tensor:
-        """The root does not see the calls of the first block, which backward makes again."""
+        """The root does not see the calls of the first block, which backward recomputes."""
         assert isinstance(model, Stack)
         x = x.requires_grad_()
         for _ in range(2):
@@ -143,7 +143,7 @@ def test_parameters_that_no_rank_used_are_not_stepped() -> None:
 
 
 @on_ranks(2)
-def test_zeros_are_stepped() -> None:
+def test_unused_parameters_are_stepped_with_zeros() -> None:
     _choose("zeros", "fsdp")
 
 
@@ -164,7 +164,7 @@ def test_units_that_did_not_run_are_stepped_once() -> None:
 
 
 @on_ranks(2)
-def test_unused_parameters_that_are_an_error_are_named() -> None:
+def test_unused_parameters_are_named_in_the_error() -> None:
     model = sw.fully_shard(Choosing().double(), units=Block, unused="error")
     sw.optimizer_in_backward(model, adamw(model.parameters()))
     before = {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -257,7 +257,7 @@ def train(
 def assert_same(
     model: nn.Module, reference: nn.Module, expected: Any = None, actual: Any = None
 ) -> None:
-    """Parameters, and states of their optimizers."""
+    """Compare parameters and optimizer states."""
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_close(p.detach(), q.detach(), name)
         if expected is not None:
@@ -287,7 +287,7 @@ def _train(
 
 
 class Reuser(nn.Module):
-    """Recomputes one block twice, each time by itself."""
+    """Recomputes one block twice, each time separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Reuser(nn.Module):
 
 
 def _experts() -> tuple[list[int], list[list[int]]]:
-    """The experts that this rank uses, and those of all."""
+    """The experts that this rank uses, and those that each rank uses."""
     of_all = [[0], [2, 0], [0], [2]][: world_size()]
     return of_all[rank()], of_all
 
@@ -330,7 +330,7 @@ def _choose(unused: Any, strategy: str) -> None:
 
 
 class Turns(nn.Module):
-    """Runs one of four blocks, each time the next."""
+    """Runs the next of four blocks in each forward."""
 
     def __init__(self) -> None:
         super().__init__()

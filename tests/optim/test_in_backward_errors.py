@@ -47,7 +47,7 @@ def test_a_transaction_undoes_the_steps_of_every_rank(strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_after_an_exception_the_next_step_is_right() -> None:
+def test_the_step_after_an_exception_is_correct() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)
     for place in ("backward", "second step"):
@@ -65,7 +65,7 @@ def test_after_an_exception_the_next_step_is_right() -> None:
 
 
 @on_ranks(1)
-def test_an_exception_drops_the_gradients_of_units_that_were_to_be_stepped() -> None:
+def test_an_exception_frees_the_gradients_of_units_that_have_not_stepped() -> None:
     training = StepsInBackward("fsdp")
     x = torch.randn(4, WIDTH)
     training.model(x)  # without a backward, so that all units are stepped at the end of the next
@@ -77,7 +77,7 @@ def test_an_exception_drops_the_gradients_of_units_that_were_to_be_stepped() -> 
 
 
 @on_ranks(2)
-def test_what_needs_all_gradients_at_once_is_refused() -> None:
+def test_operations_that_need_all_gradients_are_refused() -> None:
     model = sw.fully_shard(build("stack").float(), units=Block)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     handle = sw.optimizer_in_backward(model, optimizer)
@@ -137,7 +137,7 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_removing_the_handle_ends_it() -> None:
+def test_removing_the_handle_ends_steps_in_backward() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
@@ -186,7 +186,7 @@ def test_a_deleted_model_frees_its_memory() -> None:
 
 
 class StepsInBackward(Training):
-    """Whose optimizer steps in backward, the second unit failing in the middle of its step."""
+    """A training with an optimizer in backward. The second unit can fail within its step."""
 
     def __init__(self, strategy: str) -> None:
         super().__init__(strategy)
@@ -203,7 +203,7 @@ class StepsInBackward(Training):
 
     def body(self, place: str) -> None:
         self.place = place
-        batch = torch.randn(5, WIDTH)  # from the generator that is put back
+        batch = torch.randn(5, WIDTH)  # from the generator, whose state is restored
         self.model(batch).square().mean().backward()
         self.optimizer.param_groups[0]["lr"] *= 0.9
         if place == "after backward":
@@ -211,7 +211,7 @@ class StepsInBackward(Training):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a count of its own."""
+    """Counts its steps in param_groups."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -220,7 +220,7 @@ class Counting(torch.optim.SGD):
 
 
 def _refuse_late() -> None:
-    """Frozen parameters may be missing, until they are not frozen any more."""
+    """A frozen parameter may be missing from the optimizer, until it is unfrozen."""
     torch.manual_seed(0)
     lora = Lora().double()
     lora.layers[1].up.requires_grad_(False)

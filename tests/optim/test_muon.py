@@ -1,4 +1,4 @@
-"""Muon on any number of ranks equals Muon in one process, which equals torch's."""
+"""Muon on any number of ranks equals Muon in one process, which equals `torch.optim.Muon`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from shardwise.optim import ownership
 from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_training, options_of, own_part, runtime_of
 
@@ -24,12 +25,8 @@ MODELS = ("stack", "gpt", "conv", "unused and reused", "tied", "lora", "tiny")
 
 
 def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """Matrices by Muon, all else by AdamW (with a large eps, as gradients may be all rounding)."""
-    every = list(parameters)
-    matrices = [p for p in every if p.ndim > 1]
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    groups = [{"params": matrices, "eps": 1e-3}, others]
-    return sw.optim.Muon(groups, lr=1e-2, adamw_eps=1e-3)
+    """Muon for matrices, otherwise AdamW. A large eps, as gradients may be rounding errors."""
+    return sw.optim.Muon(matrix_groups(parameters), lr=1e-2, eps=1e-3, adamw_eps=1e-3)
 
 
 @on_ranks()
@@ -51,13 +48,13 @@ def test_steps_are_those_of_one_process(strategy: str, granularity: str, name: s
     assert_equal_training(name, steps=3, make_optimizer=muon, **options)
 
 
-def test_a_rank_alone_steps_tall_matrices() -> None:
-    """Whose updates are transposed views."""
+def test_one_rank_steps_tall_matrices() -> None:
+    """Updates of tall matrices are transposed views."""
     assert_equal_training("stack", steps=2, make_optimizer=muon)
 
 
-def test_one_process_steps_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64: torch's orthogonalizes in bfloat16 alone, so that cast is left out."""
+def test_one_process_steps_like_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, without the cast to bfloat16 in torch's orthogonalization."""
     monkeypatch.setattr(Tensor, "bfloat16", lambda self: self.clone())
     for options in ({}, {"nesterov": False, "weight_decay": 0.3}, {"momentum": 0.5, "ns_steps": 3}):
         for adjust in (None, "original", "match_rms_adamw"):
@@ -78,7 +75,7 @@ def test_one_process_steps_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> dict[str, Any]:
-    """What a step of Muon does on this rank."""
+    """The work and messages of a step of Muon on this rank."""
     ownership.BATCH_BYTES = batch_bytes
     model, case = build(name), CASES[name]
     sw.fully_shard(model, units=case.units, granularity=granularity, **options_of(strategy))
@@ -132,7 +129,9 @@ def test_each_matrix_has_one_owner_and_the_bytes_are_those_of_the_plan(
 ) -> None:
     by_rank = run_on(ranks, _step_of, "gpt", granularity, strategy, batch_bytes)
     done = Counter(name for one in by_rank for name in one["worked"])
-    assert done == {matrices.name: 1 for matrices in by_rank[0]["matrices"]}, "once in the world"
+    assert done == {matrices.name: 1 for matrices in by_rank[0]["matrices"]}, (
+        "once on all ranks together"
+    )
     for rank, one in enumerate(by_rank):
         assert one["owners"] == by_rank[0]["owners"]
         assert sorted(one["worked"]) == sorted(
@@ -141,13 +140,13 @@ def test_each_matrix_has_one_owner_and_the_bytes_are_those_of_the_plan(
         assert {num_bytes for _, num_bytes in one["sent"]} == {one["planned"]}
         assert one["planned"] == by_rank[0]["of others"][rank]
     total = sum(one["planned"] for one in by_rank)
-    assert (total == 0) == (granularity == "tensor"), "what is whole need not be sent"
+    assert (total == 0) == (granularity == "tensor"), "whole matrices need not be sent"
     batches = by_rank[0]["sent"][0][0]
     assert batches > 2 if batch_bytes < 1000 and total else batches in (0, 2)
 
 
 @on_ranks(2, 3)
-def test_ranks_learn_that_an_owner_has_raised(world_size: int) -> None:
+def test_ranks_are_notified_of_an_exception_on_an_owner(world_size: int) -> None:
     model, case = build("stack"), CASES["stack"]
     sw.fully_shard(model, units=case.units)
     optimizer = muon(iter(model.parameters()))
@@ -157,7 +156,7 @@ def test_ranks_learn_that_an_owner_has_raised(world_size: int) -> None:
     def backward() -> None:
         case.loss(model(own_part(case.batch(12)))).backward()  # type: ignore[no-untyped-call]
 
-    def step_and_go_on() -> None:  # a rank that exchanges nothing with another learns of it later
+    def step_and_go_on() -> None:  # a rank that exchanges nothing with the owner notices later
         optimizer.step()
         model(own_part(case.batch(12)))
 
@@ -179,7 +178,7 @@ def test_ranks_learn_that_an_owner_has_raised(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_step_other_matrices_learn_of_it() -> None:
+def test_ranks_that_step_different_matrices_raise() -> None:
     model, case = build("stack"), CASES["stack"]
     sw.fully_shard(model, units=case.units)
     optimizer = muon(iter(model.parameters()))
@@ -196,7 +195,7 @@ def test_ranks_that_step_other_matrices_learn_of_it() -> None:
         step_and_go_on()
 
 
-def test_what_is_no_matrix_is_refused() -> None:
+def test_parameters_that_are_not_matrices_are_refused() -> None:
     vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 3))
     with pytest.raises(sw.PlanError, match=r"param_groups\[0\]\['params'\]\[1\].*method=\"adamw\""):
         sw.optim.Muon([matrix, vector])
@@ -208,8 +207,8 @@ def test_what_is_no_matrix_is_refused() -> None:
         sw.optim.Muon([{"params": [matrix], "method": "soap"}])
 
 
-def test_options_say_which_matrices_a_parameter_has() -> None:
-    """Fused, stacked, transposed and convolutional weights step as their matrices do."""
+def test_options_define_the_matrices_of_a_parameter() -> None:
+    """Fused, stacked, transposed and convolutional weights are stepped like their matrices."""
 
     def step(value: Tensor, gradient: Tensor, **options: Any) -> Tensor:
         parameter = nn.Parameter(value.clone())
@@ -241,7 +240,7 @@ def test_options_say_which_matrices_a_parameter_has() -> None:
 
 
 def _bytes_of_steps(granularity: Any, strategy: str) -> list[int]:
-    """What this rank sends in a step of AdamW and of Muon, of which the plan says as much."""
+    """The bytes that this rank sends in a step of AdamW and of Muon, equal to the prediction."""
     sent = []
     for name in ("adamw", "muon"):
         torch.manual_seed(0)
@@ -277,7 +276,7 @@ def _bytes_of_steps(granularity: Any, strategy: str) -> list[int]:
         ("hfsdp", "element", 1.4),
     ],
 )
-def test_a_step_sends_little_more_than_one_of_adamw(
+def test_a_step_sends_little_more_than_a_step_of_adamw(
     strategy: str, granularity: Any, limit: float
 ) -> None:
     by_rank = run_on(4, _bytes_of_steps, granularity, strategy)

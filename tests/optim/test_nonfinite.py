@@ -21,10 +21,10 @@ from tests.runtime.one_process import options_of
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_first_gradient_in_backward_is_named(options: dict[str, Any], value: float) -> None:
-    """The loss of one rank alone is affected, from its second block on."""
+    """Only one rank's loss is affected, from the second block on."""
     model = sw.fully_shard(Stack().double(), units={Block}, **options)
     _backward(model, value if dist.get_rank() == 1 else 1.0)
-    assert not sw.clip_grad_norm_(model.parameters(), 1.0).isfinite()  # which changes none of them
+    assert not sw.clip_grad_norm_(model.parameters(), 1.0).isfinite()  # leaves them unchanged
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises(sw.StepError) as caught:
         sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -41,7 +41,7 @@ def test_the_first_gradient_in_backward_is_named(options: dict[str, Any], value:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_loss_that_is_not_finite_and_a_norm_that_overflows_are_told_apart() -> None:
+def test_a_loss_that_is_not_finite_and_a_norm_that_overflows_have_different_errors() -> None:
     model = sw.fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)))
     (model(torch.ones(2, WIDTH)).sum() * math.nan).backward()
     with pytest.raises(sw.StepError, match="loss or an activation"):

@@ -1,4 +1,4 @@
-"""States of owners go through checkpoints, to other numbers of ranks and other owners."""
+"""States of owners are saved, and loaded on other numbers of ranks and other owners."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise._private import FakeTensorMode
 from tests.models import CASES, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, options_of, own_part
 
@@ -25,18 +27,12 @@ Make = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
 def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return sw.optim.Muon(_groups(parameters), eps=1e-3, adamw_eps=1e-3)
+    return sw.optim.Muon(matrix_groups(parameters), eps=1e-3, adamw_eps=1e-3)
 
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
     options: Any = {"precondition_frequency": 2, "damping": 1e-3}
-    return sw.optim.SOAP(_groups(parameters), eps=1e-3, adamw_eps=1e-3, **options)
-
-
-def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    return [{"params": [p for p in every if p.ndim > 1]}, others]
+    return sw.optim.SOAP(matrix_groups(parameters), eps=1e-3, adamw_eps=1e-3, **options)
 
 
 def _sharded(make: Make, strategy: str) -> tuple[nn.Module, Optimizer]:
@@ -84,7 +80,7 @@ def _load_and_continue(make: Make, strategy: str, path: Path, *, by_torch: bool)
     ("make", "before", "after", "ranks"),
     [(muon, "fsdp", "hsdp", (2, 4)), (soap, "hsdp", "fsdp", (4, 3)), (soap, "fsdp", "ddp", (2, 1))],
 )
-def test_other_ranks_continue(
+def test_another_number_of_ranks_continues(
     make: Make, before: str, after: str, ranks: tuple[int, int], by_torch: bool, tmp_path: Path
 ) -> None:
     run_on(ranks[0], _save, make, before, tmp_path)
@@ -115,8 +111,8 @@ def _reload(make: Make) -> None:
 
 @pytest.mark.parametrize("make", [muon, soap])
 @on_ranks(3)
-def test_matrices_are_frozen_released_and_added_between_steps(make: Make) -> None:
-    """Those that have states keep their owners."""
+def test_matrices_are_frozen_unfrozen_and_added_between_steps(make: Make) -> None:
+    """Matrices that have states keep their owners."""
 
     def trained(*, shards: bool) -> nn.Module:
         model = build("gpt")
@@ -130,7 +126,7 @@ def test_matrices_are_frozen_released_and_added_between_steps(make: Make) -> Non
         _train(model, optimizer, range(2))
         frozen.requires_grad_(True)
         _train(model, optimizer, range(2, 4))
-        for group in _groups(iter(added)):
+        for group in matrix_groups(iter(added)):
             optimizer.add_param_group({"method": optimizer.defaults["method"], **group})
         _train(model, optimizer, range(4, 6))
         model.embedding.requires_grad_(False)
@@ -177,11 +173,23 @@ def test_a_state_dict_of_one_process_is_refused(make: Make) -> None:
         optimizer.load_state_dict(alone.state_dict())
 
 
+def test_states_stay_on_the_device_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With shards in host memory, owners work on the accelerator."""
+    monkeypatch.setattr(sw.optim.SOAP, "_device_of", lambda *_: torch.device("cuda", 0))
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(4, 3))
+        optimizer = sw.optim.SOAP([parameter])
+        moments = optimizer.empty_state(parameter, "exp_avg", (4, 3), torch.float32)
+        optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": moments}
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state[parameter]["exp_avg"].device.type == "cuda"
+
+
 def test_states_keep_their_dtype() -> None:
     parameter = nn.Parameter(torch.ones(4, 3))
     optimizer, other = (sw.optim.Muon([parameter], momentum_dtype=torch.bfloat16) for _ in range(2))
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    for _ in range(2):  # torch changes the defaults of an optimizer in the first one
+    for _ in range(2):  # the first load changes the defaults of the optimizer
         other.load_state_dict(optimizer.state_dict())
     assert other.state[parameter]["momentum_buffer"].dtype is torch.bfloat16

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.tensor.sharding import local_of, sharding_of
 from tests.covering import covered_first
 from tests.models import CASES, build
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, assert_equal_training, options_of
 
@@ -19,10 +20,8 @@ STRATEGIES = ("fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """Matrices by SOAP, all else by AdamW (with a large eps, as gradients may be all rounding)."""
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    groups = [{"params": [p for p in every if p.ndim > 1]}, others]
+    """SOAP for matrices, otherwise AdamW. A large eps, as gradients may be rounding errors."""
+    groups = matrix_groups(parameters)
     return sw.optim.SOAP(groups, eps=1e-3, adamw_eps=1e-3, precondition_frequency=2, damping=1e-3)
 
 
@@ -45,15 +44,12 @@ def test_steps_are_those_of_one_process(strategy: str, granularity: str, name: s
 
 @on_ranks(3, thorough=(1, 2, 4))
 def test_the_same_gradients_give_the_same_bits() -> None:
-    """Whatever the gradients are: of low rank, with a basis of rounding errors."""
+    """Also for gradients of low rank, whose basis is rounding errors."""
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=CASES["stack"].units)
     optimizers = []
     for one in (reference, model):
-        groups = [
-            {"params": [p for p in one.parameters() if p.ndim > 1]},
-            {"params": [p for p in one.parameters() if p.ndim <= 1], "method": "adamw"},
-        ]
+        groups = matrix_groups(one.parameters())
         optimizers.append(sw.optim.SOAP(groups, precondition_frequency=1, damping=0))
     for seed in range(4):
         torch.manual_seed(seed)
@@ -73,14 +69,14 @@ def test_the_same_gradients_give_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"precondition_frequency": 1}, {"max_precondition_dim": 6}]
 )
-def test_one_process_steps_as_a_public_implementation(
+def test_one_process_steps_like_a_public_implementation(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = pytest.importorskip("pytorch_optimizer.optimizer.soap", reason="the oracle")
-    # It casts to float32 before the QR decomposition.
+    # Their implementation casts to float32 before the QR decomposition.
     monkeypatch.setattr(theirs, "torch", _Torch())
     torch.manual_seed(0)
-    # Of full rank on each side that has a basis: without it, the rest of the basis is rounding.
+    # Sides with a basis have full rank; otherwise, part of the basis would be rounding errors.
     shapes = ((4, 9), (9, 4), (5, 5)) if "max_precondition_dim" in options else ((4, 4), (7, 7))
     ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     others = [nn.Parameter(p.detach().clone()) for p in ours]
@@ -98,7 +94,7 @@ def test_one_process_steps_as_a_public_implementation(
 
 
 class _Torch:
-    """`torch` with float64 in the place of float32."""
+    """`torch` with float64 in place of float32."""
 
     float32 = torch.float64
 

@@ -1,4 +1,4 @@
-"""Every token counts alike, however tokens fall on ranks and micro-batches."""
+"""Every token has the same weight, regardless of its rank and micro-batch."""
 
 import itertools
 from typing import Any, Literal
@@ -17,7 +17,7 @@ ROWS = 12
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp"])
-def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
+def test_gradients_do_not_depend_on_where_tokens_are(strategy: str) -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block, strategy=strategy)
     for step in range(3):
@@ -25,7 +25,7 @@ def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
         mask = (torch.rand(ROWS) < 0.5).double()
         mask[0] = 1.0
         (_losses(reference, rows, mask) / mask.sum()).backward()  # type: ignore[no-untyped-call]
-        # Shares of unlike lengths, cut into unlike micro-batches.
+        # Shares of different lengths, in micro-batches of different sizes.
         bounds = [0, *(ROWS * (n * n) // world_size() ** 2 for n in range(1, world_size() + 1))]
         own = slice(bounds[rank()], bounds[rank() + 1])
         weight = sw.token_weight(model, int(mask[own].sum()))
@@ -39,8 +39,8 @@ def test_gradients_do_not_depend_on_where_tokens_fall(strategy: str) -> None:
 
 
 @on_ranks(3, thorough=(1, 2, 4))
-def test_backward_is_that_of_the_mean_over_all_tokens() -> None:
-    """On any number of ranks and micro-batches, some of both without a token."""
+def test_backward_computes_gradients_of_the_mean_over_all_tokens() -> None:
+    """On any number of ranks and micro-batches, some of them without tokens."""
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     modes: tuple[Literal["shards", "whole"], ...] = ("shards", "whole")
@@ -103,7 +103,7 @@ def test_backward_with_a_scaler_and_after_an_exception() -> None:
 
 
 @on_ranks(2)
-def test_a_step_without_tokens_weighs_nothing() -> None:
+def test_a_step_without_tokens_has_weight_zero() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     assert sw.token_weight(model, 0) == 0.0
     assert sw.token_weight(model, 3) == 2 / 6
@@ -130,7 +130,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
-    """Parts of unlike lengths, some of them empty."""
+    """Parts of different lengths, some of them empty."""
     bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
     cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     return [(rows[cut], mask[cut]) for cut in cuts]

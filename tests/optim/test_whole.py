@@ -1,4 +1,4 @@
-"""torch's optimizers that need whole parameters: served, or refused with what to use instead."""
+"""torch's optimizers that need whole parameters work, or are refused with an alternative."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_optimizers_of_torch(name: str, granularity: Any) -> None:
         for one, optimizer, part in zip(
             (reference, model), optimizers, (batch, own_part(batch)), strict=True
         ):
-            with pytest.MonkeyPatch.context() as patch:  # Muon of torch casts to bfloat16
+            with pytest.MonkeyPatch.context() as patch:  # torch's Muon casts to bfloat16
                 patch.setattr(Tensor, "bfloat16", lambda self: self.clone())
                 _step(one, optimizer, part)
                 _step(one, optimizer, part)

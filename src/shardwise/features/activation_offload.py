@@ -123,7 +123,7 @@ class _Mover:
             work.wait_on_device()
 
     def copy_back(self, copy: Tensor, after: DeviceWork) -> tuple[Tensor, DeviceWork | None]:
-        """Start copying ``copy`` back to the device, once ``after`` has written it."""
+        """Start copying ``copy`` back to the device after ``after``, the work that writes it."""
         if not self._has_streams:
             return copy, None
         tensor = torch.empty_like(copy, device=self.device)
@@ -132,35 +132,33 @@ class _Mover:
         return tensor, work
 
 
+@dataclass(eq=False)
 class _Moved:
     """An offloaded tensor: a copy in host memory, and later one on the device."""
 
-    def __init__(
-        self, mover: _Mover, copy: Tensor, work: DeviceWork, previous: "Callable[[], _Moved | None]"
-    ) -> None:
-        self._mover = mover
-        self._copy = copy
-        self._work = work
-        self._previous = previous  # the tensor moved before this one, while backward needs it
-        self._copied_back: tuple[Tensor, DeviceWork | None] | None = None
+    mover: _Mover
+    copy: Tensor
+    work: DeviceWork  # writes the copy
+    previous: "Callable[[], _Moved | None]"  # moved before this one; None once backward used it
+    copied_back: tuple[Tensor, DeviceWork | None] | None = None
 
     def __del__(self) -> None:
-        if self._copied_back is not None and self._copied_back[1] is not None:  # never used
-            self._copied_back[1].wait_on_device()  # before the memory is reused
+        if self.copied_back is not None and self.copied_back[1] is not None:  # never used
+            self.copied_back[1].wait_on_device()  # before the memory is reused
 
     def prefetch(self) -> None:
         """Start copying the tensor back, unless that has begun."""
-        if self._copied_back is None:
-            self._copied_back = self._mover.copy_back(self._copy, self._work)
+        if self.copied_back is None:
+            self.copied_back = self.mover.copy_back(self.copy, self.work)
 
     def take(self) -> Tensor:
         """Return the tensor on the device, and prefetch the one that backward needs next."""
         self.prefetch()
-        previous = self._previous()
+        previous = self.previous()
         if previous is not None:
             previous.prefetch()
-        assert self._copied_back is not None
-        (tensor, work), self._copied_back = self._copied_back, None
+        assert self.copied_back is not None
+        (tensor, work), self.copied_back = self.copied_back, None
         if work is not None:
             work.wait_on_device()
         return tensor

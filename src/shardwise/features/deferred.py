@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import NotMaterialized
+from shardwise.features.initialize import innermost_unit
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime.attach import owner_of, put_sharded, stored_part_of
@@ -118,12 +119,11 @@ def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Map
 
 def _first_on_meta(root: nn.Module) -> list[str]:
     """Names of the parameters without storage in the first unit that has any."""
-    units = [name for name, module in root.named_modules() if isinstance(module, FSDPModule)]
-    by_unit: dict[str, list[str]] = {name: [] for name in units}
+    modules = root.named_modules()
+    by_unit: dict[str, list[str]] = {name: [] for name, m in modules if isinstance(m, FSDPModule)}
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
-            enclosing = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
-            by_unit[max(enclosing, key=len)].append(name)
+            by_unit[innermost_unit(name, by_unit)].append(name)
     return next(names for names in by_unit.values() if names)
 
 

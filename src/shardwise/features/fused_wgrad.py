@@ -23,16 +23,14 @@ from torch.nn.utils import parametrize
 
 from shardwise import _private
 from shardwise.features.slot_functions import (
-    CompiledEmbedding,
-    CompiledLinear,
+    EmbeddingFunction,
+    LinearFunction,
     Saved,
-    SlotEmbeddingFunction,
-    SlotLinearFunction,
-    offer_of,
+    number_of,
     offer_slot,
 )
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import FlatParameters, Unit
 
 __all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
 
@@ -54,23 +52,20 @@ def replace_layers(root: nn.Module) -> None:
 
 def offer_slots(runtime: Runtime) -> None:
     """Let backward claim the slots of the parameters of ``runtime`` in the reduce buffers."""
-    scheduler = weakref.ref(runtime.scheduler)
-    for index, unit in enumerate(runtime.units):
-        for number, flat in enumerate(unit.flats):
+    for unit in runtime.units:
+        for flat in unit.flats:
             for position, parameter in enumerate(flat.parameters):
                 if parameter.dense.numel() >= _LEAST_ELEMENTS:
-                    claim = partial(_claim_slot, scheduler, index, number, position)
+                    claim = partial(_claim_slot, weakref.ref(unit), weakref.ref(flat), position)
                     offer_slot(parameter.dense, claim)
 
 
 def _claim_slot(
-    scheduler_ref: weakref.ref[Scheduler], index: int, number: int, position: int
+    unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParameters], position: int
 ) -> tuple[Tensor, bool] | None:
-    scheduler = scheduler_ref()
-    if scheduler is None:
+    unit, flat = unit_ref(), flat_ref()
+    if unit is None or flat is None:
         return None
-    unit = scheduler.units[index]
-    flat = unit.flats[number]
     in_slot = all(map(_computes_in_slot, flat.parameters[position].modules))
     return unit.claim_gradient(flat, position, in_slot=in_slot)
 
@@ -89,20 +84,16 @@ class SlotLinear(nn.Linear):
         return nn.Linear.__name__ if type(self) is SlotLinear else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
-        weight: Tensor = self.weight
-        offer: Any = offer_of(weight)
+        weight, number = self.weight, number_of(self.weight)
         is_real = input.dtype == weight.dtype and not weight.is_complex()
-        if offer is None or not is_real or not _is_plain(input, weight):
+        if number is None or not is_real or not _is_plain(input, weight):
             return super().forward(input)
-        output: Tensor
-        if torch.compiler.is_compiling():
-            output = CompiledLinear.apply(input, weight, self.bias, offer)  # type: ignore[no-untyped-call]
-            return output
-        before = None
-        if input.requires_grad and _private.has_saved_tensors_hooks():
+        is_compiling, before = torch.compiler.is_compiling(), None
+        number = number if is_compiling else None
+        if not is_compiling and input.requires_grad and _private.has_saved_tensors_hooks():
             input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
             before = input.grad_fn
-        output = SlotLinearFunction.apply(input, weight, self.bias, offer, before)  # type: ignore[no-untyped-call]
+        output: Tensor = LinearFunction.apply(input, weight, self.bias, number, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -113,13 +104,12 @@ class SlotEmbedding(nn.Embedding):
         return nn.Embedding.__name__ if type(self) is SlotEmbedding else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
-        weight: Tensor = self.weight
-        offer: Any = offer_of(weight)
-        if offer is None or not self.is_plain or not _is_plain(input, weight):
+        weight, number = self.weight, number_of(self.weight)
+        if number is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
+        number = number if torch.compiler.is_compiling() else None
         padding = -1 if self.padding_idx is None else self.padding_idx
-        kind: Any = CompiledEmbedding if torch.compiler.is_compiling() else SlotEmbeddingFunction
-        output: Tensor = kind.apply(input, weight, padding, offer)
+        output: Tensor = EmbeddingFunction.apply(input, weight, padding, number)  # type: ignore[no-untyped-call]
         return output
 
     @property

@@ -11,9 +11,10 @@ construction, so that what the parent does to their parameters takes effect.
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from shardwise.tensor.operations import draws, written_tensors
 from shardwise.tensor.sharding import sharding_of
 from shardwise.transport.device import random_states, seed_generators, set_random_states
 
-__all__ = ["Initialization", "Materializer", "initialize"]
+__all__ = ["Initialization", "Materializer", "initialize", "innermost_unit"]
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 _WAY_OUT = (
@@ -128,7 +129,7 @@ class Materializer:
         self._allocated: list[torch.UntypedStorage] = []  # for the last unit
         self._modules = _in_order(root)
         units = {unit.name for unit in plan.units}
-        self._unit_of = {name: _innermost(name, units) for name, _ in self._modules}
+        self._unit_of = {name: innermost_unit(name, units) for name, _ in self._modules}
         self.checksums: dict[str, Tensor] = {}  # of whole parameters, to compare between ranks
 
     @torch.no_grad()
@@ -150,12 +151,12 @@ class Materializer:
         left = [
             name
             for name, empty in (parameters | buffers).items()
-            if not _is_filled(_attribute_at(self._root, name), empty, writes)
+            if not _is_filled(attrgetter(name)(self._root), empty, writes)
         ]
         if left:
             raise _unfilled_error(self._root, left)
         for name in parameters:
-            self.checksums[name] = checksum(_attribute_at(self._root, name))
+            self.checksums[name] = checksum(self._root.get_parameter(name))
 
     def free_last_unit(self) -> None:
         """Free the memory of the last unit, whose parameters are now cut into shards."""
@@ -189,7 +190,7 @@ class Materializer:
 
     @contextlib.contextmanager
     def _scratch(self, module: nn.Module, own: set[int]) -> Iterator[None]:
-        """Give ``module`` temporary memory for the parameters it holds of other units."""
+        """Give ``module`` temporary memory for its parameters that belong to other units."""
         held = module._parameters.items()
         foreign = {name: p for name, p in held if p is not None and id(p) not in own}
         for name, p in foreign.items():
@@ -231,7 +232,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check_draws_nothing(self, func: OpOverload, tensor: DTensor) -> None:
-        """Raise if ``func`` draws random values: those of a unit depend on its own modules only."""
+        """Raise if ``func`` draws random values, which may depend on the modules of a unit only."""
         if draws(func):
             sharding = sharding_of(tensor)
             name = "a parameter" if sharding is None else sharding.name
@@ -253,8 +254,8 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())[::-1]
 
 
-def _innermost(name: str, units: set[str]) -> str:
-    """The innermost unit that contains the module ``name``."""
+def innermost_unit(name: str, units: Container[str]) -> str:
+    """The innermost of ``units`` that contains the module or parameter ``name``, or is it."""
     while name not in units:
         name = name.rpartition(".")[0]
     return name
@@ -280,11 +281,6 @@ def _is_filled(current: Tensor | None, empty: Tensor, writes: _Writes) -> bool:
         real = torch.view_as_real(current) if current.is_complex() else current
         return not bool(real.amax().isnan())  # `real.isnan()` would take a quarter of its memory
     return writes.reached(current)
-
-
-def _attribute_at(root: nn.Module, name: str) -> Any:
-    path, _, attribute = name.rpartition(".")
-    return getattr(root.get_submodule(path), attribute)
 
 
 def _unfilled_error(root: nn.Module, names: Sequence[str]) -> PlanError:

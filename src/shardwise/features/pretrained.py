@@ -72,9 +72,9 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _works_unchanged(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether ``save_pretrained`` needs no help.
+    """Whether the model's own ``save_pretrained`` works.
 
-    True if parameters are gathered, the caller passes a state dict, or transformers has sharded
+    It does if parameters are gathered, the caller passes a state dict, or transformers has sharded
     the model.
     """
     is_sharded = any(sharding_of(parameter) is not None for parameter in model.parameters())

@@ -18,16 +18,7 @@ from torch.nn import functional
 
 from shardwise import _private
 
-__all__ = [
-    "CompiledEmbedding",
-    "CompiledLinear",
-    "Saved",
-    "SlotEmbeddingFunction",
-    "SlotLinearFunction",
-    "SlotOffer",
-    "offer_of",
-    "offer_slot",
-]
+__all__ = ["EmbeddingFunction", "LinearFunction", "Saved", "SlotOffer", "number_of", "offer_slot"]
 
 # The memory to compute a gradient in, and whether to add to the gradient that is already there.
 Offered = tuple[Tensor, bool] | None
@@ -40,18 +31,18 @@ _weights: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def offer_slot(weight: Tensor, offer: SlotOffer) -> None:
-    """Let backward call ``offer`` for memory shaped like ``weight``; it returns None without any.
+    """Let backward call ``offer`` for the slot of ``weight`` in the reduce buffer.
 
-    The memory is a slot of the reduce buffer.
+    ``offer`` returns None if the slot cannot be used.
     """
     number = next(_numbers)
     _weights[number] = weight
     weight.__dict__.update({_OFFER: offer, _NUMBER: torch.tensor(number, device="cpu")})
 
 
-def offer_of(weight: Tensor) -> SlotOffer | Tensor | None:
-    """The offer for ``weight``, or its number while a graph is being compiled; None without one."""
-    return getattr(weight, _NUMBER if torch.compiler.is_compiling() else _OFFER, None)
+def number_of(weight: Tensor) -> Tensor | None:
+    """The number of a weight with an offer; None without one."""
+    return getattr(weight, _NUMBER, None)
 
 
 class Saved(torch.autograd.Function):
@@ -71,94 +62,88 @@ class Saved(torch.autograd.Function):
         return gradients[0], None
 
 
-class SlotLinearFunction(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offer: SlotOffer, before: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        number: Tensor | None,
+        before: Any,
     ) -> Tensor:
-        """``before`` is the node of `Saved` if that has saved the inputs."""
+        """Compute the output.
+
+        Args:
+            ctx: the context.
+            x: [..., inputs].
+            weight: [outputs, inputs].
+            bias: [outputs].
+            number: number of the weight in a compiled graph; None otherwise.
+            before: the node of `Saved` if that has saved the inputs.
+        """
+        ctx.number, ctx.before = number, before
         if before is None:
             ctx.save_for_backward(x, weight)
-        ctx.offer, ctx.before = offer, before
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # [..., outputs]
         saved = ctx if ctx.before is None else ctx.before
-        x, weight = saved.saved_tensors  # [..., inputs], [outputs, inputs]
-        rows = gradient.reshape(-1, weight.shape[0])
+        x, weight = saved.saved_tensors
+        rows, inputs = gradient.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        # In `torch.autograd.grad`, which returns gradients, torch cannot tell what it needs.
-        needs_x = needs_x and _is_reached(ctx.next_functions[0][0], in_doubt=True)
-        needs_weight = needs_weight and _is_reached(ctx.next_functions[1][0], in_doubt=True)
         of_weight = None
-        if needs_weight:
-            offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-            of_weight = _multiply(rows.t(), x.reshape(-1, weight.shape[1]), offered)
+        if ctx.number is not None:
+            of_weight = torch.ops.shardwise.linear_gradient(rows, inputs, ctx.number)
+        else:
+            (x_node, _), (weight_node, _), *_ = ctx.next_functions
+            # In `torch.autograd.grad`, torch cannot tell which gradients are needed.
+            needs_x = needs_x and _is_reached(x_node, in_doubt=True)
+            if needs_weight and _is_reached(weight_node, in_doubt=True):
+                of_weight = _multiply(rows.t(), inputs, _claim(weight_node))
         of_x = gradient @ weight if needs_x else None
         return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
 
 
-class SlotEmbeddingFunction(torch.autograd.Function):
+class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, offer: SlotOffer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, number: Tensor | None) -> Tensor:
+        """Compute the output; ``number`` is as in `LinearFunction`."""
         ctx.save_for_backward(x)
-        ctx.padding, ctx.offer, ctx.num_rows = padding, offer, weight.shape[0]
+        ctx.padding, ctx.num_rows, ctx.number = padding, weight.shape[0], number
         return functional.embedding(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients  # [..., width]
         (x,) = ctx.saved_tensors  # [...]
-        offered = ctx.offer() if _goes_to_grad(ctx.next_functions[1][0]) else None
-        of_weight = _add_rows(gradient, x, ctx.num_rows, ctx.padding, offered)
+        if ctx.number is not None:
+            of_weight = torch.ops.shardwise.embedding_gradient(
+                gradient, x, ctx.num_rows, ctx.padding, ctx.number
+            )
+        else:
+            offered = _claim(ctx.next_functions[1][0])
+            of_weight = _add_rows(gradient, x, ctx.num_rows, ctx.padding, offered)
         return None, of_weight, None, None
 
 
-class CompiledLinear(torch.autograd.Function):
-    """`SlotLinearFunction` for compiled graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, number)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients  # [..., outputs]
-        x, weight, number = ctx.saved_tensors
-        rows = gradient.reshape(-1, weight.shape[0])
-        inputs = x.reshape(-1, weight.shape[1])
-        of_weight = torch.ops.shardwise.linear_gradient(rows, inputs, number)
-        return gradient @ weight, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+def _claim(node: Any) -> Offered:
+    """The slot of the weight whose AccumulateGrad is ``node``, if its gradient goes only there."""
+    weight = getattr(node, "variable", None)
+    offer: SlotOffer | None = getattr(weight, _OFFER, None)
+    if weight is None or offer is None:
+        return None
+    if torch.is_grad_enabled() or _private.gradient_hooks(weight):
+        return None
+    return offer() if _is_reached(node, in_doubt=False) else None
 
 
-class CompiledEmbedding(torch.autograd.Function):
-    """`SlotEmbeddingFunction` for compiled graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, number: Tensor) -> Tensor:
-        ctx.save_for_backward(x, number)
-        ctx.padding, ctx.num_rows = padding, weight.shape[0]
-        return functional.embedding(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, number = ctx.saved_tensors
-        of_weight = torch.ops.shardwise.embedding_gradient(
-            gradients[0], x, ctx.num_rows, ctx.padding, number
-        )
-        return None, of_weight, None, None
-
-
-def _claim(number: Tensor) -> Offered:
+def _claim_empty(number: Tensor) -> Offered:
     """The slot of a weight, if empty: a compiled backward itself adds gradients of several uses."""
     weight = _weights.get(int(number))
-    offer: SlotOffer | None = getattr(weight, _OFFER, None)
-    if weight is None or offer is None or not _goes_to_grad(get_gradient_edge(weight).node):
-        return None
-    offered = offer()
+    offered = None if weight is None else _claim(get_gradient_edge(weight).node)
     return None if offered is None or offered[1] else offered
 
 
@@ -175,14 +160,14 @@ def _define(schema: str, kernel: Any, shape: Callable[..., tuple[int, int]]) -> 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 _define(
     "linear_gradient(Tensor rows, Tensor inputs, Tensor number) -> Tensor",
-    lambda rows, inputs, number: _multiply(rows.t(), inputs, _claim(number)),
+    lambda rows, inputs, number: _multiply(rows.t(), inputs, _claim_empty(number)),
     lambda rows, inputs, _: (rows.shape[1], inputs.shape[1]),
 )
 _define(
     "embedding_gradient(Tensor gradient, Tensor x, SymInt num_rows, int padding, Tensor number)"
     " -> Tensor",
     lambda gradient, x, num_rows, padding, number: _add_rows(
-        gradient, x, num_rows, padding, _claim(number)
+        gradient, x, num_rows, padding, _claim_empty(number)
     ),
     lambda gradient, _x, num_rows, *_: (num_rows, gradient.shape[-1]),
 )
@@ -227,11 +212,3 @@ def _is_reached(node: Any, *, in_doubt: bool) -> bool:
         return _private.will_execute(node)
     except RuntimeError:
         return in_doubt
-
-
-def _goes_to_grad(node: Any) -> bool:
-    """Whether autograd passes the gradient to ``node``, an AccumulateGrad, and nowhere else."""
-    weight = getattr(node, "variable", None)
-    if torch.is_grad_enabled() or weight is None or _private.gradient_hooks(weight):
-        return False
-    return _is_reached(node, in_doubt=False)

@@ -5,7 +5,7 @@ tensor, so other references to it stay valid.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,47 +53,46 @@ class ModelSnapshot:
 
 
 class OptimizerSnapshot:
-    """An optimizer's groups, copied at once, and its parameters and states, copied on demand."""
+    """An optimizer's groups, copied at once, and its parameters and states, copied on demand.
+
+    Attributes:
+        parameters: copies of this rank's runs of the parameters.
+        is_complete: whether parameters and states have been copied, so that the optimizer may step.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = [_Entries(group, excluded="params") for group in optimizer.param_groups]
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
-        self._parameters: dict[Tensor, Tensor] | None = None
+        self._groups = [
+            (_Entries({k: v for k, v in group.items() if k != "params"}), list(group["params"]))
+            for group in optimizer.param_groups
+        ]
         self._states: dict[Tensor, _Entries] = {}
-
-    @property
-    def parameters(self) -> Iterable[Tensor]:
-        """Parameters whose values have been copied."""
-        return self._parameters or ()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether parameters and states have been copied, so that the optimizer may step."""
-        return self._parameters is not None
+        self.parameters: dict[Tensor, Tensor] = {}
+        self.is_complete = False
 
     @torch.no_grad()
     def complete_before_step(self, *_args: object) -> None:
-        """Copy parameters [run] and states before the optimizer's first step changes them."""
+        """Copy parameters and states before the optimizer's first step changes them."""
         if self.is_complete:
             return
         self._states = {p: _Entries(state) for p, state in self._optimizer.state.items()}
         groups = self._optimizer.param_groups
-        self._parameters = {p: _run(p).clone() for group in groups for p in group["params"]}
+        self.parameters = {p: _run(p).clone() for group in groups for p in group["params"]}
+        self.is_complete = True
 
     @torch.no_grad()
     def restore(self) -> None:
         groups = self._optimizer.param_groups
         del groups[len(self._groups) :]
-        for group, entries, members in zip(groups, self._groups, self._members, strict=True):
+        for group, (entries, parameters) in zip(groups, self._groups, strict=True):
             entries.restore(group)
-            group["params"] = members
-        if self._parameters is None:
+            group["params"] = parameters
+        if not self.is_complete:
             return
-        for parameter, values in self._parameters.items():
+        for parameter, values in self.parameters.items():
             _write(parameter, values)
         state = self._optimizer.state
-        for parameter in [p for p in state if p not in self._states]:
+        for parameter in state.keys() - self._states.keys():
             del state[parameter]
         for parameter, entries in self._states.items():
             entries.restore(state[parameter])
@@ -102,19 +101,16 @@ class OptimizerSnapshot:
 class _Entries:
     """The entries of a dict: its tensors with copies of their values, and copies of the rest."""
 
-    def __init__(self, entries: Mapping[str, Any], excluded: str | None = None) -> None:
-        self._excluded = excluded
+    def __init__(self, entries: Mapping[str, Any]) -> None:
         self._values = {
             key: (value, _run(value).clone())
             if isinstance(value, Tensor)
             else (copy.deepcopy(value), None)
             for key, value in entries.items()
-            if key != excluded
         }
 
     def restore(self, entries: dict[str, Any]) -> None:
-        for key in [key for key in entries if key != self._excluded]:
-            del entries[key]
+        entries.clear()
         for key, (value, values) in self._values.items():
             if values is not None:
                 _write(value, values)

@@ -65,7 +65,7 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     wrong = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
     if wrong:
         raise PlanError(
-            f"transaction: expected each argument after the model to be a torch.optim.Optimizer, "
+            "transaction: expected each argument after the model to be a torch.optim.Optimizer, "
             f"got {wrong[0]}"
         )
     runtime = runtime_of_root(model)
@@ -138,8 +138,8 @@ class _Step:
             self._model.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
-        # Without a monitor, other ranks cannot read that this rank has raised, so it has to vote.
-        # It can: a rank that has begun an optimizer's step has issued all other collectives.
+        # Without a monitor, other ranks cannot read that this rank has raised, so it must vote. It
+        # can, because before an optimizer's step a rank has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
         if has_stepped and not self._links.is_monitored and not self._has_voted:

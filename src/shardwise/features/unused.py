@@ -35,11 +35,12 @@ _MAX_SHOWN = 20
 
 
 def gradients_of(units: Iterable[Unit]) -> list[GradientShard]:
+    """The gradient shards of all layouts of ``units``."""
     return [gradients.shard for unit in units for gradients in unit.gradients]
 
 
 def settle(gradients: Iterable[GradientShard], used_anywhere: Iterable[bool]) -> None:
-    """Settle ``gradients``: parameters that no rank used keep the gradient that they had."""
+    """Finish ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
         each.settle([next(flags) for _ in each.used])
@@ -77,7 +78,7 @@ class UsedParameterSync:
         settle(self._gradients, self.wait(links))
 
     def abandon(self) -> "UsedParameterSync":
-        """Stop waiting for the result; keep the returned object until ranks are in step again."""
+        """Stop waiting for the result. Keep the returned object until the ranks synchronize."""
         if self._pending is not None:
             self._pending.wait(0.0)
         return self

@@ -182,7 +182,7 @@ class Load:
         )
 
     def num_batches(self, itemsize: int) -> int:
-        """As `in_batches` of the optimizer."""
+        """As `OwnedJobs.batches`."""
         return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
 
 

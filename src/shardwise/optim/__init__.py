@@ -1,13 +1,13 @@
-"""Optimizers for sharded parameters, and what else steps need: clipping, weights of tokens.
+"""Optimizers for sharded parameters, clipping, token weighting and steps in backward.
 
 Muon and SOAP update each matrix on one rank, its owner. From the top down::
 
-    groups           which parameters are hidden matrices
-    muon, soap       what an owner does with a matrix
-    owner_optimizer  a step: matrices on their owners, and AdamW for all else
-    exchange         brings parts of matrices to owners, and updates back
-    ownership        which rank owns which matrix, and what that sends: integers
-    matrices         a parameter as the matrices that it consists of
+    groups           finds the hidden matrices of a model
+    muon, soap       the update of a matrix by its owner
+    owner_optimizer  a step: matrices by their owners, other parameters by AdamW
+    exchange         sends parts of matrices to owners, and updates back
+    ownership        which rank owns which matrix, and what ranks send: pure integer code
+    matrices         the matrices that a parameter consists of
 """
 
 from shardwise.optim.adam8bit import Adam8bit

@@ -1,4 +1,4 @@
-"""Adam with states in 8 bits, quantized in blocks that no cut between ranks divides."""
+"""Adam with 8-bit states, quantized in blocks that are never divided between ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,28 +23,30 @@ __all__ = ["Adam8bit"]
 _Group = dict[str, Any]
 _BITS = (8, 32)
 _QUANTIZED = {"exp_avg": "dynamic", "exp_avg_sq": "dynamic_unsigned"}
-_SCALES = {f"{name}_scale": name for name in _QUANTIZED}
+_SCALES = {f"{name}_scale" for name in _QUANTIZED}
 
 
 class Adam8bit(Optimizer):
-    """AdamW whose two averages take a byte for each element, and a scale for each block.
+    """AdamW whose two averages take one byte per element and a scale per block.
 
-    A step reads them, computes in single precision, element by element, and quantizes the results.
-    Blocks begin anew with each granule of a parameter (``granularity="row"``, `sw.block(n)`,
-    "tensor" or "dim" of `fully_shard`), so a state has the same bits at any number of ranks, and
-    a checkpoint fits them all. A granule that ``block`` divides wastes no scales.
+    A step dequantizes the averages, computes in single precision, element by element, and quantizes
+    the results. Every granule of a parameter starts a new block (``granularity="row"``,
+    `sw.block(n)`, "tensor" or "dim" of `fully_shard`), so states have the same bits on any number
+    of ranks, and so do checkpoints. No scales are wasted if ``block`` divides the granules.
 
     Args:
-        params: parameters or groups; a group may have its own options. ``state_bits=32`` keeps the
-            states of a group in float32, as is recommended for embeddings.
+        params: parameters or groups. A group may override the options below except
+            ``min_elements``. ``state_bits=32`` keeps the states of a group in float32, which is
+            recommended for embeddings.
         lr: learning rate.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the second.
-        weight_decay: as in AdamW, or added to gradients without ``decoupled_weight_decay``.
-        decoupled_weight_decay: whether weights decay apart from the gradient's step.
-        block: elements of a block.
-        min_elements: parameters with fewer keep float32 states, in any granularity; so do vectors,
-            of which a rank may hold any part, so that each element would need a scale.
+        betas: decays of the averages of gradients and of their squares.
+        eps: added to the square root of the second moment.
+        weight_decay: weight decay.
+        decoupled_weight_decay: whether weights decay independently of the gradient, as in AdamW.
+            Otherwise, the decay is added to the gradient, as in Adam.
+        block: number of elements in a block, an even number.
+        min_elements: smaller parameters keep float32 states, with any granularity. So do vectors:
+            a rank may hold any part of a vector, so that each element would need a scale.
         state_bits: 8 or 32.
 
     Raises:
@@ -81,11 +83,11 @@ class Adam8bit(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: _Group) -> None:
-        """As in torch.
+        """Add a group, as in torch.
 
         Raises:
-            PlanError: ``state_bits`` or ``block`` is not valid, or blocks of a parameter would be
-                cut.
+            PlanError: ``state_bits`` or ``block`` is not valid, or ranks would divide the blocks of
+                a parameter.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -120,11 +122,11 @@ class Adam8bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in torch, which would cast the states to the dtype of their parameters.
+        """Load a state dict, as in torch, but keep the dtypes of its states.
 
         Raises:
-            CheckpointError: the states are quantized in other blocks, or of another kind of
-                optimizer, or of one process.
+            CheckpointError: the states are quantized in other blocks, or the state dict is of
+                another kind of optimizer, or of one process.
         """
         check_state_dict(self, state_dict)
         saved = state_dict["state"]
@@ -149,7 +151,7 @@ class Adam8bit(Optimizer):
         shape: Sequence[int],
         dtype: torch.dtype,  # noqa: ARG002
     ) -> Tensor | None:
-        """Memory for a state of a checkpoint that is not cut as its parameter is.
+        """Allocate scales to load values into; None for other states.
 
         Raises:
             CheckpointError: the states are quantized in other blocks.
@@ -174,7 +176,7 @@ class Adam8bit(Optimizer):
     def _update(self, parameter: Tensor, group: _Group) -> None:
         state = self.state[parameter]
         if not state:
-            self._begin(parameter, group)
+            self._initialize_state(parameter, group)
         state["step"] += 1
         assert parameter.grad is not None
         local, gradient = local_part(parameter), local_part(parameter.grad).float()
@@ -194,23 +196,22 @@ class Adam8bit(Optimizer):
         self._write(granules, "exp_avg", average)
         self._write(granules, "exp_avg_sq", squares)
 
-    def _begin(self, parameter: Tensor, group: _Group) -> None:
+    def _initialize_state(self, parameter: Tensor, group: _Group) -> None:
         is_quantized = self._is_quantized(parameter, group)
-        if is_quantized:  # the parameter may have been sharded since it was added
+        if is_quantized:  # the parameter may have been sharded since its group was added
             _check_uncut(parameter, "a parameter")
-        state = self.state[parameter]
+        granules, state = _Granules(parameter, group["block"]), self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
+        contiguous = parameter if isinstance(parameter, DTensor) else parameter.contiguous()
         for name in _QUANTIZED:
             dtype = torch.uint8 if is_quantized else torch.float32
-            contiguous = parameter if isinstance(parameter, DTensor) else parameter.contiguous()
             state[name] = torch.zeros_like(contiguous, dtype=dtype, requires_grad=False)
             if is_quantized:
-                granules = _Granules(parameter, group["block"])
                 state[f"{name}_scale"] = granules.scales()
                 self._write(granules, name, torch.zeros(()).expand(local_part(parameter).shape))
 
     def _read(self, granules: "_Granules", name: str) -> Tensor:
-        """A state in float32, this rank's elements."""
+        """This rank's elements of a state, in float32."""
         codes = local_part(self.state[granules.parameter][name])
         if codes.dtype is not torch.uint8:
             return codes
@@ -221,7 +222,7 @@ class Adam8bit(Optimizer):
 
     def _write(self, granules: "_Granules", name: str, numbers: Tensor) -> None:
         if local_part(self.state[granules.parameter][name]).dtype is not torch.uint8:
-            return  # `numbers` are the state
+            return  # `numbers` is the state itself
         blocks = Blocks(_QUANTIZED[name], granules.block)
         into = self._quantized_parts(granules, name)
         for part, (codes, scales) in zip(granules.cut(numbers), into, strict=True):
@@ -230,7 +231,7 @@ class Adam8bit(Optimizer):
             scales.copy_(new_scales)
 
     def _quantized_parts(self, granules: "_Granules", name: str) -> list[tuple[Tensor, Tensor]]:
-        """The codes of a state with their scales, in the parts of `_Granules.cut`."""
+        """The codes and scales of a state, divided as by `_Granules.cut`."""
         state = self.state[granules.parameter]
         codes = granules.cut(local_part(state[name]))
         scales = granules.cut_scales(local_part(state[f"{name}_scale"]))
@@ -242,12 +243,12 @@ class Adam8bit(Optimizer):
 
 @dataclass(frozen=True)
 class _ScaleLayout(Layout):
-    """Of the scales of a parameter's blocks: a rank has those of its elements."""
+    """The layout of a parameter's scales: each rank has the scales of its own elements."""
 
     granules: "_Granules | None" = None
 
     def __post_init__(self) -> None:
-        """Its runs are not equal parts of a buffer."""
+        """Skip the checks of `Layout`: ranks may have different numbers of scales."""
 
     def run(self, extent: ParameterExtent, rank: int) -> Run:  # noqa: ARG002
         granules = self.granules
@@ -258,7 +259,7 @@ class _ScaleLayout(Layout):
 
 
 class _Granules:
-    """A parameter's elements on this rank as granules, of which all but the last are full."""
+    """This rank's elements of a parameter, as granules. The last one may be shorter."""
 
     def __init__(self, parameter: Tensor, block: int) -> None:
         self.parameter = parameter
@@ -269,19 +270,19 @@ class _Granules:
             spec = self.sharding.extent.parameter
             in_rows = isinstance(spec.granularity, Dim)
             size = prod(spec.shape[1:]) if in_rows else spec.granule_elements
-        self._size = max(1, size)  # of a parameter without elements, too
-        self._per_granule = -(-self._size // block)
+        self._size = max(1, size)  # the parameter may have no elements
+        self._blocks_per_granule = -(-self._size // block)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scales of all blocks: a row for each granule, if these are of the same size."""
+        """The shape of the scales: a row for each granule, if all have the same size."""
         num_elements = self.parameter.numel()
         if num_elements % self._size:
             return (self.num_blocks(num_elements),)
-        return (num_elements // self._size, self._per_granule)
+        return (num_elements // self._size, self._blocks_per_granule)
 
     def check_fit(self, saved: Sequence[int]) -> None:
-        """Raise a CheckpointError if scales of the shape ``saved`` are of other blocks."""
+        """Raise a CheckpointError unless ``saved`` is the shape of the scales."""
         if tuple(saved) != self.shape:
             name = "a parameter" if self.sharding is None else self.sharding.name
             raise CheckpointError(
@@ -291,42 +292,41 @@ class _Granules:
                 "load without optimizer="
             )
 
-    def num_blocks(self, stop: int) -> int:
-        """Of elements [0, stop), which are full granules, or all elements."""
-        full, rest = divmod(stop, self._size)
-        return full * self._per_granule + -(-rest // self.block)
+    def num_blocks(self, num_elements: int) -> int:
+        """The number of blocks in the first ``num_elements``: whole granules, or all elements."""
+        full, rest = divmod(num_elements, self._size)
+        return full * self._blocks_per_granule + -(-rest // self.block)
 
     def cut(self, elements: Tensor) -> list[Tensor]:
-        """Full granules [n, size] as one tensor, and the last one [1, rest], of a view."""
-        flat = elements.reshape(-1)
-        num_full = len(flat) // self._size * self._size
-        parts = [flat[:num_full].view(-1, self._size), flat[num_full:].view(1, -1)]
-        return [part for part in parts if part.numel()]
+        """Views of the full granules [n, size], and of the last one [1, rest] if it is shorter."""
+        return self._cut(elements.reshape(-1), self._size)
 
     def cut_scales(self, scales: Tensor) -> list[Tensor]:
-        """The scales of each of `cut`."""
-        flat = scales.reshape(-1)
-        num_full = local_part(self.parameter).numel() // self._size * self._per_granule
-        parts = [flat[:num_full].view(-1, self._per_granule), flat[num_full:].view(1, -1)]
+        """The scales of each tensor that `cut` returns."""
+        return self._cut(scales.reshape(-1), self._blocks_per_granule)
+
+    def _cut(self, flat: Tensor, per_granule: int) -> list[Tensor]:
+        num_full = local_part(self.parameter).numel() // self._size * per_granule
+        parts = [flat[:num_full].view(-1, per_granule), flat[num_full:].view(1, -1)]
         return [part for part in parts if part.numel()]
 
     def scales(self) -> Tensor:
-        """Zeros, one for each block, on the rank that has the block."""
+        """Zeros as scales: one for each block, on the rank that has the block."""
         local = local_part(self.parameter)
-        own = sum(part.shape[0] * -(-part.shape[1] // self.block) for part in self.cut(local))
-        zeros = torch.zeros(own, dtype=torch.float32, device=local.device)
+        num_blocks = self.num_blocks(local.numel())
+        zeros = torch.zeros(num_blocks, dtype=torch.float32, device=local.device)
         sharding = self.sharding
         if sharding is None:
             return zeros.view(self.shape)
-        if not isinstance(sharding, RunSharding):  # chunks of rows: scales have as many
+        if not isinstance(sharding, RunSharding):  # chunks of rows; each row has a row of scales
             assert isinstance(self.parameter, DTensor)
             return DTensor.from_local(
-                zeros.view(-1, self._per_granule),
+                zeros.view(-1, self._blocks_per_granule),
                 self.parameter.device_mesh,
                 self.parameter.placements,
                 run_check=False,
                 shape=torch.Size(self.shape),
-                stride=(self._per_granule, 1),
+                stride=(self._blocks_per_granule, 1),
             )
         spec = ParameterSpec((sharding.name,), self.shape, "float32", 4, trainable=False)
         extent = ParameterExtent(spec, 0)
@@ -341,18 +341,18 @@ def _check_uncut(parameter: Tensor, what: str) -> None:
     if sharding is None:
         if isinstance(parameter, DTensor):
             raise PlanError(
-                f"{what}: Adam8bit does not know DTensors that fully_shard has not made"
+                f"{what}: Adam8bit supports no DTensors except those that fully_shard makes"
             )
         return
     granularity = sharding.extent.parameter.granularity
     if sharding.tensor_parallel is not None or (isinstance(granularity, Dim) and granularity.dim):
         raise PlanError(
-            f"{sharding.name}: Adam8bit needs whole rows on a rank, and this is cut along other "
-            "dims than the first; give its group state_bits=32"
+            f"{sharding.name}: cut along another dim than the first, but Adam8bit needs whole rows "
+            "on each rank; give its group state_bits=32"
         )
     if granularity == "element":
         raise PlanError(
-            f"{sharding.name}: cut by element, so blocks of 8-bit states would differ between "
-            'numbers of ranks; pass granularity="row", or sw.block(n) for n rows, to fully_shard, '
+            f"{sharding.name}: cut by element, so blocks of 8-bit states would depend on the "
+            'number of ranks; pass granularity="row", or sw.block(n) for n rows, to fully_shard, '
             "or give its group state_bits=32"
         )

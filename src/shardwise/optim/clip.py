@@ -1,4 +1,4 @@
-"""Clipping by the global norm."""
+"""Clipping by the global gradient norm."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -27,23 +27,24 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm, over all ranks, is at most ``max_norm``.
 
-    Every rank has to call it. `torch.nn.utils.clip_grad_norm_` gives the same numbers in as many
-    collectives, unless the model has DTensors of several kinds, which it cannot combine, or the
-    norm is NaN or infinite: then this leaves the gradients as they are.
+    Every rank must call this. `torch.nn.utils.clip_grad_norm_` gives the same results with the same
+    number of collectives, except in two cases: it cannot combine DTensors on different meshes, and
+    it changes the gradients if the norm is NaN or infinite, where this function leaves them alone.
 
     Args:
-        parameters: of the model.
-        max_norm: the largest norm that is left as it is.
-        norm_type: the order of the norm, which may be infinite.
-        error_if_nonfinite: raise if the norm is NaN or infinite, for which the host waits for the
+        parameters: the model's parameters.
+        max_norm: upper bound of the norm.
+        norm_type: order of the norm; may be infinite.
+        error_if_nonfinite: raise if the norm is NaN or infinite. The host then waits for the
             device.
 
     Returns:
         The norm before clipping: a scalar, the same on every rank.
 
     Raises:
-        StepError: `sw.optimizer_in_backward` has used and dropped the gradients; or with
-            ``error_if_nonfinite``, names the first gradient in backward that is not finite.
+        StepError: `sw.optimizer_in_backward` has already freed the gradients; or, with
+            ``error_if_nonfinite``, the norm is not finite. The message names the first such
+            gradient in backward.
     """
     if isinstance(parameters, nn.Module):
         raise TypeError("clip_grad_norm_: expected parameters, got a module; pass its parameters()")
@@ -52,43 +53,45 @@ def clip_grad_norm_(
         sharding = sharding_of(parameter)
         if sharding is not None and getattr(parameter, STEPS_IN_BACKWARD, False):
             raise StepError(
-                f"{sharding.name}: clipping by the global norm needs all gradients at "
-                "once, and sw.optimizer_in_backward has used each and dropped it; clip single "
-                "gradients in register_post_accumulate_grad_hook, or call remove() of its handle"
+                f"{sharding.name}: clipping by the global norm needs all gradients at once, but "
+                "sw.optimizer_in_backward frees each after its step; clip single gradients in "
+                "register_post_accumulate_grad_hook, or call remove() of its handle"
             )
     total = _total_norm(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise StepError(f"the gradient norm is {total.item()}: {describe_nonfinite(parameters)}")
-    # A scale that is NaN would spread to all gradients, and no error could name the first.
-    divisor = total.where(total.isfinite(), 0.0)
+    # A NaN would spread to all gradients, and no error could name the first one. A norm of 0 leaves
+    # the gradients as they are.
+    norm = total.where(total.isfinite(), 0.0)
     for some in _by_mesh(parameters).values():
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, divisor, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
     return total
 
 
 def _total_norm(parameters: Iterable[Tensor], order: float) -> Tensor:
-    """Over all ranks. Norms of torch's DTensors are DTensors, which stack on one mesh only."""
-    chunks = defaultdict(list)  # by the mesh of the model
+    """The norm of all gradients over all ranks."""
+    chunks = defaultdict(list)  # by the model's mesh
     others: list[Tensor] = []
     for parameter in parameters:
         gradient, sharding = parameter.grad, sharding_of(parameter)
         if type(gradient) is DTensor and sharding is not None and not sharding.tensor_parallel:
-            # In a collective of ours, which ends if another rank has raised.
+            # Our own collective ends if another rank raises; that of torch's DTensors does not.
             chunks[sharding.mesh].append(gradient.to_local())
         elif gradient is not None:
             others.append(gradient)
     norms = [norm for mesh, some in chunks.items() for norm in norms_across(some, mesh, order)]
-    by_mesh = _by_mesh(others).values()
-    of_others = [torch.nn.utils.get_total_norm(some, order, foreach=True) for some in by_mesh]
-    norms += [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in of_others]
+    for some in _by_mesh(others).values():
+        norm = torch.nn.utils.get_total_norm(some, order, foreach=True)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
-    """Those of torch's DTensors that operate together, and all others."""
+    """Group torch's DTensors by mesh, because only those of one mesh combine; others under None."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for one in tensors:
-        by_mesh.setdefault(one.device_mesh if type(one) is DTensor else None, []).append(one)
+    for tensor in tensors:
+        mesh = tensor.device_mesh if type(tensor) is DTensor else None
+        by_mesh.setdefault(mesh, []).append(tensor)
     return by_mesh

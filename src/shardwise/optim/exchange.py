@@ -1,22 +1,24 @@
-"""Brings matrices together on their owners, and sends what these return to all ranks.
+"""Collects the parts of matrices on their owners, and sends the updates to all ranks.
 
-Nothing is gathered: a part goes from the rank that has it to the owner, and a part of the result
-from the owner to each rank that stores it. Where replicas hold the same parts, the owner's own
-replica sends them. Parts of several matrices go in one message, and while an owner works on one
-batch of matrices, the next one is on its way and the results of the one before return.
+There is no all-gather: each rank sends its part of a matrix to the owner only, and the owner sends
+each rank the part of the update that it stores. Where replicas hold the same parts, those of the
+owner's own replica are used. The parts of several matrices form one message. While an owner works
+on one batch of matrices, the next batch arrives and the updates of the previous one are sent.
 """
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.optim.matrices import Matrices
-from shardwise.optim.ownership import Job, OwnedJobs, between
+from shardwise.optim.ownership import Flow, Job, OwnedJobs, between
 from shardwise.plan.axes import AxisBytes
 from shardwise.runtime.ledger import note_sent
 from shardwise.tensor.sharding import Sharding, sharding_of
@@ -25,8 +27,6 @@ from shardwise.transport.communicator import Collectives, Communicator, communic
 
 __all__ = ["MatrixExchange", "Member", "Steps"]
 
-_Pieces = Mapping[int, Sequence[Tensor]]  # by rank
-
 
 @dataclass(frozen=True, eq=False)
 class Member:
@@ -34,101 +34,96 @@ class Member:
 
     parameter: Tensor
     matrices: Matrices
-    cost: int  # floating-point operations of its owner
-    owner: int | None = None  # that it has already
+    group: Mapping[str, Any]  # the param_group that contains it
+    cost: int  # floating-point operations of the owner
+    owner: int | None = None  # the owner that has its states already
 
     @property
     def sharding(self) -> Sharding | None:
         return sharding_of(self.parameter)
 
-    @cached_property
-    def num_shards(self) -> int:
-        return 1 if self.sharding is None else self.sharding.mesh.size
-
     def part(self, whole: Tensor, shard: int) -> Tensor:
-        """What the rank of a shard stores of ``whole``."""
+        """The part of ``whole`` in the given shard."""
         return whole if self.sharding is None else self.sharding.part_of(whole, shard)
 
     @cached_property
     def job(self) -> Job:
         whole = torch.empty(self.matrices.shape, device="meta")
-        parts = (self.part(whole, shard).numel() for shard in range(self.num_shards))
+        num_shards = 1 if self.sharding is None else self.sharding.mesh.size
+        parts = (self.part(whole, shard).numel() for shard in range(num_shards))
         return Job(self.cost, tuple(parts), self.owner)
 
     @property
     def label(self) -> str:
-        """The same on all ranks."""
+        """A name that is the same on all ranks."""
         return self.matrices.name if self.sharding is None else self.sharding.label
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with the members of an exchange, each given by its index."""
+    """The steps of an update."""
 
-    direction: Callable[[int], Tensor]  # what this rank contributes: a tensor like its shard
-    work: Callable[[int, Tensor], Tensor]  # on the owner, from the whole to the whole update
-    apply: Callable[[int, Tensor], None]  # this rank's part of the update
+    contribute: Callable[[Member], Tensor]  # what this rank sends: a tensor like its shard
+    work: Callable[[Member, Tensor], Tensor]  # on the owner: all contributions -> whole update
+    apply: Callable[[Member, Tensor], None]  # takes this rank's part of the update
 
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """Parts under way between this rank and others; the memory lives as long as this."""
+    """Messages in flight between this rank and others; keeps their memory alive."""
 
     work: Work | None
-    sent: Mapping[int, Tensor]
-    received: Mapping[int, Tensor]
+    sent: dict[int, Tensor]  # by destination
+    received: dict[int, Tensor]  # by source
+    parts: dict[tuple[int, int], Tensor]  # what is received, by member and source
+
+    def wait(self, links: Communicator) -> None:
+        if self.work is not None:
+            links.wait(self.work)
 
 
 class MatrixExchange:
-    """Parameters of one mesh and dtype with their owners.
+    """The parameters of one mesh and dtype, with their owners.
 
     Args:
         members: the same on all ranks, in the same order.
-        dtype: of what is exchanged and of the matrices that owners work on.
-        device: where owners work.
-        name: of the optimizer.
+        dtype: dtype of messages, and of the matrices that owners work on.
+        device: the device on which owners work.
+        name: name of the optimizer.
     """
 
     def __init__(
         self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, name: str
     ) -> None:
         self.members = tuple(members)
-        self.index_of = {id(member.parameter): i for i, member in enumerate(self.members)}
         self.dtype, self.device, self._name = dtype, device, name
         sharding = members[0].sharding
-        self.mesh = None if sharding is None else sharding.mesh
-        self.rank = 0 if self.mesh is None else self.mesh.group_rank
-        replicas = ((0,),) if self.mesh is None else self.mesh.replicas
-        num_rows = 1 if self.mesh is None else self.mesh.size // self.mesh.row.size
+        self.mesh = mesh = None if sharding is None else sharding.mesh
+        self.rank = 0 if mesh is None else mesh.group_rank
+        replicas = ((0,),) if mesh is None else mesh.replicas
+        num_rows = 1 if mesh is None else mesh.size // mesh.row.size
         jobs = tuple(member.job for member in self.members)
         self.jobs = OwnedJobs(jobs, replicas, num_rows, dtype.itemsize)
         self.owners = self.jobs.owners
-        # Of states that are on owners as a whole.
-        self.flat_mesh = None if self.mesh is None else self.mesh.cut_over_all()
+        # The mesh of states that are whole on their owners.
+        self.flat_mesh = None if mesh is None else mesh.cut_over_all()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     @property
     def trainable(self) -> list[int]:
         """The indices of members that are not frozen."""
-        return [i for i, one in enumerate(self.members) if one.parameter.requires_grad]
-
-    def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """The members that are worked on at a time, of those at ``indices``."""
-        key = tuple(indices)
-        if key not in self._batches:
-            self._batches[key] = self.jobs.batches(key)
-        return self._batches[key]
+        return [i for i, member in enumerate(self.members) if member.parameter.requires_grad]
 
     def sent_bytes(self, indices: Sequence[int], rank: int | None = None) -> AxisBytes:
-        """What ``rank``, or else this one, sends in a step of the members at ``indices``."""
-        return self.jobs.sent_bytes(self.batches(indices), self.rank if rank is None else rank)
+        """The bytes that ``rank`` (default: this rank) sends to step the members at ``indices``."""
+        return self.jobs.sent_bytes(self._batched(indices), self.rank if rank is None else rank)
 
     @contextlib.contextmanager
     def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
         """Update the members at ``indices``; the first parts move during the ``with`` block.
 
         Raises:
-            StepError: a rank raised, is lost or steps other members.
+            StepError: another rank raised, is lost or steps other members.
         """
         links = None if self.mesh is None else communicator(self.mesh.world, self.device)
         if not indices:
@@ -140,40 +135,49 @@ class MatrixExchange:
             return
         links.recover()
         try:
-            yield from self._step_with_others(self.batches(indices), steps, links)
+            yield from self._step_with_others(self._batched(indices), steps, links)
         except BaseException as error:
             links.abort(error)
             raise
 
+    def _batched(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        key = tuple(indices)
+        if key not in self._batches:
+            self._batches[key] = self.jobs.batches(key)
+        return self._batches[key]
+
     def _step_alone(self, indices: Sequence[int], steps: Steps) -> None:
         for index in indices:
-            steps.apply(index, steps.work(index, self._whole(index, steps.direction(index))))
+            member = self.members[index]
+            steps.apply(member, steps.work(member, self._whole(member, steps.contribute(member))))
 
     def _step_with_others(
         self, batches: Sequence[tuple[int, ...]], steps: Steps, links: Communicator
     ) -> Iterator[None]:
         labels = self._labels(batches)
-        coming = self._collect(batches[0], steps, links.reduce, labels[0])
-        going: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
+        arriving, own = self._collect(batches[0], steps, links.reduce, labels[0])
+        returning: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
         yield
         for number, batch in enumerate(batches):
-            arrived, own = coming
+            arrived, own_arrived = arriving, own
             if number + 1 < len(batches):
-                coming = self._collect(batches[number + 1], steps, links.reduce, labels[number + 1])
-            _finish(arrived, links)
+                arriving, own = self._collect(
+                    batches[number + 1], steps, links.reduce, labels[number + 1]
+                )
+            arrived.wait(links)
             updates = {
-                index: steps.work(index, whole).to(self.dtype).contiguous()
-                for index, whole in self._assembled(batch, arrived, own)
+                index: steps.work(self.members[index], whole).to(self.dtype).contiguous()
+                for index, whole in self._assembled(arrived, own_arrived)
             }
             returned = self._return(batch, updates, links.gather, labels[number])
-            if going is not None:
-                self._apply(*going, steps, links)
-            going = batch, returned, updates
-        if going is not None:
-            self._apply(*going, steps, links)
+            if returning is not None:
+                self._apply(*returning, steps, links)
+            returning = batch, returned, updates
+        if returning is not None:
+            self._apply(*returning, steps, links)
 
     def _labels(self, batches: Sequence[tuple[int, ...]]) -> list[str]:
-        """They differ if ranks step different members, so that these are not mixed up."""
+        """Labels that differ if ranks step different members, so that messages never mix."""
         names = (",".join(self.members[index].label for index in batch) for batch in batches)
         return [
             f"{self._name}, batch {number} of {len(batches)} ({zlib.crc32(text.encode()):x})"
@@ -185,38 +189,33 @@ class MatrixExchange:
     def _collect(
         self, batch: Sequence[int], steps: Steps, queue: Collectives, label: str
     ) -> tuple[_Messages, dict[int, Tensor]]:
-        """Send this rank's parts to their owners; what it keeps of its own matrices is returned."""
-        sent: dict[int, list[Tensor]] = {}
-        own: dict[int, Tensor] = {}
+        """Send this rank's parts to their owners; also return those of the matrices it owns."""
+        parts = {}
         for index in batch:
-            owner = self.owners[index]
-            # Replicas have the same directions, and each rank keeps its own momentum.
-            direction = steps.direction(index)
-            if owner == self.rank:
-                own[index] = direction
-            elif owner in self.jobs.replica_of[self.rank]:
-                sent.setdefault(owner, []).append(direction)
-        return self._send(queue, self.jobs.to_owners(batch), sent, f"collect {label}"), own
+            # Also for matrices of another replica's owner: each rank updates its own momentum.
+            part = steps.contribute(self.members[index])
+            if self.owners[index] in self.jobs.replica_of[self.rank]:
+                parts[index] = part
+        messages = self._send(
+            queue, self.jobs.to_owners(batch), lambda index, _: parts[index], f"collect {label}"
+        )
+        return messages, {i: part for i, part in parts.items() if self.owners[i] == self.rank}
 
     def _assembled(
-        self, batch: Sequence[int], messages: _Messages, own: Mapping[int, Tensor]
+        self, messages: _Messages, own: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """The matrices of this rank, whole."""
-        read = dict.fromkeys(messages.received, 0)
-        for index in batch:
-            if self.owners[index] != self.rank:
-                continue
-            member, pieces = self.members[index], dict[int, Tensor]()
-            for rank in self.jobs.replica_of[self.rank]:
-                size = member.job.parts[self.jobs.shard_of[rank]]
-                if rank != self.rank and size:
-                    start = read[rank]
-                    pieces[rank] = messages.received[rank][start : start + size]
-                    read[rank] = start + size
-            yield index, self._whole(index, own[index], pieces)
+        """Yield the index and the whole of each matrix of which this rank has its ``own`` part."""
+        for index, part in own.items():
+            others = {
+                rank: messages.parts[index, rank]
+                for rank in self.jobs.replica_of[self.rank]
+                if (index, rank) in messages.parts
+            }
+            yield index, self._whole(self.members[index], part, others)
 
-    def _whole(self, index: int, own: Tensor, others: Mapping[int, Tensor] | None = None) -> Tensor:
-        member = self.members[index]
+    def _whole(
+        self, member: Member, own: Tensor, others: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
         if not others:
             return own.to(self.device, self.dtype).reshape(member.matrices.shape)
         whole = torch.empty(member.matrices.shape, dtype=self.dtype, device=self.device)
@@ -225,19 +224,17 @@ class MatrixExchange:
             part.copy_(piece.view(part.shape))
         return whole
 
-    # -- back to all -----------------------------------------------------------------------------
+    # -- back to all ranks -----------------------------------------------------------------------
 
     def _return(
         self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
     ) -> _Messages:
-        sent: dict[int, list[Tensor]] = {}
-        for index in batch:
-            if index in updates:
-                for rank, shard in self.jobs.shard_of.items():
-                    if rank != self.rank:
-                        part = self.members[index].part(updates[index], shard)
-                        sent.setdefault(rank, []).append(part)
-        return self._send(queue, self.jobs.to_all(batch), sent, f"return {label}")
+        """Send each rank its parts of ``updates``."""
+
+        def part_of(index: int, rank: int) -> Tensor:
+            return self.members[index].part(updates[index], self.jobs.shard_of[rank])
+
+        return self._send(queue, self.jobs.to_all(batch), part_of, f"return {label}")
 
     def _apply(
         self,
@@ -247,54 +244,50 @@ class MatrixExchange:
         steps: Steps,
         links: Communicator,
     ) -> None:
-        _finish(messages, links)
-        read = dict.fromkeys(messages.received, 0)
-        shard = self.jobs.shard_of[self.rank]
+        messages.wait(links)
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for index in batch:
             member, owner = self.members[index], self.owners[index]
-            size = member.job.parts[shard]
             if owner == self.rank:
-                part = member.part(updates[index], shard)
-            elif size:
-                part = messages.received[owner][read[owner] : read[owner] + size]
-                read[owner] += size
+                part = member.part(updates[index], self.jobs.shard_of[self.rank])
             else:
-                part = torch.empty(0, dtype=self.dtype, device=self.device)
-            steps.apply(index, part)
-
-    # -- messages --------------------------------------------------------------------------------
+                part = messages.parts.get((index, owner), empty)
+            steps.apply(member, part)
 
     def _send(
         self,
         queue: Collectives,
-        flows: Iterator[tuple[int, int, int]],
-        pieces: _Pieces,
+        flows: Iterable[Flow],
+        part_of: Callable[[int, int], Tensor],
         label: str,
     ) -> _Messages:
-        """Exchange parts with the ranks that have some for this one, or receive some from it."""
+        """Exchange messages with the ranks that send some to this one, or receive some from it.
+
+        ``part_of`` returns what this rank sends of a member, by its index, to a destination.
+        """
+        flows = list(flows)
         elements = between(flows)
-        if not elements:  # on no rank
-            return _Messages(None, {}, {})
+        if not elements:  # no rank sends anything
+            return _Messages(None, {}, {}, {})
         sent: dict[int, Tensor] = {}
         received: dict[int, Tensor] = {}
-        for source, destination in elements:
-            if self.rank not in (source, destination):
+        for (source, destination), size in elements.items():
+            if source == self.rank:
+                sent[destination] = torch.empty(size, dtype=self.dtype, device=self.device)
+            elif destination == self.rank:
+                received[source] = torch.empty(size, dtype=self.dtype, device=self.device)
+        starts: Counter[tuple[int, int]] = Counter()  # in the message from rank to rank
+        parts: dict[tuple[int, int], Tensor] = {}
+        for index, source, destination, size in flows:
+            if not size or self.rank not in (source, destination):
                 continue
-            other = destination if source == self.rank else source
-            into = sent if source == self.rank else received
-            size = elements[source, destination]
-            into[other] = torch.empty(size, dtype=self.dtype, device=self.device)
-        for rank, some in pieces.items():
-            start = 0
-            for piece in filter(Tensor.numel, some):
-                sent[rank][start : start + piece.numel()].copy_(piece.reshape(-1))
-                start += piece.numel()
-        pairs = {rank: (sent[rank], received[rank]) for rank in sorted(sent)}
-        work = queue.exchange(pairs, label)
+            start = starts[source, destination]
+            starts[source, destination] += size
+            if source == self.rank:
+                part = part_of(index, destination).reshape(-1)
+                sent[destination][start : start + size].copy_(part)
+            else:
+                parts[index, source] = received[source][start : start + size]
+        work = queue.exchange({rank: (sent[rank], received[rank]) for rank in sorted(sent)}, label)
         note_sent(self.mesh, work, after_backward=True)
-        return _Messages(work, sent, received)
-
-
-def _finish(messages: _Messages, links: Communicator) -> None:
-    if messages.work is not None:
-        links.wait(messages.work)
+        return _Messages(work, sent, received, parts)

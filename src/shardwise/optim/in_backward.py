@@ -1,69 +1,88 @@
-"""An optimizer that steps during backward, so that gradients of few units are alive at a time."""
+"""An optimizer that steps during backward, so that few units have gradients at the same time.
 
+An optimizer skips parameters without gradients. While only one unit has gradients, a step of the
+user's optimizer therefore updates that unit alone. The optimizer's groups, states and learning
+rate schedulers work as usual.
+"""
+
+import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError, StepError
-from shardwise.features.step_in_backward import Stepper
-from shardwise.features.unused import UnusedParameters
+from shardwise.features.unused import (
+    Unused,
+    UnusedParameters,
+    UsedParameterSync,
+    check_all_used,
+    gradients_of,
+    settle,
+)
 from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import sharding_of
+from shardwise.transport.communicator import Communicator
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBackward":
-    """From now on ``optimizer`` steps each unit of ``model`` in backward, and frees its gradients.
+    """Let ``optimizer`` step each unit of ``model`` during backward, and free its gradients.
 
-    A unit is stepped when its reduced gradients are there and nothing of the backward needs its
-    parameters any more. So a rank holds the gradient shards of the units that are being reduced,
-    at most three, and not those of the whole model::
+    A unit is stepped when its gradients are reduced and the rest of backward does not need its
+    parameters. A rank then holds gradient shards of the units that are being reduced, three at
+    most, instead of those of the whole model::
 
         sw.optimizer_in_backward(model, optimizer)
         for batch in batches:
             model(batch).mean().backward()      # steps
             optimizer.step()                    # does nothing: there are no gradients left
-            optimizer.zero_grad()               # nor does this
+            optimizer.zero_grad()               # likewise
             lr_scheduler.step()
 
-    Numbers are those of ``optimizer.step()`` after backward. Its groups, states and learning rates
-    stay the user's; hooks on its step run once for each unit. What differs:
+    The results are those of ``optimizer.step()`` after backward. Groups, states and learning rates
+    of the optimizer remain yours. Its step hooks run once per unit. The differences are:
 
-    - *Every backward that reduces steps.* To accumulate gradients of several, call
+    - *Every backward that reduces gradients is a step.* To accumulate over several, call
       ``model.set_requires_gradient_sync(False)`` before the first and ``(True)`` before the last.
-      A later backward of a forward from before the step is refused.
-    - *Nothing that needs all gradients first*: `sw.clip_grad_norm_` is refused, and
+      A backward of a forward from before the step is refused.
+    - *Operations that need all gradients at once do not work*: `sw.clip_grad_norm_` raises, and
       `torch.nn.utils.clip_grad_norm_` finds no gradients and clips nothing. Clip values, or each
-      gradient by itself, in ``parameter.register_post_accumulate_grad_hook``. A GradScaler's
-      losses would be stepped scaled: its step is refused, by a fused optimizer with a `StepError`
-      and by others with torch's "No inf checks were recorded"; train in bfloat16.
-    - *Errors leave half a step*, for units after the error were stepped before it, unless the step
-      is inside ``sw.transaction(model, optimizer)``, which undoes it on every rank. That keeps a
-      copy of parameters and states, though. It is the same with ``unused="error"``, which raises
-      when the parameters that all ranks used are stepped.
-    - A forward with gradients that no backward follows (an evaluation without ``no_grad``) makes
-      the next backward step at its end, with the gradients of all units alive.
-    - With ``unused="zeros"`` every backward through the model counts as a step, that of
-      `torch.autograd.grad` included. Copies of the model step as usual.
+      gradient separately, in ``parameter.register_post_accumulate_grad_hook``. With a GradScaler
+      the steps would use scaled gradients, so the scaler's step raises: a `StepError` for fused
+      optimizers, and torch's "No inf checks were recorded" for others. Train in bfloat16.
+    - *An error leaves half a step*: some units were stepped before it. Inside
+      ``sw.transaction(model, optimizer)`` the step is undone on every rank, but a transaction keeps
+      a copy of parameters and states. ``unused="error"`` also raises after the parameters that all
+      ranks used have been stepped.
+    - After a forward with gradients but without a backward (an evaluation without ``no_grad``), the
+      next backward steps all units at its end, with the gradients of all of them in memory.
+    - With ``unused="zeros"`` every backward through the model is a step, including those of
+      `torch.autograd.grad`. Copies of the model step as usual.
 
     Args:
-        model: the root, sharded. Every rank has to call this.
-        optimizer: of exactly the model's parameters; frozen ones may be missing.
+        model: the root of a sharded model. Every rank must call this.
+        optimizer: an optimizer of exactly the model's parameters; frozen ones may be missing.
 
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` ends this.
 
     Raises:
-        PlanError: the model is not sharded or has an optimizer in backward; the optimizer lacks a
-            parameter, has one that is not the model's, or needs a closure; a gradient is there.
-        StepError: in a forward, a backward or `sw.gathered`.
+        PlanError: the model is not sharded or already has an optimizer in backward; the optimizer
+            lacks a parameter, has one of another model, or needs a closure; a parameter has a
+            gradient.
+        StepError: called in a forward, a backward or `sw.gathered`.
 
     Source: Lv et al., LOMO, 2023 (arXiv 2306.09782), for the fused update.
     """
@@ -77,23 +96,22 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
 
 
 class StepsInBackward:
-    """What `optimizer_in_backward` began."""
+    """The handle that `optimizer_in_backward` returns."""
 
     def __init__(self, scheduler: Scheduler, model: nn.Module, optimizer: Optimizer) -> None:
         self._scheduler = weakref.ref(scheduler)
         self._parameters: list[weakref.ref[Tensor]] = [weakref.ref(p) for p in model.parameters()]
         self._previous = scheduler.observer
         assert isinstance(self._previous, UnusedParameters)
-        mode, device = self._previous.mode, self._previous.device
-        scheduler.observe_with(Stepper(_UnitStep(optimizer), mode, device))
+        scheduler.observe_with(_Stepper(optimizer, self._previous.mode, self._previous.device))
         self._hook = optimizer.register_step_pre_hook(_refuse_scaled_gradients)
         self._mark(steps=True)
 
     def remove(self) -> None:
-        """Let the user step the optimizer after backward again.
+        """Step the optimizer after backward again.
 
         Raises:
-            StepError: a forward or backward is under way.
+            StepError: called in a forward or backward.
         """
         scheduler = self._scheduler()
         if scheduler is not None:
@@ -109,41 +127,134 @@ class StepsInBackward:
                 setattr(parameter, STEPS_IN_BACKWARD, steps)
 
 
-class _UnitStep:
-    """A step of ``optimizer`` in which only some parameters have gradients."""
+class _Stepper(StepObserver):
+    """Steps the units of one model during backward, and frees their gradients."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    steps_units = True
+
+    def __init__(self, optimizer: Optimizer, unused: Unused, device: torch.device) -> None:
         self._optimizer = optimizer
         self._known = _ids_in(optimizer)
+        self._unused = unused
+        self._device = device
+        self._collected: set[Unit] = set()  # units that have gradients
+        self._stepped: set[Unit] = set()  # units that stepped in the current backward
+        # One sync per reduction: only the last one counts, but the device uses the memory of all.
+        self._syncs: defaultdict[Unit, list[UsedParameterSync]] = defaultdict(list)
+        self._used: dict[Unit, list[bool]] = {}  # parameters this rank used in this backward
 
-    def __call__(self, parameters: Sequence[FSDPParameter]) -> None:
-        self._check_known(parameters)
-        before = _values(self._optimizer)
-        self._optimizer.step()
-        after = _values(self._optimizer)
-        changed = {
-            key
-            for old, new in zip(before, after, strict=True)
-            for key in new
-            if key not in old or not _is_same(old[key], new[key])
-        }
-        if changed:
+    def before_reduce(self, unit: Unit) -> None:
+        """Raise a StepError if ``unit`` has already stepped in this backward."""
+        if unit in self._stepped:
             raise StepError(
-                f"{type(self._optimizer).__name__} changed {', '.join(sorted(changed))} of its "
-                "param_groups in a step of one unit, so it would count units for steps; call "
-                "optimizer.step() after backward instead of sw.optimizer_in_backward"
+                f"{unit.plan.label}: gradients came after sw.optimizer_in_backward had stepped "
+                "this unit, because backward recomputed a forward whose use of it had not been "
+                "recorded. Run checkpointed units inside the forward of the model, or call "
+                "optimizer.step() after backward"
             )
 
+    def after_reduce(self, unit: Unit, links: Communicator) -> None:
+        """Start the exchange of used parameters right after the reduction of ``unit``."""
+        if self._unused != "zeros":
+            self._used[unit] = _used_of(unit)
+            label = f"agree on unused parameters of {unit.plan.label}"
+            self._syncs[unit].append(UsedParameterSync([unit], links, self._device, label))
+
+    def collected(self, unit: Unit) -> None:
+        """Record that the parameters of ``unit`` have gradients; more may still be added."""
+        self._collected.add(unit)
+
+    def step(self, unit: Unit, links: Communicator) -> None:
+        """Step ``unit`` and free its gradients."""
+        if self._unused == "zeros":
+            settle(gradients_of([unit]), repeat(True))
+        else:
+            self._syncs[unit][-1].settle(links)
+            del self._syncs[unit]  # only now: if the wait raises, they are still in flight
+        self._update(unit)
+
+    def step_end(self, backward: Backward) -> None:
+        """At the end of backward, step units that did not run, or raise, as ``unused`` says."""
+        units = backward.complete
+        late = [unit for unit in units if unit not in self._stepped]
+        used, self._used = self._used, {}
+        if self._unused == "error":
+            self._stepped.clear()
+            parameters = [p for gradients in gradients_of(units) for p in gradients.parameters]
+            used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
+            check_all_used(parameters, used_here, backward.links, self._device)
+        for unit in late if self._unused == "zeros" else ():
+            for gradients in gradients_of([unit]):
+                gradients.fill_with_zeros()
+                gradients.forget()
+            self._update(unit)  # one at a time: the optimizer steps everything with a gradient
+        self._stepped.clear()
+
+    def failed(self) -> list[object]:
+        in_flight: list[object] = [
+            sync.abandon() for syncs in self._syncs.values() for sync in syncs
+        ]
+        for state in (self._collected, self._stepped, self._syncs, self._used):
+            state.clear()
+        return in_flight
+
+    def _update(self, unit: Unit) -> None:
+        self._collected.discard(unit)
+        with_gradients = [p for p in unit.parameters if p.sharded.grad is not None]
+        try:
+            if with_gradients:
+                self._stepped.add(unit)
+                self._check_known(with_gradients)
+                with self._without_others():
+                    self._step_optimizer()
+        finally:
+            for gradients in gradients_of([unit]):
+                gradients.drop()
+
     def _check_known(self, parameters: Sequence[FSDPParameter]) -> None:
-        if all(id(p.sharded) in self._known for p in parameters):
-            return
-        self._known = _ids_in(self._optimizer)  # it may have got more groups
+        """Raise a StepError if the optimizer lacks one of ``parameters``."""
+        if any(id(p.sharded) not in self._known for p in parameters):
+            self._known = _ids_in(self._optimizer)  # a group may have been added
         for p in parameters:
             if id(p.sharded) not in self._known:
                 raise StepError(
                     f"{p.name} has a gradient and is not in the optimizer that steps in backward; "
                     "add it with optimizer.add_param_group, or freeze it with requires_grad_(False)"
                 )
+
+    @contextlib.contextmanager
+    def _without_others(self) -> Iterator[None]:
+        """Hide the gradients of other units, which wait for more of them."""
+        others = [p.sharded for unit in self._collected for p in unit.parameters]
+        kept = [(parameter, parameter.grad) for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    def _step_optimizer(self) -> None:
+        """Step the optimizer, and raise a StepError if that changed the options of a group."""
+        before = _options_of(self._optimizer)
+        self._optimizer.step()
+        changed = {
+            key
+            for old, new in zip(before, _options_of(self._optimizer), strict=True)
+            for key in new
+            if key not in old or not _is_same(old[key], new[key])
+        }
+        if changed:
+            raise StepError(
+                f"{type(self._optimizer).__name__} changed {', '.join(sorted(changed))} of its "
+                "param_groups in the step of one unit, so it would count units instead of steps; "
+                "call optimizer.step() after backward instead of using sw.optimizer_in_backward"
+            )
+
+
+def _used_of(unit: Unit) -> list[bool]:
+    return [used for gradients in gradients_of([unit]) for used in gradients.used]
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -153,8 +264,8 @@ def _check_optimizer(optimizer: object) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(
-            f"{name} evaluates the model again within its step (it needs a closure), which cannot "
-            "be done in backward; call optimizer.step(closure) as usual"
+            f"{name} needs a closure that evaluates the model again, which is impossible in "
+            "backward; call optimizer.step(closure) as usual"
         )
 
 
@@ -175,20 +286,20 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             if id(parameter) not in own:
                 raise PlanError(
                     f"param_groups[{number}]['params'][{position}] of shape "
-                    f"{tuple(parameter.shape)} is not a parameter of the model, and no backward "
-                    "of the model would step it; give it an optimizer of its own"
+                    f"{tuple(parameter.shape)} is not a parameter of the model, so no backward of "
+                    "the model would step it; use a separate optimizer for it"
                 )
 
 
 def _refuse_scaled_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """What a GradScaler leaves on an optimizer that unscales by itself."""
+    """Raise a StepError if a GradScaler has left its scale for the optimizer to apply."""
     entries = vars(optimizer)
     if "found_inf" in entries:
         for name in ("found_inf", "grad_scale"):
             entries.pop(name, None)
         raise StepError(
-            "a GradScaler has to see all gradients before the optimizer steps, which "
-            "sw.optimizer_in_backward does in backward, so this step was made with scaled ones; "
+            "a GradScaler must see all gradients before the optimizer steps, but "
+            "sw.optimizer_in_backward steps during backward, so this step used scaled gradients; "
             "train in bfloat16 without a scaler, or call remove() of the handle"
         )
 
@@ -197,7 +308,7 @@ def _ids_in(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _values(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

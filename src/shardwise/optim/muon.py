@@ -1,4 +1,4 @@
-"""Muon: matrices are updated by their orthogonalized momentum, each on one rank."""
+"""Muon: updates each matrix by its orthogonalized momentum, on one rank."""
 
 from typing import Any
 
@@ -12,45 +12,47 @@ from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
 
 __all__ = ["Muon"]
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, which converge fastest near 0
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from Jordan; they converge fastest near 0
 _ADJUST = (None, "original", "match_rms_adamw")
 
 
 class Muon(OwnerOptimizer):
-    """Muon for matrices and AdamW for all else, on parameters that are sharded in any way.
+    """Muon for matrices and AdamW for other parameters, on a model that is sharded in any way.
 
-    With the options of `torch.optim.Muon`, of the same meaning, and its numbers. The momentum is
-    sharded as the parameters are. Each matrix is orthogonalized once in the world, by its owner:
-    the rank that holds it whole (as with ``granularity="tensor"``, where a step sends nothing), or
-    the one that the work is balanced to, which receives the other parts and returns the update's::
+    The options of `torch.optim.Muon` have the same meaning, and the results are the same. The
+    momentum is sharded like the parameters. Each matrix is orthogonalized by one rank, its owner.
+    If a rank holds the whole matrix (as with ``granularity="tensor"``), it is the owner and nothing
+    is sent. Otherwise the work is balanced over the ranks, and the owner receives the other parts
+    of the matrix and sends back the parts of the update::
 
         groups = sw.optim.parameter_groups(model, split={"*.qkv.weight": 3})
         optimizer = sw.optim.Muon(groups, lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
     Args:
-        params: parameters or groups. A group has ``method="muon"``, the default, or "adamw", and
-            may have its own options. One of matrices may also have ``split`` (into how many
-            matrices, or of which sizes, the outputs are divided: 3 for fused queries, keys and
-            values), ``transposed`` (the weights are [in, out]) and ``stacked`` (the first dim is a
-            stack of matrices, as that of experts; by default in three dims; in others, all but the
-            first are one, as in convolutions).
-        lr: of all groups without one of their own.
-        weight_decay: decoupled, as in AdamW.
-        momentum: of the exponential average of gradients.
-        nesterov: whether the gradient is added to the average once more.
-        ns_coefficients: of the iteration, or one triple for each of its steps.
-        eps: the smallest norm that is divided by.
-        ns_steps: number of iterations.
-        adjust_lr_fn: "original" multiplies the learning rate by sqrt(max(1, out / in)), and
-            "match_rms_adamw" by 0.2 sqrt(max(out, in)), so that updates are as large as AdamW's.
-        betas: of AdamW.
-        adamw_eps: AdamW's eps.
-        ns_dtype: in which owners compute, and parts are sent; by default bfloat16 on accelerators,
-            and float32 (or the parameter's float64) on CPUs.
-        momentum_dtype: of the momentum; by default, of the gradients.
+        params: parameters or groups. A group has ``method="muon"`` (the default) or "adamw", and
+            may override the options below. A group of matrices may also have ``split`` (the number
+            of equal matrices into which the outputs of a weight are divided, or their sizes: 3 for
+            fused queries, keys and values), ``transposed`` (weights are [in, out]) and ``stacked``
+            (the first dim is a stack of matrices, such as experts: the default for three dims. With
+            False, all dims but the first are flattened into one, as in convolutions).
+        lr: learning rate.
+        weight_decay: decoupled weight decay, as in AdamW.
+        momentum: decay of the exponential average of gradients.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: coefficients of the Newton-Schulz iteration, or one triple for each step.
+        eps: lower bound of the norm that matrices are divided by.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: "original" (or None) multiplies the learning rate by sqrt(max(1, out / in)),
+            and "match_rms_adamw" by 0.2 sqrt(max(out, in)), so that updates are as large as those
+            of AdamW.
+        betas: betas of AdamW.
+        adamw_eps: eps of AdamW.
+        ns_dtype: dtype in which owners compute and parts are sent. By default, bfloat16 on
+            accelerators, and float32 (or float64, if the parameter has it) on CPUs.
+        momentum_dtype: dtype of the momentum. By default, that of the gradients.
 
     Raises:
-        PlanError: an option or a parameter does not suit.
+        PlanError: an option is not valid, or does not fit a parameter.
 
     Source: Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/); Liu et al., Moonlight,
     2025 (arXiv 2502.16982), for weight decay and the size of updates. Dion (Ahn et al., 2025, arXiv
@@ -58,6 +60,7 @@ class Muon(OwnerOptimizer):
     """
 
     method = "muon"
+    accelerator_dtype = torch.bfloat16
 
     def __init__(
         self,
@@ -101,7 +104,9 @@ class Muon(OwnerOptimizer):
     def _cost(self, matrices: Matrices, group: Group) -> int:
         return cost_of(matrices.orthogonalization(group["ns_steps"]))
 
-    def _direction(self, parameter: Tensor, group: Group) -> Tensor:
+    def _contribute(self, member: Member) -> Tensor:
+        """Update the momentum, and return the direction that the owner orthogonalizes."""
+        parameter, momentum = member.parameter, member.group["momentum"]
         assert parameter.grad is not None
         state, gradient = self.state[parameter], local_part(parameter.grad)
         if "momentum_buffer" not in state:
@@ -110,22 +115,22 @@ class Muon(OwnerOptimizer):
         buffer = local_part(state["momentum_buffer"])
         dtype = torch.promote_types(buffer.dtype, gradient.dtype)
         gradient, average = gradient.to(dtype), buffer.to(dtype)
-        average.lerp_(gradient, 1 - group["momentum"])
+        average.lerp_(gradient, 1 - momentum)
         if average is not buffer:
             buffer.copy_(average)
-        return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+        return gradient.lerp(average, momentum) if member.group["nesterov"] else average
 
-    def _work(self, member: Member, group: Group, whole: Tensor) -> Tensor:
-        matrices = member.matrices
+    def _work(self, member: Member, whole: Tensor) -> Tensor:
+        matrices, group = member.matrices, member.group
         scales = matrices.scales(group["adjust_lr_fn"])
         updates = [
             orthogonalize(part, group["ns_coefficients"], group["ns_steps"], group["eps"])
             for part in matrices.parts(whole)
         ]
         for update, scale in zip(updates, scales, strict=True):
-            if scale != scales[0]:  # those of a split differ in shape
+            if scale != scales[0]:  # matrices of a split with other sizes; see `_scale`
                 update.mul_(scale / scales[0])
         return matrices.join(updates)
 
-    def _scale(self, matrices: Matrices, group: Group) -> float:
-        return matrices.scales(group["adjust_lr_fn"])[0]
+    def _scale(self, member: Member) -> float:
+        return member.matrices.scales(member.group["adjust_lr_fn"])[0]

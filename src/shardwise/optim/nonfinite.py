@@ -1,4 +1,4 @@
-"""Which gradients are NaN or infinite: names for the error of a step whose norm is."""
+"""Names the gradients that are NaN or infinite, for the error of a step with such a norm."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,15 @@ from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
 __all__ = ["describe_nonfinite"]
 
-_NUM_NAMED = 4
+_MAX_NAMED = 4
 
 
 @torch.no_grad()
 def describe_nonfinite(parameters: Sequence[Tensor]) -> str:
     """Name the gradients that are not finite on any rank, in the order of backward.
 
-    Every rank has to call it. Parameters are in the order of modules, as a model lists them;
-    backward reaches the last one first, and carries what is not finite on to those before it.
+    Every rank must call this. ``parameters`` are in the order of ``model.parameters()``. Backward
+    reaches the last one first, and carries its NaN and Inf on to those before it.
     """
     counts = _count_nonfinite(parameters)  # [parameters, NaN and Inf]
     found = [index for index, count in enumerate(counts) if any(count)]
@@ -34,21 +34,20 @@ def describe_nonfinite(parameters: Sequence[Tensor]) -> str:
         f"{len(found)} of {num_gradients} gradients are not finite. The first in backward: {first}"
     )
     if others:
-        text += f"; then {', '.join(others[:_NUM_NAMED])}"
-    if len(others) > _NUM_NAMED:
-        text += f" and {len(others) - _NUM_NAMED} more"
+        text += f"; then {', '.join(others[:_MAX_NAMED])}"
+    if len(others) > _MAX_NAMED:
+        text += f" and {len(others) - _MAX_NAMED} more"
     if parameters[found[-1]] is parameters[-1]:
         text += (
-            ". It is the last parameter of all, so the loss or an activation was not finite before "
+            ". It is the last parameter, so the loss or an activation was not finite before "
             "backward began"
         )
     return f"{text}. torch.autograd.set_detect_anomaly(True) names the operation"
 
 
 def _count_nonfinite(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """NaN and Inf in each gradient, over all ranks; of one copy where ranks have the same."""
-    gradients = [_local(parameter.grad) for parameter in parameters]
-    own = [_counts(one) for one in gradients]
+    """The numbers of NaN and Inf in each gradient over all ranks; replicas count once."""
+    own = [_counts(parameter.grad) for parameter in parameters]
     mesh = mesh_of(parameters)
     if mesh is None or mesh.num_ranks == 1:
         return own
@@ -61,12 +60,9 @@ def _count_nonfinite(parameters: Sequence[Tensor]) -> list[list[int]]:
 def _counts(gradient: Tensor | None) -> list[int]:
     if gradient is None:
         return [0, 0]
-    num_nan = int(gradient.isnan().sum())
-    return [num_nan, int((~gradient.isfinite()).sum()) - num_nan]
-
-
-def _local(gradient: Tensor | None) -> Tensor | None:
-    return local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    num_nan = int(local.isnan().sum())
+    return [num_nan, int((~local.isfinite()).sum()) - num_nan]
 
 
 def _named(parameters: Sequence[Tensor], index: int, count: Sequence[int]) -> str:

@@ -1,23 +1,23 @@
-"""Which rank works on which matrix: integers only, the same answer on every rank.
+"""Which rank works on which matrix. Pure integer code with the same result on every rank.
 
-A matrix belongs to one rank of the whole world, its owner. The work is balanced over the ranks, and
-within `SLACK` of an equal share a rank that holds much of a matrix comes first, since what it holds
-need not be sent. Balancing whole matrices over ranks is the longest-processing-time rule (Graham,
-1969); Distributed Shampoo (Shi et al., 2023, arXiv 2309.06497) and Moonlight (Liu et al., 2025,
-arXiv 2502.16982) divide the work of such optimizers over ranks, too.
+Each matrix has one owner among all ranks. Work is balanced over the ranks by the
+longest-processing-time rule (Graham, 1969). Among ranks that stay within `SLACK` of an equal share,
+the one that holds the most of a matrix becomes its owner, because that part need not be sent.
+Distributed Shampoo (Shi et al., 2023, arXiv 2309.06497) and Moonlight (Liu et al., 2025, arXiv
+2502.16982) also divide such work over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.plan.axes import AxisBytes
 
-__all__ = ["Job", "OwnedJobs", "assign_owners", "between", "in_batches"]
+__all__ = ["Flow", "Job", "OwnedJobs", "between"]
 
 SLACK = 0.1
-BATCH_BYTES = 1 << 24  # of matrices that an owner works on while the next ones are exchanged
-_Flow = tuple[int, int, int]  # source, destination and number of elements
+BATCH_BYTES = 1 << 24  # an owner works on one batch while the next one is exchanged
+Flow = tuple[int, int, int, int]  # job, source, destination and number of elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Job:
     """The work on one matrix."""
 
     cost: int  # floating-point operations
-    parts: tuple[int, ...]  # elements by shard
-    owner: int | None = None  # that it has already, and keeps
+    parts: tuple[int, ...]  # the number of elements in each shard
+    owner: int | None = None  # the owner that has its states already
 
     @property
     def num_elements(self) -> int:
@@ -39,10 +39,10 @@ class OwnedJobs:
 
     Args:
         jobs: the same on all ranks, in the same order.
-        replicas: the ranks of each replica of the model, by shard.
-        num_rows: rows of the mesh that the ranks of a replica are in: several with two levels of
+        replicas: for each replica of the model, its ranks in the order of their shards.
+        num_rows: the number of mesh rows that a replica spans: more than 1 with two levels of
             sharding, where the ranks of a column have neighboring shards.
-        itemsize: bytes of an element that is sent.
+        itemsize: bytes per element that is sent.
     """
 
     jobs: tuple[Job, ...]
@@ -62,33 +62,46 @@ class OwnedJobs:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        return assign_owners(self.jobs, [self.shard_of[rank] for rank in sorted(self.shard_of)])
+        return _assign_owners(self.jobs, [self.shard_of[rank] for rank in sorted(self.shard_of)])
 
     def batches(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """The jobs that are worked on at a time, of those at ``indices``."""
-        jobs = [self.jobs[index] for index in indices]
-        owners = [self.owners[index] for index in indices]
-        found = in_batches(jobs, owners, -(-BATCH_BYTES // self.itemsize))
-        return [tuple(indices[i] for i in batch) for batch in found]
+        """Divide the jobs at ``indices`` into batches of about `BATCH_BYTES` per owner at most.
 
-    def to_owners(self, batch: Sequence[int]) -> Iterator[_Flow]:
-        """The parts of matrices."""
+        Each owner has about the same number of matrices in every batch, the most expensive ones in
+        the first, so that it can work on one batch while the next is exchanged.
+        """
+        by_owner: dict[int, list[int]] = {}
+        for index in sorted(indices, key=lambda index: (-self.jobs[index].cost, index)):
+            by_owner.setdefault(self.owners[index], []).append(index)
+        lists = by_owner.values()
+        sizes = [sum(self.jobs[index].num_elements for index in own) for own in lists]
+        longest = max(map(len, lists), default=0)
+        max_elements = -(-BATCH_BYTES // self.itemsize)
+        num_batches = min(max(1, -(-max(sizes, default=0) // max_elements)), longest)
+        batches: list[list[int]] = [[] for _ in range(num_batches)]
+        for own in lists:
+            for position, index in enumerate(own):
+                batches[position * num_batches // len(own)].append(index)
+        return [tuple(sorted(batch)) for batch in batches]
+
+    def to_owners(self, batch: Sequence[int]) -> Iterator[Flow]:
+        """Yield what each rank sends to owners: its parts of matrices."""
         for index in batch:
             owner = self.owners[index]
             for rank in self.replica_of[owner]:
                 if rank != owner:
-                    yield rank, owner, self.jobs[index].parts[self.shard_of[rank]]
+                    yield index, rank, owner, self.jobs[index].parts[self.shard_of[rank]]
 
-    def to_all(self, batch: Sequence[int]) -> Iterator[_Flow]:
-        """The parts of updates."""
+    def to_all(self, batch: Sequence[int]) -> Iterator[Flow]:
+        """Yield what owners send to each rank: its parts of updates."""
         for index in batch:
             owner = self.owners[index]
             for rank, shard in self.shard_of.items():
                 if rank != owner:
-                    yield owner, rank, self.jobs[index].parts[shard]
+                    yield index, owner, rank, self.jobs[index].parts[shard]
 
     def sent_bytes(self, batches: Sequence[Sequence[int]], rank: int) -> AxisBytes:
-        """What ``rank`` sends in a step of these batches."""
+        """The bytes that ``rank`` sends in a step of these batches."""
         in_row = elsewhere = 0
         for batch in batches:
             for flows in (self.to_owners(batch), self.to_all(batch)):
@@ -100,14 +113,14 @@ class OwnedJobs:
         return AxisBytes(in_row * self.itemsize, elsewhere * self.itemsize)
 
     def _row(self, rank: int) -> tuple[int, int]:
-        """A row of the mesh: by the first rank of its replica, and the row within that."""
+        """The mesh row of ``rank``: the first rank of its replica, and the row in that replica."""
         return self.replica_of[rank][0], self.shard_of[rank] % self.num_rows
 
 
-def between(flows: Iterator[_Flow]) -> dict[tuple[int, int], int]:
-    """Elements from rank to rank, 1 at least in both directions of each pair that has any."""
+def between(flows: Iterable[Flow]) -> dict[tuple[int, int], int]:
+    """Elements by (source, destination): at least 1 both ways for each pair that exchanges any."""
     elements: dict[tuple[int, int], int] = {}
-    for source, destination, size in flows:
+    for _, source, destination, size in flows:
         if size:
             for pair in ((source, destination), (destination, source)):
                 elements.setdefault(pair, 0)
@@ -115,11 +128,11 @@ def between(flows: Iterator[_Flow]) -> dict[tuple[int, int], int]:
     return {pair: max(1, size) for pair, size in elements.items()}
 
 
-def assign_owners(jobs: Sequence[Job], shard_of: Sequence[int]) -> tuple[int, ...]:
-    """The owner of each job; ``shard_of`` is the shard that a rank holds, by rank.
+def _assign_owners(jobs: Sequence[Job], shard_of: Sequence[int]) -> tuple[int, ...]:
+    """The owner of each job. ``shard_of`` gives the shard that each rank holds.
 
-    A job that has an owner keeps it. One that is whole on a rank, or on several, belongs to one of
-    them.
+    A job that has an owner keeps it. A matrix that is whole on one or more ranks gets one of these
+    as its owner.
     """
     ranks = range(len(shard_of))
     loads = [sum(job.cost for job in jobs if job.owner == rank) for rank in ranks]
@@ -131,36 +144,14 @@ def assign_owners(jobs: Sequence[Job], shard_of: Sequence[int]) -> tuple[int, ..
             owners[index] = job.owner
             continue
         held = [job.parts[shard_of[rank]] for rank in ranks]
-        least = min(loads)
         if max(held) == job.num_elements:
             fitting = [rank for rank in ranks if held[rank] == job.num_elements]
             owner = min(fitting, key=lambda rank: (loads[rank], rank))
         else:
             fitting = [rank for rank in ranks if loads[rank] + job.cost <= share]
+            least = min(loads)
             fitting = fitting or [rank for rank in ranks if loads[rank] == least]
             owner = min(fitting, key=lambda rank: (-held[rank], loads[rank], rank))
         owners[index] = owner
         loads[owner] += job.cost
     return tuple(owners)
-
-
-def in_batches(
-    jobs: Sequence[Job], owners: Sequence[int], max_elements: int
-) -> list[tuple[int, ...]]:
-    """The indices of ``jobs`` in batches of at most about ``max_elements`` for each owner.
-
-    Each owner has about as many matrices in one batch as in the next, the most expensive ones
-    first, so it works on one batch while the next is on its way.
-    """
-    by_owner: dict[int, list[int]] = {}
-    for index in sorted(range(len(jobs)), key=lambda index: (-jobs[index].cost, index)):
-        by_owner.setdefault(owners[index], []).append(index)
-    lists = by_owner.values()
-    most = max((sum(jobs[index].num_elements for index in own) for own in lists), default=0)
-    longest = max(map(len, lists), default=0)
-    num_batches = min(max(1, -(-most // max_elements)), longest)
-    batches: list[list[int]] = [[] for _ in range(num_batches)]
-    for own in lists:
-        for position, index in enumerate(own):
-            batches[position * num_batches // len(own)].append(index)
-    return [tuple(sorted(batch)) for batch in batches]

@@ -1,6 +1,6 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each matrix on one rank."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, each matrix on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
@@ -14,7 +14,6 @@ from shardwise.optim.exchange import Member
 from shardwise.optim.matrices import Matrices, cost_of
 from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
-from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
 from shardwise.tensor.sharding import local_of
 
@@ -24,33 +23,35 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class SOAP(OwnerOptimizer):
-    """SOAP for matrices and AdamW for all else, on parameters that are sharded in any way.
+    """SOAP for matrices and AdamW for other parameters, on a model that is sharded in any way.
 
-    The owner of a matrix (see `Muon`) has all of its states: two moments, and for each of its sides
-    the average of G G^T and its eigenbasis. It receives the parts of the gradient that other ranks
-    have, and returns the update's.
+    The owner of a matrix (see `Muon`) stores all of its states: two moments, and for each side of
+    the matrix the average of G G^T and its eigenbasis. It receives the parts of the gradient from
+    other ranks, and sends back the parts of the update.
 
-    As in the authors' implementation the first step only begins the preconditioner, and a basis is
-    improved by one power iteration and a QR decomposition every ``precondition_frequency`` steps.
+    As in the authors' implementation, the first step only initializes the preconditioner, and every
+    ``precondition_frequency`` steps a basis is improved by a power iteration and a QR
+    decomposition.
 
     Args:
-        params: as of `Muon`, with ``method="soap"``.
-        lr: of all groups without one of their own.
-        betas: of the averages of gradients and of their squares; also AdamW's.
-        shampoo_beta: of the average of G G^T; by default, ``betas[1]``.
-        eps: added to the root of the squares.
-        weight_decay: decoupled, as in AdamW.
-        precondition_frequency: steps between two improvements of the bases.
-        max_precondition_dim: a longer side has no basis.
-        damping: relative to the mean eigenvalue. Directions of smaller eigenvalues keep their axes:
-            where gradients have no full rank, those would be rounding errors, so that the numbers
-            depended on how many ranks there are. 0 is the authors' implementation.
-        adamw_eps: AdamW's eps.
-        dtype: in which owners compute and gradients are sent, and of the states; by default float32
-            or the parameter's float64.
+        params: parameters or groups, as in `Muon`, with ``method="soap"``.
+        lr: learning rate.
+        betas: decays of the averages of gradients and of their squares; also the betas of AdamW.
+        shampoo_beta: decay of the average of G G^T. By default, ``betas[1]``.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, as in AdamW.
+        precondition_frequency: number of steps between two improvements of the bases.
+        max_precondition_dim: longer sides get no basis.
+        damping: threshold relative to the mean eigenvalue. Directions with smaller eigenvalues keep
+            their axes: where gradients do not have full rank, such eigenvectors are rounding
+            errors, and results would depend on the number of ranks. 0 is the authors'
+            implementation.
+        adamw_eps: eps of AdamW.
+        dtype: dtype of the states, in which owners also compute and gradients are sent. By default,
+            float32, or float64 if the parameter has it.
 
     Raises:
-        PlanError: an option or a parameter does not suit.
+        PlanError: an option is not valid, or does not fit a parameter.
 
     Source: Vyas et al., SOAP, 2024 (arXiv 2409.11321); Gupta et al., Shampoo, 2018 (arXiv
     1802.09568).
@@ -91,60 +92,79 @@ class SOAP(OwnerOptimizer):
     def empty_state(
         self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | None:
-        """A state of a matrix to load values into; None if it is one of AdamW's, or a number."""
-        if key == "step" or id(parameter) not in self._groups_by_parameter():
+        """Allocate a state of a matrix, to load values into; None for "step" and AdamW's states."""
+        if key == "step" or all(parameter is not own for _, own, _ in self._matrix_parameters()):
             return None
         return self._owned(parameter, key, shape, dtype)
-
-    def _dtype_on(self, device: torch.device, parameter: Tensor) -> torch.dtype:  # noqa: ARG002
-        if self._dtype is not None:
-            return self._dtype
-        return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
     def _owner_of_state(self, parameter: Tensor) -> int | None:
         state = self.state.get(parameter, {}).get("exp_avg")
         runs = state.sharding.runs if isinstance(state, ShardedTensor) else ()
         return next((rank for rank, run in enumerate(runs) if len(run)), None)
 
+    def _state_devices(self) -> dict[int, torch.device]:
+        return {
+            id(member.parameter): exchange.device
+            for exchange in self._plan()
+            for member in exchange.members
+        }
+
     def _cost(self, matrices: Matrices, group: Group) -> int:
         frequency, largest = group["precondition_frequency"], group["max_precondition_dim"]
         cost = cost_of(matrices.preconditioning(frequency, largest))
         return max(cost, matrices.num_matrices)
 
-    def _direction(self, parameter: Tensor, group: Group) -> Tensor:
+    def _contribute(self, member: Member) -> Tensor:
+        parameter = member.parameter
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
-            self._begin(parameter, group)
+            self._initialize_state(member)
         state["step"] += 1
         return local_part(parameter.grad)
 
-    def _begin(self, parameter: Tensor, group: Group) -> None:
-        """Make the states, of which the elements are on the owner."""
-        exchange, index = self._place_of(parameter)
-        matrices, state = exchange.members[index].matrices, self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
+    def _initialize_state(self, member: Member) -> None:
+        parameter = member.parameter
         shapes = dict.fromkeys(_MOMENTS, tuple(parameter.shape))
-        for number, (stack, *sides) in enumerate(matrices.shapes):
+        for number, (stack, *sides) in enumerate(member.matrices.shapes):
             for name, size in zip(("left", "right"), sides, strict=True):
-                if size <= group["max_precondition_dim"]:
+                if size <= member.group["max_precondition_dim"]:
                     shapes[f"{name}{number}"] = shapes[f"{name}{number}_basis"] = stack, size, size
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
         for key, shape in shapes.items():
-            state[key] = self._owned(parameter, key, shape, exchange.dtype)
+            state[key] = self._owned(parameter, key, shape)
 
     def _owned(
-        self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
+        self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        exchange, index = self._place_of(parameter)
-        name = f"{exchange.members[index].matrices.name}.{key}"
-        return _owned_tensor(
-            name, shape, dtype, exchange.device, exchange.owners[index], exchange.flat_mesh
-        )
+        """Zeros of ``shape`` that are all stored by the owner of ``parameter``.
 
-    def _work(self, member: Member, group: Group, whole: Tensor) -> Tensor:
-        state, matrices = self.state[member.parameter], member.matrices
-        steps = int(state["step"]) - 1  # that have moved the parameter, with this one
-        moments = [matrices.parts(_whole_of(state[key])) for key in _MOMENTS]
+        On a mesh, it is a `ShardedTensor` of which other ranks store nothing, so checkpoints save
+        and load it on any number of ranks.
+        """
+        exchange, index = next(
+            (exchange, index)
+            for exchange in self._plan()
+            for index, member in enumerate(exchange.members)
+            if member.parameter is parameter
+        )
+        mesh, dtype = exchange.flat_mesh, dtype or exchange.dtype
+        if mesh is None:
+            return torch.zeros(tuple(shape), dtype=dtype, device=exchange.device)
+        name = f"{exchange.members[index].matrices.name}.{key}"
+        spec = ParameterSpec((name,), tuple(shape), str(dtype)[6:], dtype.itemsize, trainable=False)
+        size = max(1, prod(shape))  # of every shard, although only the owner's has elements
+        extent = ParameterExtent(spec, exchange.owners[index] * size)
+        layout = Layout((extent,), mesh.num_ranks, size)
+        sharding = RunSharding(layout, extent, mesh, name, name)
+        zeros = torch.zeros(len(sharding.run), dtype=dtype, device=exchange.device)
+        return ShardedTensor(zeros, sharding)
+
+    def _work(self, member: Member, whole: Tensor) -> Tensor:
+        state, matrices, group = self.state[member.parameter], member.matrices, member.group
+        steps = int(state["step"]) - 1  # the first step did not update the parameter
+        averages, squares = (matrices.parts(_whole_of(state[key])) for key in _MOMENTS)
         updates = []
         for number, gradient in enumerate(matrices.parts(whole)):
             sides = [
@@ -153,44 +173,16 @@ class SOAP(OwnerOptimizer):
                 else None
                 for key in (f"left{number}", f"right{number}")
             ]
-            average, squares = (parts[number] for parts in moments)
             update = torch.zeros_like(gradient)
             if steps:
-                update = _adam(gradient, average, squares, sides, group, steps)
-            _precondition(gradient, squares, sides, group, steps)
+                update = _adam(gradient, averages[number], squares[number], sides, group, steps)
+            _precondition(gradient, squares[number], sides, group, steps)
             updates.append(update)
         return matrices.join(updates)
 
 
-# -- states on the owner ---------------------------------------------------------------------------
-
-
-def _owned_tensor(
-    name: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    owner: int,
-    mesh: DataParallelMesh | None,
-) -> Tensor:
-    """Zeros of ``shape`` on the rank ``owner``; on others, a tensor of that shape with no elements.
-
-    It is a `ShardedTensor` of ``mesh``, which is `cut_over_all`, so checkpoints save and load it at
-    any number of ranks. Without a mesh it is a plain tensor.
-    """
-    if mesh is None:
-        return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    spec = ParameterSpec((name,), tuple(shape), str(dtype)[6:], dtype.itemsize, trainable=False)
-    size = max(1, prod(shape))  # of every shard, of which all but one are empty
-    extent = ParameterExtent(spec, owner * size)
-    layout = Layout((extent,), mesh.num_ranks, size)
-    sharding = RunSharding(layout, extent, mesh, name, name)
-    num_here = len(sharding.run)
-    return ShardedTensor(torch.zeros(num_here, dtype=dtype, device=device), sharding)
-
-
 def _whole_of(state: Tensor) -> Tensor:
-    """A view of all elements of an `_owned_tensor`, on its owner."""
+    """A view of all elements of a state, on its owner."""
     return local_of(state).view(state.shape) if isinstance(state, DTensor) else state
 
 
@@ -199,9 +191,9 @@ def _whole_of(state: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Of a stack of matrices [stack, m, n]: m is the left side, n the right one."""
+    """The preconditioner of one side of matrices [stack, m, n]: m is the left one, n the right."""
 
-    covariance: Tensor  # [stack, d, d]
+    covariance: Tensor  # [stack, d, d], the average of G G^T
     basis: Tensor  # [stack, d, d], its eigenvectors in columns
 
 
@@ -209,9 +201,14 @@ _Sides = Sequence[_Side | None]
 
 
 def _adam(
-    gradient: Tensor, average: Tensor, squares: Tensor, sides: _Sides, group: Group, steps: int
+    gradient: Tensor,
+    average: Tensor,
+    squares: Tensor,
+    sides: _Sides,
+    group: Mapping[str, Any],
+    steps: int,
 ) -> Tensor:
-    """Adam's update, divided by the learning rate, of which the division is done in the bases."""
+    """Adam's update for a learning rate of 1, computed in the eigenbases."""
     beta1, beta2 = group["betas"]
     average.lerp_(gradient, 1 - beta1)
     squares.lerp_(_rotated(gradient, sides).square(), 1 - beta2)
@@ -230,9 +227,9 @@ def _rotated(x: Tensor, sides: _Sides, *, back: bool = False) -> Tensor:
 
 
 def _precondition(
-    gradient: Tensor, squares: Tensor, sides: _Sides, group: Group, steps: int
+    gradient: Tensor, squares: Tensor, sides: _Sides, group: Mapping[str, Any], steps: int
 ) -> None:
-    """Add the gradient to the covariances, and now and then improve the bases."""
+    """Add the gradient to the covariances, and improve the bases if it is time."""
     beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
     products = gradient @ gradient.mT, gradient.mT @ gradient
     for dim, (side, product) in enumerate(zip(sides, products, strict=True), 1):
@@ -248,9 +245,10 @@ def _precondition(
 
 
 def _eigenbasis(covariance: Tensor, damping: float) -> Tensor:
-    """Eigenvectors of each [d, d] of a stack, those of the largest eigenvalues first.
+    """The eigenvectors of each matrix of ``covariance`` [stack, d, d], largest eigenvalues first.
 
-    Directions below the damping are replaced by axes that are made orthogonal to the others.
+    Directions with eigenvalues below the damping are replaced by axes, which are orthogonalized
+    against the others.
     """
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(-1), vectors.flip(-1)
@@ -265,11 +263,11 @@ def _eigenbasis(covariance: Tensor, damping: float) -> Tensor:
 
 
 def _improve(side: _Side, damping: float) -> Tensor:
-    """One power iteration; returns the new order of the old vectors [stack, d]."""
+    """Do one power iteration; return the new order of the old vectors [stack, d]."""
     product = side.covariance @ side.basis
     estimates = (side.basis * product).sum(-2)
     order = torch.argsort(estimates, dim=-1, descending=True, stable=True)
-    if damping:  # which has the same eigenvectors
+    if damping:  # does not change the eigenvectors
         product += damping * _means(side.covariance)[:, None, None] * side.basis
     product = torch.take_along_dim(product, order[:, None, :], -1)
     side.basis.copy_(torch.linalg.qr(product).Q)
@@ -277,5 +275,5 @@ def _improve(side: _Side, damping: float) -> Tensor:
 
 
 def _means(covariance: Tensor) -> Tensor:
-    """The mean eigenvalue of each matrix."""
+    """The mean eigenvalue of each matrix of ``covariance``."""
     return covariance.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -1,4 +1,4 @@
-"""A loss that is a mean over tokens, whichever rank and micro-batch they fall on."""
+"""Gradients of the mean loss over all tokens of a step, on all ranks and micro-batches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
@@ -25,40 +25,45 @@ def backward(
     accumulate: Literal["shards", "whole"] = "shards",
     scaler: GradScaler | None = None,
 ) -> Tensor:
-    """Add up the gradients of the mean loss over all tokens of a step, on all ranks::
+    """Accumulate the gradients of the mean loss over all tokens of a step, on all ranks::
 
         loss = sw.backward(
             model,
-            micro_batches,                                            # of this rank
+            micro_batches,                                            # those of this rank
             lambda b: cross_entropy(model(b.x), b.y, reduction="sum", ignore_index=-100),
             lambda b: (b.y != -100).sum(),
         )
 
-    Every token has the same weight, however tokens fall on ranks and micro-batches; a rank may
-    have none.
-    All are counted before the first forward, so gradients need no correction afterwards.
+    Every token has the same weight, regardless of its rank and micro-batch. A rank may have no
+    tokens. All tokens are counted before the first forward, so gradients need no correction
+    afterwards.
 
     Args:
-        model: the root, sharded. All ranks have to call this, with as many micro-batches.
-        micro_batches: of this rank, for one step.
-        loss_sum: runs the model on one and returns the *sum* of its tokens' losses, a scalar.
-        num_tokens: how many tokens of one count.
-        accumulate: ``"shards"`` reduces after each micro-batch; ``"whole"`` once, and holds whole
-            gradients until then. The sums are the same.
-        scaler: of the losses, where gradients are in float16.
+        model: the root of a sharded model. All ranks must call this, with the same number of
+            micro-batches.
+        micro_batches: this rank's micro-batches of one step.
+        loss_sum: runs the model on a micro-batch and returns the *sum* of its tokens' losses, a
+            scalar.
+        num_tokens: returns the number of tokens in a micro-batch that count.
+        accumulate: ``"shards"`` reduces gradients after each micro-batch; ``"whole"`` reduces them
+            once, and holds whole gradients until then. The sums are the same.
+        scaler: scales the losses, for gradients in float16.
 
     Returns:
-        The mean loss over all tokens of all ranks: a scalar, the same on every rank; 0 without any.
+        The mean loss over all tokens of all ranks: a scalar, the same on every rank. 0 if there are
+        no tokens.
 
     Raises:
         PlanError: the model is not sharded.
-        ValueError: there is no micro-batch, or ``accumulate`` is another word.
+        ValueError: there is no micro-batch, or ``accumulate`` is not valid.
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
     batches = list(micro_batches)
     if not batches:
-        raise ValueError("no micro_batches: a rank without tokens runs one in which none counts")
+        raise ValueError(
+            "no micro_batches: a rank without tokens must run one without tokens that count"
+        )
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
     weight = _weight(runtime, [num_tokens(batch) for batch in batches])
@@ -82,13 +87,13 @@ def backward(
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:
-    """What to multiply *sums* of losses by, for gradients of the mean over all tokens of a step.
+    """The factor of *sums* of losses that gives gradients of the mean over all tokens of a step.
 
-    `backward` does that, and all around it; this is for loops of another shape.
+    `backward` uses this weight; call this function in training loops that `backward` does not fit.
 
-    Gradients are averaged over ranks, so means of unequal numbers of tokens, padded sequences say,
-    would count the tokens of short batches for more. With sums and this weight they count alike,
-    however they fall on ranks and micro-batches::
+    Gradients are averaged over ranks. If losses are means, tokens of short batches (with much
+    padding, for example) therefore weigh more than others. With sums and this weight, all tokens
+    weigh the same, regardless of their rank and micro-batch::
 
         weight = sw.token_weight(model, sum(int(mask.sum()) for mask in masks))
         for tokens, mask in zip(batches, masks):
@@ -96,11 +101,11 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
             loss.backward()
 
     Args:
-        model: the root, sharded. All ranks have to call this, once a step.
-        num_tokens: of this rank, in all its micro-batches of the step.
+        model: the root of a sharded model. All ranks must call this once per step.
+        num_tokens: the number of tokens in all micro-batches of this rank.
 
     Returns:
-        Ranks divided by the tokens of all of them; 0 if there are none.
+        The number of ranks divided by the number of tokens on all ranks; 0 if there are no tokens.
 
     Raises:
         PlanError: the model is not sharded.
@@ -110,7 +115,7 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
 
 
 def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
-    """`token_weight`, on the device: the host does not wait for it."""
+    """`token_weight` as a tensor on the device, so that the host does not wait for it."""
     mesh, device = runtime.mesh, runtime.pools.device
     on_host = sum(count for count in num_tokens if not isinstance(count, Tensor))
     if on_host < 0:
