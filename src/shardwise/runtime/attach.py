@@ -14,7 +14,6 @@ from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
-from shardwise.runtime.extensions import ExtendedParameters
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
@@ -97,10 +96,7 @@ def make_unit(
     mesh = mesh if own_mesh is None else own_mesh
     settings = settings_of(root.get_submodule(plan.name))
     flats = [
-        (ExtendedParameters if layout.is_extended else FlatParameters)(
-            layout, in_step, pools, plan, settings, offloader
-        )
-        for layout in plan.layouts
+        FlatParameters(layout, in_step, pools, plan, settings, offloader) for layout in plan.layouts
     ]
     fill(plan)  # now that the memory in which the flat buffers were laid out is free again
     for flat in flats:

@@ -178,8 +178,8 @@ class Runtime:
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
         for number, flat in enumerate(unit.flats):
-            for position in range(len(flat.parameters)):
-                flat.listen(position, partial(_accept, scheduler, index, number, position))
+            for position, parameter in enumerate(flat.parameters):
+                parameter.listen(partial(_accept, scheduler, index, number, position))
 
 
 # -- backward ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A user's parameter: sharded between steps, unsharded while its modules compute."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
+from shardwise.runtime import hooks
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
 __all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
@@ -63,8 +64,9 @@ class FSDPParameter:
     local: Tensor  # what this rank stores of it, a view of the shard
     dense: nn.Parameter  # [shape], of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
-    _version: int = 0  # of `dense`, when it was last known to be what was gathered
+    _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
+    _on_gradient: Callable[[], None] | None = None
 
     @property
     def spec(self) -> ParameterSpec:
@@ -77,6 +79,17 @@ class FSDPParameter:
     @property
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` each time autograd has put a gradient on the dense parameter."""
+        self._on_gradient = callback
+        hooks.on_gradient(self.dense, callback)
+
+    def replace_dense(self, dense: nn.Parameter) -> None:
+        """Compute with ``dense`` from now on, which `listen` also watches."""
+        self.dense = dense
+        if self._on_gradient is not None:
+            hooks.on_gradient(dense, self._on_gradient)
 
     def forget_changes(self) -> bool:
         """Whether the dense parameter was changed in place since the last call."""

@@ -22,8 +22,8 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime import hooks
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
+from shardwise.runtime.extensions import ExtendedBuffer
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
@@ -55,67 +55,55 @@ class FlatParameters:
         offloader: HostOffloader | None = None,
     ) -> None:
         self.layout = layout
+        self.mesh = mesh
+        self.offloader = offloader  # if the shard is on the host
+        self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
+        self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
+        self.device_copy_is_stale = True
+        self._device_copy: Tensor | None = None  # [S], of a shard on the host
         self._plan = plan
         self._pools = pools
-        self.offloader = offloader  # if the shard is on the host
-        self.mesh = mesh
-        self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
-        self._device_copy: Tensor | None = None  # [S], of a shard on the host
-        self.device_copy_is_stale = True
-        self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
-        self._allocate()
+        self._blocks = plan.gathers(layout)
+        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
+        is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
+        self._pool = pools.own if is_private else pools.gathered
+        self._part: Tensor | None = None  # [world_size * S / subgroup]
+        self._part_owner = f"part for {layout.extents[0].parameter.name}"
+        self.buffer = self._make_buffer()
+        # In the dtype of the shard, between steps.
+        self._held: FlatBuffer | ChunkedBuffer | None = None
+        self.shard = self._allocate_shard()
         self.gradients: GradientBuffer | None = None
         if layout.trainable:
             self.gradients = GradientBuffer(
                 layout, self.parameters, mesh, pools, plan, settings, offloader
             )
 
-    def _allocate(self) -> None:
-        """Make the shard and the buffer."""
-        layout, plan, pools = self.layout, self._plan, self._pools
-        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
-        self._blocks = plan.gathers(layout)
-        # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
-        is_own = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
-        pool = self._pool = pools.own if is_own else pools.gathered
-        self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_owner = f"part for {layout.extents[0].parameter.name}"
-        compute_dtype = layout.cast.compute_dtype
-        self.buffer = flat_buffer(
-            layout, pool, pools.own, dtype=compute_dtype, owns_memory=self.is_whole
-        )
-        # In the dtype of the shard, between steps.
-        self._held: FlatBuffer | ChunkedBuffer | None = None
-        self.shard = self._allocate_shard()
-
     @cached_property
     def _own_slot(self) -> Tensor:
-        """This rank's part [S] of the buffer, from the first time that it has memory."""
+        """This rank's part [S] of the buffer; cached once the buffer has had memory."""
         return self.buffer.slot_of(self.mesh.rank)
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """The gathered parameters."""
+        """The gathered parameters; empty if their classes define what is gathered."""
         return self.buffer.views
 
     @property
     def gathered_bytes(self) -> int:
-        """What gathered parameters take now, those that are held between steps included."""
+        """Bytes of gathered parameters now, including those that `sw.gathered` holds."""
         buffers = (self.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
 
-    def listen(self, position: int, callback: Callable[[], None]) -> None:
-        """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
-        hooks.on_gradient(self.parameters[position].dense, callback)
-
     def expect(self, kind: EventKind) -> None:
-        """Tell the arenas what an event of the imagined step allocates or frees."""
+        """Tell the arenas what an event of the planned step allocates or frees."""
         buffer, arenas = self.buffer, (self._pool, self._pools.own)
         match kind:
             case EventKind.BACKWARD | EventKind.REDUCE | EventKind.FINISH_REDUCE:
                 if self.gradients is not None:
                     self.gradients.expect(kind)
-            case _ if self.is_whole:
+            case _ if self.is_whole or isinstance(buffer, ExtendedBuffer):
                 pass
             case EventKind.GATHER:
                 self._pool.expect(buffer.owners[0], buffer.num_bytes)
@@ -131,20 +119,24 @@ class FlatParameters:
                 self._pool.expect_free(self._part_owner)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
+        part = self._part
+        if part is None:
+            self.reclaim_locals()
         self.buffer.acquire()
-        flat, part = self.buffer.flat, self._part
+        flat, shards = self.buffer.flat, self.mesh.shards
         if part is not None:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
             own = flat.view(subgroup.size, -1)[subgroup.index]
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
-        self.reclaim_locals()
-        fill, shards = self._copy_shard(self._own_slot), self.mesh.shards
+        if isinstance(self.buffer, ExtendedBuffer):
+            return collectives.all_gather(flat, shards, label, self.buffer.copy_inputs())
+        fill = self._copy_shard(self._own_slot)
         if self._blocks is not None:
             return quantized_gather(collectives, self._blocks, flat, shards, label, fill)
         return collectives.all_gather(flat, shards, label, fill, self.buffer.shared_range())
 
     def finish_gather(self) -> None:
-        """The collective has ended: have the dense parameters show the gathered values."""
+        """Make the gathered values visible in the dense parameters, after the collective."""
         self.buffer.unpack()
 
     def free(self) -> None:
@@ -153,7 +145,9 @@ class FlatParameters:
             self.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
-        """Get the part from which the subgroup gathers: from the buffer, or from the other rows."""
+        """Copy the part that the subgroup gathers from the buffer, or gather it over the column."""
+        if isinstance(self.buffer, ExtendedBuffer):
+            return None  # all ranks gather these parameters again
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
             self.buffer.flat.dtype,
@@ -178,37 +172,65 @@ class FlatParameters:
             self._pool.free(self._part.untyped_storage())
             self._part = None
 
+    # -- for `sw.gathered` -----------------------------------------------------------------------
+
     def launch_hold(self, collectives: Collectives, label: str) -> Work:
+        """Gather into a separate buffer, in the dtype of the shard."""
+        if self.layout.is_extended:
+            return self.launch_gather(collectives, label)
         self.reclaim_locals()
         held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
-        own_slot = held.slot_of(self.mesh.rank)
-        fill = partial(copy_, own_slot, self.shard)
+        fill = partial(copy_, held.slot_of(self.mesh.rank), self.shard)
         return collectives.all_gather(held.flat, self.mesh.shards, label, fill)
 
     def use_held(self) -> None:
-        if self._held is not None:
-            self._held.unpack()
+        """Put the gathered parameters into the modules, after the collective."""
+        if self._held is None:
+            self.finish_gather()
+            for parameter in self.parameters:
+                parameter.use_unsharded()
+            return
+        self._held.unpack()
         for parameter, view in self.held_parameters():
             parameter.use_tensor(view)
 
     def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
-        """Every parameter with its view [shape] of the held buffer."""
+        """Every parameter that can be written back, with its view [shape] of the held buffer.
+
+        Raises:
+            PlanError: a parameter that cannot be written back was changed.
+        """
         if self._held is not None:
             yield from zip(self.parameters, self._held.views, strict=True)
+        elif isinstance(self.buffer, ExtendedBuffer):
+            self.buffer.check_unchanged()
 
     def release_hold(self, *, write_back: bool) -> None:
-        """Drop the changes to held parameters, or write them back."""
-        if self._held is not None:
-            if write_back:
-                self._held.pack()
-                copy_(self.shard, self._held.slot_of(self.mesh.rank))
-            self._held.release()
-            self._held = None
+        """Write changes to the held parameters back, or drop them."""
+        if self._held is None:
+            self.free()
+            return
+        if write_back:
+            self._held.pack()
+            copy_(self.shard, self._held.slot_of(self.mesh.rank))
+        self._held.release()
+        self._held = None
+
+    # -- construction and copies -----------------------------------------------------------------
+
+    def _make_buffer(self) -> FlatBuffer | ChunkedBuffer | ExtendedBuffer:
+        layout, pool, own_pool = self.layout, self._pool, self._pools.own
+        if layout.is_extended:
+            return ExtendedBuffer(self.parameters, self.mesh, own_pool, self._plan.precision)
+        dtype = layout.cast.compute_dtype
+        return flat_buffer(layout, pool, own_pool, dtype=dtype, owns_memory=self.is_whole)
 
     def _allocate_shard(self) -> Tensor:
         if self.is_whole:
             return self.buffer.flat
+        if self.layout.is_extended:
+            return torch.empty(0)  # each parameter has its own
         size, device = self.layout.shard_elements, self._pool.device
         if self.offloader is None or self._plan.offload is None:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
@@ -217,7 +239,7 @@ class FlatParameters:
         return self.offloader.allocate_shard(self.layout, self.layout.dtype)
 
     def _copy_shard(self, to: Tensor) -> Callable[[], None]:
-        """What a collective has to call before it sends ``to`` [S], this rank's part."""
+        """Return a function that fills ``to`` [S], this rank's part of what a collective sends."""
         if self.offloader is None:
             return partial(copy_, to, self.shard)
         if self._device_copy is None:
@@ -230,7 +252,7 @@ class FlatParameters:
         return lambda: (refresh(), copy_on_device())[1]
 
     def reclaim_locals(self) -> None:
-        """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
+        """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
         for parameter in self.parameters:
             current = parameter.owners[0].get()
             if isinstance(current, DTensor) and local_of(current) is parameter.local:
