@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.diagnose.memory_meter import MemoryMeter
 from shardwise.runtime import held_memory
 from shardwise.runtime.held_memory import is_out_of_memory
 from shardwise.runtime.memory import Arena
+from shardwise.runtime.module import handle_of
+from tests.fsdp.extended import Pair, replace_weights
 from tests.ranks import on_ranks
 
 WIDTH = 500  # so that a layer has about a megabyte
@@ -115,6 +118,23 @@ def test_an_accelerator_that_ran_out_of_memory_in_backward_is_a_warning() -> Non
             pytest.raises(RuntimeError, match="can't allocate memory"),
         ):
             loss.backward()
+
+
+@on_ranks(2)
+def test_parameters_with_all_gather_extensions_are_counted() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    replace_weights(model, lambda weight: Pair(weight, weight.clone()))
+    sw.fully_shard(model, granularity="dim")
+    error = torch.OutOfMemoryError("no more")
+    handle_of(model).runtime.scheduler.explain(error)
+    assert re.search(r"shards +2\.0 MB\n", _only_note(error))
+    assert re.search(r"gathered units +0\.0 MB\n", _only_note(error))
+    model.unshard()
+    error = torch.OutOfMemoryError("no more")
+    handle_of(model).runtime.scheduler.explain(error)
+    assert re.search(r"gathered units +4\.0 MB  1 of 1", _only_note(error))
+    meter = MemoryMeter(model, handle_of(model).runtime, optimizer=None)
+    assert meter.sample(gathered_bytes=0).gradients == 0
 
 
 @pytest.mark.parametrize(

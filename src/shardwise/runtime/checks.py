@@ -16,6 +16,7 @@ from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
+from shardwise.runtime.nested import plain_tensors
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import is_tensor_parallel, local_of, sharding_of
@@ -175,9 +176,8 @@ def _can_compare(mesh: DataParallelMesh) -> bool:
 def checksum(tensor: Tensor) -> Tensor:
     """A sum of the bits of ``tensor``: int64, a scalar."""
     local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
-    if hasattr(local, "__tensor_flatten__"):  # it wraps others
-        names, _ = local.__tensor_flatten__()
-        return torch.stack([checksum(getattr(local, name)) for name in names]).sum()
+    if hasattr(local, "__tensor_flatten__"):
+        return torch.stack([checksum(one) for one in plain_tensors(local)]).sum()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
     flat = local.reshape(-1)
     if flat.is_complex():

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.plan.plan import Plan
 from shardwise.runtime.memory import Pools
+from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
@@ -94,7 +96,9 @@ class HeldMemory:
         remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
         sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
         pools = self._pools
-        yield _Row("shards", self._here(flat.shard for unit in self._units for flat in unit.flats))
+        flats = [flat for unit in self._units for flat in unit.flats]
+        extended = (p.local for flat in flats if flat.layout.is_extended for p in flat.parameters)
+        yield _Row("shards", self._here((*(flat.shard for flat in flats), *extended)))
         yield _Row("gathered units", sum(n for n, _ in gathered), remark if gathered else "")
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
@@ -142,7 +146,8 @@ class HeldMemory:
     def _here(self, tensors: Iterable[Tensor | None]) -> int:
         """Bytes of this rank's parts of ``tensors`` on the device, each memory counted once."""
         own = (local_of(one) if isinstance(one, DTensor) else one for one in tensors)
-        here = [one for one in own if one is not None and one.device == self._pools.device]
+        plain = chain.from_iterable(plain_tensors(one) for one in own if one is not None)
+        here = [one for one in plain if one.device == self._pools.device]
         return sum({one.data_ptr(): one.nbytes for one in here}.values())
 
 

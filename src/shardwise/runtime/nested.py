@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["tensors_in", "tensors_left_in"]
+__all__ = ["plain_tensors", "tensors_in", "tensors_left_in"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FIRST_PARTS = 64
@@ -48,6 +48,16 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     seen.add(id(value))
     for part in _parts(value):
         yield from tensors_in(part, seen)
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """``tensor``, or the tensors inside it if it is a subclass that wraps others."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(tensor, name))
 
 
 def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
