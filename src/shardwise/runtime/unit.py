@@ -1,12 +1,12 @@
-"""A unit at work: its parameters whole or in shards, its gradients on their way to the shards.
+"""Units: parameters that are gathered and freed together, and their gradients.
 
-For every layout of its plan it has a `FlatParameters`: the persistent ``shard`` [S] that the
-parameters view, and the buffers that come and go::
+A unit has one `FlatParameters` per layout: the persistent ``shard`` [S] that the parameters view,
+and buffers that have memory only while they are used::
 
     between steps   shard [S]   p = ShardedTensor(run of shard)
     in use          buffer [world_size * S], dense parameters view it    <- all-gather of shards
     gathered again  part [world_size * S / subgroup]                     -> all-gather in subgroup
-    in backward     gradients [world_size * S], one slot a parameter     -> reduce-scatter
+    in backward     gradients [world_size * S], one extent per parameter -> reduce-scatter
     after it        gradient shard [S]   p.grad = ShardedTensor(run of it)
 """
 
@@ -270,11 +270,11 @@ class Unit:
         self.plan = plan
         self.settings = settings
         self.flats = tuple(flats)
-        self._cut = [flat for flat in flats if not flat.is_whole]
         self.expects_gradients = False
+        self._gathered_flats = [flat for flat in flats if not flat.is_whole]
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
-        self._is_exposed = False
+        self._is_unsharded = False  # modules hold the dense parameters
 
     @property
     def parameters(self) -> Iterator[FSDPParameter]:
@@ -287,20 +287,20 @@ class Unit:
 
     @property
     def mesh(self) -> DataParallelMesh:
-        """Its ranks, as numbered in collectives; of a unit with parameters."""
+        """The ranks of a unit that has parameters, as numbered in collectives."""
         return self.flats[0].mesh
 
     # -- parameters ------------------------------------------------------------------------------
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"gather {self.plan.label}"
-        works = tuple(flat.launch_gather(collectives, label) for flat in self._cut)
+        works = tuple(flat.launch_gather(collectives, label) for flat in self._gathered_flats)
         self._gathering += works
         return works
 
     def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
-        launched = [flat.launch_subgroup_part(collectives, label) for flat in self._cut]
+        launched = [flat.launch_subgroup_part(collectives, label) for flat in self._gathered_flats]
         works = tuple(work for work in launched if work is not None)
         self._gathering += works
         return works
@@ -311,28 +311,32 @@ class Unit:
 
     def await_gather(self, links: Communicator) -> None:
         self._await_all(self._gathering, links)
-        for flat in self._cut:
+        for flat in self._gathered_flats:
             flat.finish_gather()
 
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
-        if not self._is_exposed:
+        if not self._is_unsharded:
             for flat in self.flats:
-                if flat.is_whole:  # otherwise the gather did it
+                if flat.is_whole:  # the gather has done it for the others
                     flat.reclaim_locals()
             for parameter in self.parameters:
                 parameter.use_unsharded()
-            self._is_exposed = True
+            self._is_unsharded = True
 
     def use_sharded(self) -> None:
-        """Put the sharded parameters back."""
-        if self._is_exposed:
+        """Put the sharded parameters back into the modules."""
+        if self._is_unsharded:
             for parameter in self.parameters:
                 parameter.use_sharded()
-            self._is_exposed = False
+            self._is_unsharded = False
 
     def free(self, links: Communicator) -> None:
-        """Drop the gathered parameters, unchanged; a gather under way is waited for first."""
+        """Free the gathered parameters, after waiting for a gather in flight.
+
+        Raises:
+            StepError: a gathered parameter was changed in place.
+        """
         self._await_all(self._gathering, links)
         self.use_sharded()
         for flat in self.flats:
@@ -346,14 +350,14 @@ class Unit:
             )
 
     def launch_hold(self, collectives: Collectives) -> None:
-        """Gather the parameters as they are kept, for use between steps."""
+        """Gather the parameters in the dtype of the shards, for use between steps."""
         self._gathering = [
             flat.launch_hold(collectives, f"hold {self.plan.label}") for flat in self.flats
         ]
 
     def await_hold(self, links: Communicator) -> None:
         self._await_all(self._gathering, links)
-        self._is_exposed = True
+        self._is_unsharded = True
         for flat in self.flats:
             flat.use_held()
 
@@ -373,7 +377,7 @@ class Unit:
         return flat.gradients.claim(position, in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
-        """Take the gradient that autograd has just put on a dense parameter."""
+        """Take the gradient that autograd has put on a dense parameter."""
         assert flat.gradients is not None
         parameter = flat.parameters[position]
         if parameter.dense.grad is None:
@@ -387,7 +391,7 @@ class Unit:
         flat.gradients.accept(position)
 
     def take_gradients(self) -> None:
-        """`accept` all gradients that there are on dense parameters, outside of a backward."""
+        """Take the gradients of all dense parameters, outside of a backward."""
         self.expects_gradients = True
         for flat in self.flats:
             for position in range(len(flat.parameters) if flat.gradients is not None else 0):
@@ -395,7 +399,7 @@ class Unit:
         self.end_backward()
 
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
-        """Reduce the gradients over the row, and over the column if the settings say so."""
+        """Reduce the gradients over the row, and also over the column if the settings say so."""
         label = f"reduce {self.plan.label}"
         self._reducing = [
             gradients.launch_reduce(collectives, label) for gradients in self.gradients
@@ -404,16 +408,16 @@ class Unit:
         return tuple(self._reducing)
 
     def end_backward(self) -> None:
-        """Move what a later reduction gets to its buffer, so that it adds up in that dtype."""
+        """Move gradients that await a later reduction to its buffer, to add up in its dtype."""
         for gradients in self.gradients:
             gradients.write_kept()
         self.expects_gradients = False
 
     def expect_changes(self) -> None:
-        """Between steps the shards may have been changed, or their memory replaced."""
+        """Prepare for shards that were changed or replaced since the last step."""
         for flat in self.flats:
             flat.device_copy_is_stale = True
-            if not self._is_exposed:  # `Module.to` before a step is no change within it
+            if not self._is_unsharded:  # `Module.to` before a step is no change within it
                 flat.reclaim_locals()
 
     def collect(self, links: Communicator) -> None:
@@ -424,14 +428,14 @@ class Unit:
     # -- after an exception ----------------------------------------------------------------------
 
     def quiesce(self, until: float) -> bool:
-        """Wait for its communication to end, successfully or not, until that time; if it has."""
+        """Wait until time ``until`` for communication to end or fail. Returns whether it has."""
         works = (*self._gathering, *self._reducing)
         for work in works:
             work.wait(max(0.0, until - time.monotonic()))
         return all(work.done for work in works)
 
     def reset(self) -> None:
-        """Return to shards from any state; no communication is under way."""
+        """Return to shards from any state, with no communication in flight."""
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.use_sharded()
@@ -452,7 +456,7 @@ class Unit:
 
 
 def plan_memory(units: Sequence[Unit], events: Iterable[Event]) -> None:
-    """Plan offsets for what ``events``, one imagined step of ``units``, allocate and free."""
+    """Plan memory offsets from ``events``, the schedule of one step of ``units``."""
     for event in events:
         for flat in units[event.unit].flats:
             flat.expect(event.kind)
