@@ -221,7 +221,7 @@ def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
         pool.free(other)
         assert pool.held_bytes == LINE * 40, "it would be more than what is lent"
         pool.free(again)
-        assert (pool.held_bytes, pool.peak_bytes, pool.idle_storages) == (0, LINE * 90, [])
+        assert (pool.held_bytes, pool.peak_bytes, pool._idle) == (0, LINE * 90, [])
 
 
 # -- FlatBuffer ----------------------------------------------------------------------------------

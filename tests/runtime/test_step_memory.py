@@ -21,7 +21,7 @@ from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import Pool
+from shardwise.runtime.memory import Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
@@ -213,6 +213,15 @@ def _pools_of(runtime: Runtime) -> list[Pool]:
     return [*runtime.pools, *staging.values()]
 
 
+def _idle_storages(pool: Pool) -> list[torch.UntypedStorage]:
+    """Storages through which no tensor sees memory now."""
+    if not isinstance(pool, Arena):
+        return pool._idle
+    whole = [] if pool._whole is None else [pool._whole]
+    ranges = [s for owner, s in pool._ranges.items() if owner not in pool._alive.values()]
+    return [*pool._idle, *whole, *ranges]
+
+
 def _least_live_bytes(runtime: Runtime) -> int:
     """Between steps, where a heartbeat may still hold the frame that it has read last."""
     samples = [_live_bytes(runtime)]
@@ -225,7 +234,7 @@ def _least_live_bytes(runtime: Runtime) -> int:
 def _live_bytes(runtime: Runtime) -> int:
     """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
     live: dict[int, int] = {}
-    idle = {storage._cdata for pool in _pools_of(runtime) for storage in pool.idle_storages}
+    idle = {storage._cdata for pool in _pools_of(runtime) for storage in _idle_storages(pool)}
     reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
     window = reduce._sums._window
