@@ -1,4 +1,4 @@
-"""Tensors inside containers, objects and attributes of modules."""
+"""Tensors inside containers, objects, tensor subclasses and attributes of modules."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,17 @@ _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch
 
 
 def tensors_left_in(module: nn.Module, mark: str, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors in attributes of ``module`` and of modules inside it, except those of other units.
+    """Yield tensors in attributes of ``module`` and of its submodules, except in other units.
 
-    A unit has an attribute named ``mark``, and others that begin with it are the engine's.
+    Tensors may be buffers, or up to three containers or objects deep in an attribute. Only the
+    first parts of a container are searched unless it begins with a tensor: this runs at every call,
+    and modules also hold things like vocabularies.
 
-    Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
-    containers that begin with something else only the first parts are looked at: this runs at every
-    call, and modules hold vocabularies, too. ``seen`` has the ids of attributes that were searched,
-    since all modules of a model may hold one configuration.
+    Args:
+        module: a unit.
+        mark: the name of an attribute that every unit has. Attributes that begin with it belong to
+            the engine.
+        seen: ids of attributes that were searched; modules may share one configuration.
     """
     seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
@@ -38,7 +41,7 @@ def tensors_left_in(module: nn.Module, mark: str, seen: set[int] | None = None) 
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects."""
+    """Yield every tensor in nested containers, dataclasses and plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -51,7 +54,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """``tensor``, or the tensors inside it if it is a subclass that wraps others."""
+    """Yield ``tensor``, or the tensors that it wraps."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -84,6 +87,6 @@ def _parts(value: Any) -> Iterator[Any]:
         return
     elif hasattr(value, "__dict__"):
         if not callable(value) or dataclasses.is_dataclass(value):
-            yield from vars(value).values()  # getattr could run the code of a property, and raise
+            yield from vars(value).values()  # getattr could run a property, which may raise
     elif dataclasses.is_dataclass(value):  # with slots
         yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))

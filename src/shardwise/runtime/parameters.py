@@ -1,4 +1,4 @@
-"""A user's parameter: sharded between steps, unsharded while its modules compute."""
+"""Parameters, which are sharded between steps and dense while their modules compute."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
 __all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
 
-STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
+STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
 
 class ParameterOwner:
@@ -24,12 +24,12 @@ class ParameterOwner:
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self._module = weakref.ref(module)
         self._attribute = attribute
-        # Recurrent layers keep a second list of their weights up to date in __setattr__.
+        # Recurrent layers have a second list of their weights, which __setattr__ updates.
         self._is_plain = type(module).__setattr__ is nn.Module.__setattr__
 
     @property
     def module(self) -> nn.Module | None:
-        """None if it was deleted."""
+        """The module; None if it was deleted."""
         return self._module()
 
     def get(self) -> Tensor | None:
@@ -57,12 +57,12 @@ class ParameterOwner:
 
 @dataclass(eq=False, slots=True)
 class FSDPParameter:
-    """One parameter: what the user sees between steps, and what the modules compute with."""
+    """One parameter in its sharded and its dense form."""
 
     sharding: Sharding
     sharded: nn.Parameter  # holds a DTensor
-    local: Tensor  # what this rank stores of it, a view of the shard
-    dense: nn.Parameter  # [shape], of the flat buffer; a DTensor with tensor parallelism
+    local: Tensor  # this rank's part, a view of the shard
+    dense: nn.Parameter  # [shape], a view of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
@@ -92,7 +92,7 @@ class FSDPParameter:
             hooks.on_gradient(dense, self._on_gradient)
 
     def forget_changes(self) -> bool:
-        """Whether the dense parameter was changed in place since the last call."""
+        """Return whether the dense parameter was changed in place since the last call."""
         before, self._version = self._version, self.dense._version
         return before != self._version
 
@@ -103,7 +103,7 @@ class FSDPParameter:
         self._put(self.dense)
 
     def take_gradient(self) -> Tensor:
-        """Take the gradient [shape] that autograd has put on the dense parameter."""
+        """Remove the gradient [shape] from the dense parameter and return it."""
         gradient, self.dense.grad = self.dense.grad, None
         assert gradient is not None
         local = self.sharding.local_of_dense(gradient)
@@ -119,11 +119,15 @@ class FSDPParameter:
         self._put(nn.Parameter(dense, requires_grad=self.sharded.requires_grad))
 
     def use_sharded(self) -> None:
-        """Put the sharded parameter back."""
+        """Put the sharded parameter back into the modules."""
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
-        """The dense tensor [shape] that modules hold since `use_tensor`; None without modules."""
+        """The dense tensor [shape] that the modules hold; None if they were deleted.
+
+        Raises:
+            PlanError: it does not fit the parameter, or the shard was changed since `use_tensor`.
+        """
         if self.sharded._version != self._shard_version:
             raise PlanError(
                 f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
@@ -149,7 +153,11 @@ class FSDPParameter:
         return tensor.detach()
 
     def adopt(self, replacement: Tensor) -> None:
-        """Copy what the user put in place of the sharded parameter into the shard, if it fits."""
+        """Take over a parameter that the user put in place of the sharded one.
+
+        Raises:
+            PlanError: it does not fit.
+        """
         if not isinstance(replacement, nn.Parameter):
             raise PlanError(
                 f"{self.name}: expected a parameter, got a {type(replacement).__name__}: "

@@ -1,4 +1,4 @@
-"""Takes over changes to whole parameters at the end of `sw.gathered(write_back=True)`."""
+"""Collects changes to whole parameters at the end of `sw.gathered(write_back=True)`."""
 
 from collections.abc import Sequence
 
@@ -22,9 +22,9 @@ ADVICE = (
 
 @torch.no_grad()
 def collect_changes(units: Sequence[Unit]) -> Sums:
-    """Copy what the modules hold into the held buffers; returns checksums of these.
+    """Copy the tensors of the modules into the held buffers, and return their checksums.
 
-    Shards are left alone, so that nothing is written if this raises or if ranks differ.
+    Shards do not change, so nothing is written if this raises or if ranks differ.
     """
     assigned = [(view, _assigned(parameter, view)) for parameter, view in _held(units)]
     for view, tensor in assigned:
@@ -57,7 +57,7 @@ def _held(units: Sequence[Unit]) -> list[tuple[FSDPParameter, Tensor]]:
 
 
 def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
-    """A tensor other than ``view`` that the modules hold."""
+    """The tensor that the modules hold, if it is not ``view``."""
     tensor = parameter.assigned_tensor()
     if tensor is None:
         return None
@@ -69,5 +69,5 @@ def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
 
 
 def _position_checksum(tensor: Tensor) -> Tensor:
-    """A checksum that also differs, almost surely, if only the order of elements does."""
+    """A checksum that almost surely also detects a different order of elements."""
     return checksum(tensor) + 31 * checksum(tensor.reshape(-1)[::2])
