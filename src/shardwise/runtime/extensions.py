@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -61,7 +60,6 @@ class ExtendedBuffer:
         self._pool = pool
         self._precision = precision
         self._flat: Tensor | None = None  # uint8 [world_size * B]
-        self._inputs: list[tuple[int, _Input]] = []  # with their offsets in a slot
         self._is_unpacked = False
 
     @cached_property
@@ -86,24 +84,25 @@ class ExtendedBuffer:
 
     def acquire(self) -> None:
         """Have the classes make their inputs, and allocate ``flat`` for those of all ranks."""
+        slot_bytes = 0
         with torch.no_grad():
-            inputs = [one for extension in self._extensions for one in extension.inputs()]
-        *offsets, slot_bytes = accumulate((aligned(one.num_bytes) for one in inputs), initial=0)
-        self._inputs = list(zip(offsets, inputs, strict=True))
+            for extension in self._extensions:
+                slot_bytes = extension.make_inputs(slot_bytes)
         num_bytes = self._mesh.shards.size * slot_bytes
         owner = f"inputs of {self._parameters[0].name}"
         self._flat = self._pool.allocate_tensor(num_bytes, torch.uint8, owner)
 
     def copy_inputs(self) -> Callable[[], None]:
         """Return a function that writes this rank's inputs into its slot of ``flat``."""
-        return partial(_fill, self._slots()[self._mesh.shards.index], self._inputs)
+        inputs = [one for extension in self._extensions for one in extension.inputs]
+        return partial(_fill, self._slots()[self._mesh.shards.index], inputs)
 
     def unpack(self) -> None:
         """Make the dense parameters from the gathered inputs, and free ``flat``."""
-        slots, offset = self._slots(), 0
+        slots = self._slots()
         with torch.no_grad():
             for extension in self._extensions:
-                offset = extension.fill(slots, offset)
+                extension.fill(slots)
         self._free_flat()
         self._is_unpacked = True
 
@@ -130,7 +129,7 @@ class ExtendedBuffer:
 
     def _free_flat(self) -> None:
         self._pool.free(self.flat.untyped_storage())
-        self._flat, self._inputs = None, []
+        self._flat = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,7 @@ class _Input:
     tensor: Tensor  # the last chunk may be shorter than `shape` along `dim`
     shape: tuple[int, ...]  # in each rank's slot
     dim: int  # along which the inputs of all ranks are concatenated
+    offset: int  # in the slot, in bytes
 
     @property
     def num_bytes(self) -> int:
@@ -157,18 +157,16 @@ class _Output:
         shape = list(of.shape)
         shape[of.dim] *= num_ranks
         self.tensor = torch.empty(shape, dtype=of.tensor.dtype, device=device)
-        self._dim = of.dim
-        *outer, last = of.shape
-        self._slot_shape = (*outer, last * of.tensor.itemsize)  # in bytes
         # `.data` has its own version counter, so autograd does not notice the refill.
-        self._bytes = self.tensor.view(torch.uint8).data
+        in_bytes = self.tensor.view(torch.uint8).data
+        length = in_bytes.shape[of.dim] // num_ranks
+        # [ranks, *shape of an input in bytes]
+        self._parts = in_bytes.unflatten(of.dim, (num_ranks, length)).movedim(of.dim, 0)
 
     def fill(self, slots: Tensor, offset: int) -> None:
         """Copy from ``slots`` [ranks, B], where each rank's input begins at ``offset``."""
-        length, num_bytes = self._slot_shape[self._dim], prod(self._slot_shape)
-        for rank, slot in enumerate(slots):
-            part = self._bytes.narrow(self._dim, rank * length, length)
-            copy_(part, slot[offset : offset + num_bytes].view(self._slot_shape))
+        num_bytes = self._parts[0].numel()
+        copy_(self._parts, slots[:, offset : offset + num_bytes].view(self._parts.shape))
 
 
 class _Extension:
@@ -191,47 +189,40 @@ class _Extension:
         self._stride = torch.empty(self._size, device="meta").stride()
         self._chunk_shape = chunk_shape(spec, mesh.size, 0)
         self._dtype: torch.dtype = getattr(torch, layout.cast.compute_dtype)
+        self.inputs: list[_Input] = []  # the tensors that this rank sends, until `fill`
         self._metadata: Any = None
-        self._inputs: list[_Input] = []  # of the last gather
         self._outputs: list[_Output] = []
         self._kinds: list[tuple[tuple[int, ...], torch.dtype, int]] = []  # of `_outputs`
         # Storages of the outputs and of other tensors that the class made, with their full sizes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
-    def inputs(self) -> list[_Input]:
-        """The tensors that this rank sends."""
-        self._inputs = [self._as_input(tensor) for tensor in self._before_gather()]
-        return self._inputs
+    def make_inputs(self, offset: int) -> int:
+        """Make ``inputs``, which begin at ``offset`` in a slot. Returns where they end."""
+        self.inputs = []
+        for tensor in self._before_gather():
+            self.inputs.append(self._as_input(tensor, offset))
+            offset += aligned(self.inputs[-1].num_bytes)
+        return offset
 
-    def fill(self, slots: Tensor, offset: int) -> int:
-        """Make the dense parameter from ``slots`` [ranks, B].
-
-        Args:
-            slots: the gathered inputs.
-            offset: where the inputs of this parameter begin in a slot.
-
-        Returns:
-            Where they end.
-        """
-        is_new = not self._storages or self._kinds != [one.kind for one in self._inputs]
+    def fill(self, slots: Tensor) -> None:
+        """Make the dense parameter from the gathered inputs, ``slots`` [ranks, B]."""
+        is_new = not self._storages or self._kinds != [one.kind for one in self.inputs]
         if is_new:
             num_ranks = self._mesh.shards.size
-            self._outputs = [_Output(one, num_ranks, self._device) for one in self._inputs]
-            self._kinds = [one.kind for one in self._inputs]
+            self._outputs = [_Output(one, num_ranks, self._device) for one in self.inputs]
+            self._kinds = [one.kind for one in self.inputs]
         for storage, num_bytes in () if is_new else self._storages:
             storage.resize_(num_bytes)
-        for one, output in zip(self._inputs, self._outputs, strict=True):
-            output.fill(slots, offset)
-            offset += aligned(one.num_bytes)
+        for one, output in zip(self.inputs, self._outputs, strict=True):
+            output.fill(slots, one.offset)
         outputs = tuple(output.tensor for output in self._outputs)
         after_gather = getattr(self._local, "fsdp_post_all_gather", None)
         if is_new:
             self._make_dense(outputs, after_gather)
         elif after_gather is not None:
             after_gather(outputs, self._metadata, self._dtype, out=self.parameter.dense)
-        self._metadata, self._inputs = None, []
+        self._metadata, self.inputs = None, []
         self.parameter.forget_changes()
-        return offset
 
     @property
     def num_bytes(self) -> int:
@@ -275,11 +266,11 @@ class _Extension:
         inputs, self._metadata = before_gather(*arguments)
         return list(inputs)
 
-    def _as_input(self, tensor: Tensor) -> _Input:
+    def _as_input(self, tensor: Tensor, offset: int) -> _Input:
         shape = tuple(tensor.shape) or (1,)
         if shape == tuple(self._local.shape):
-            return _Input(tensor, self._chunk_shape, self._dim)
-        return _Input(tensor, shape, self._dim if shape == self._chunk_shape else 0)
+            return _Input(tensor, self._chunk_shape, self._dim, offset)
+        return _Input(tensor, shape, self._dim if shape == self._chunk_shape else 0, offset)
 
     @property
     def _local(self) -> Tensor:
@@ -298,10 +289,11 @@ class _Extension:
         return mesh[mesh.mesh_dim_names[-1]]
 
 
-def _fill(own: Tensor, inputs: Sequence[tuple[int, _Input]]) -> None:
+def _fill(own: Tensor, inputs: Sequence[_Input]) -> None:
     """Write this rank's inputs into its slot [B]."""
     with torch.no_grad():
-        for offset, one in inputs:
-            slot = own[offset : offset + one.num_bytes].view(one.tensor.dtype).view(one.shape)
+        for one in inputs:
+            slot = own[one.offset : one.offset + one.num_bytes]
             tensor = one.tensor if one.tensor.dim() else one.tensor.view(1)
-            slot.narrow(one.dim, 0, tensor.shape[one.dim]).copy_(tensor)
+            part = slot.view(tensor.dtype).view(one.shape)
+            part.narrow(one.dim, 0, tensor.shape[one.dim]).copy_(tensor)
