@@ -88,16 +88,9 @@ def make_unit(
     fill: Callable[[UnitPlan], None],
     own_mesh: DataParallelMesh | None,
 ) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``.
+    """Shard the parameters of ``plan`` in ``root``, after ``fill`` has initialized them.
 
-    Args:
-        root: the model.
-        plan: of the unit.
-        mesh: the ranks of the model.
-        pools: of the model.
-        offloader: if the shards are on the host.
-        fill: initializes the parameters of the unit.
-        own_mesh: the ranks of the unit, if they are not those of the model.
+    ``own_mesh`` has the unit's ranks if they are not those of the model, which ``mesh`` has.
     """
     in_step = mesh if own_mesh is None else own_mesh.within(mesh)
     mesh = mesh if own_mesh is None else own_mesh

@@ -26,10 +26,7 @@ def apply_precision(
 ) -> None:
     """Cast the buffers of ``root``, and hook its modules that compute in full precision.
 
-    Args:
-        root: the model.
-        policy: its policy.
-        settled: units that were sharded before, whose modules keep their own policy.
+    Modules of the units ``settled``, which were sharded before, keep their own policy.
     """
     others = {id(module) for name in settled for module in root.get_submodule(name).modules()}
     for module in root.modules():

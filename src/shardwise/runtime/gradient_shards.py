@@ -24,8 +24,8 @@ class GradientShard:
     """This rank's shard [S] of the reduced gradients of one layout.
 
     Its memory is allocated in each backward and freed with the gradients. In data-parallel training
-    on the CPU it is kept for the next backward (``keeps_memory``), because malloc would return
-    other memory each time and the process would grow. Page-locked host memory is kept, too.
+    on the CPU it is kept for the next backward (``keeps_memory``): malloc would return other memory
+    each time, and the process would grow. Page-locked memory of the host is kept, too.
     """
 
     def __init__(
@@ -61,10 +61,8 @@ class GradientShard:
 
     @property
     def scale_on_device(self) -> float:
-        """The part of ``scale`` that the reduction applies.
-
-        It is 1 if the host casts the sums, as scaling them after the cast rounds less.
-        """
+        """The part of ``scale`` that the reduction applies: none if the host casts the sums."""
+        # Scaling after the cast rounds less.
         is_cast_later = self.offloader is not None and self._layout.casts_sums
         return 1.0 if is_cast_later else self.scale
 

@@ -142,17 +142,11 @@ class GradientBuffer:
         return before, divisor / before
 
     def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
-        """Return where to compute a gradient, and whether to add to what is there.
+        """Return where to compute a gradient, and whether to add it there; None for anywhere.
 
-        Args:
-            position: of the parameter.
-            in_slot: the caller adds the gradients of all uses of the parameter there. Then, if its
-                extent of the buffer is empty, the gradient may be computed in it, and `write` has
-                nothing to copy. If the gradient has to wait while child units compute, this is done
-                only if the buffer is not much larger than the gradient.
-
-        Returns:
-            None if the gradient may be computed anywhere.
+        It may be an empty extent of the buffer, from which `write` has nothing to copy, if all uses
+        of the parameter add their gradients there (``in_slot``). A gradient that has to wait while
+        child units compute gets its extent only if the buffer is not much larger.
         """
         parameter = self.parameters[position]
         if self.state is GradientState.REDUCING or parameter.dense.grad is not None:

@@ -141,11 +141,7 @@ class Ledger:
                 reader.span_ended(self.step, name, began, self.clock())
 
     def begin_forward(self, *, has_changes: bool = False) -> None:
-        """Note that an outermost forward begins.
-
-        Args:
-            has_changes: parameters have changed since the last forward.
-        """
+        """Note that an outermost forward begins, and whether parameters have changed before it."""
         self.updates += has_changes
         for reader in self.readers:
             reader.forward_began()

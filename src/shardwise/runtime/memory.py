@@ -314,12 +314,9 @@ class Pools:
         self, kind: MemoryKind, gathers: Allocator | None, reductions: Allocator | None
     ) -> None:
         """Between steps: switch collectives to memory of this kind."""
-        for pool, allocator in (
-            (self.gathered, gathers),
-            (self.own, gathers),
-            (self.registered_gradients, reductions),
-        ):
-            pool.use(allocator)
+        self.gathered.use(gathers)
+        self.own.use(gathers)
+        self.registered_gradients.use(reductions)
         self.kind = kind
 
     @property

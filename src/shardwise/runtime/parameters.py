@@ -86,7 +86,7 @@ class FSDPParameter:
         hooks.on_gradient(self.dense, callback)
 
     def replace_dense(self, dense: nn.Parameter) -> None:
-        """Compute with ``dense`` from now on, which `listen` also watches."""
+        """Replace the dense parameter, and move the callback of `listen` to the new one."""
         self.dense = dense
         if self._on_gradient is not None:
             hooks.on_gradient(dense, self._on_gradient)
@@ -123,11 +123,7 @@ class FSDPParameter:
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
-        """The dense tensor [shape] that the modules hold; None if they were deleted.
-
-        Raises:
-            PlanError: it does not fit the parameter, or the shard was changed since `use_tensor`.
-        """
+        """The dense tensor [shape] that the modules hold; None if they were deleted."""
         if self.sharded._version != self._shard_version:
             raise PlanError(
                 f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
@@ -153,11 +149,7 @@ class FSDPParameter:
         return tensor.detach()
 
     def adopt(self, replacement: Tensor) -> None:
-        """Take over a parameter that the user put in place of the sharded one.
-
-        Raises:
-            PlanError: it does not fit.
-        """
+        """Take over a parameter that the user put in place of the sharded one, if it fits."""
         if not isinstance(replacement, nn.Parameter):
             raise PlanError(
                 f"{self.name}: expected a parameter, got a {type(replacement).__name__}: "

@@ -196,11 +196,7 @@ class FlatParameters:
             parameter.use_tensor(view)
 
     def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
-        """Every parameter that can be written back, with its view [shape] of the held buffer.
-
-        Raises:
-            PlanError: a parameter that cannot be written back was changed.
-        """
+        """Every parameter that can be written back, with its view [shape] of the held buffer."""
         if self._held is not None:
             yield from zip(self.parameters, self._held.views, strict=True)
         elif isinstance(self.buffer, ExtendedBuffer):
@@ -332,11 +328,7 @@ class Unit:
             self._is_unsharded = False
 
     def free(self, links: Communicator) -> None:
-        """Free the gathered parameters, after waiting for a gather in flight.
-
-        Raises:
-            StepError: a gathered parameter was changed in place.
-        """
+        """Free the gathered parameters, which must not have changed, after a gather in flight."""
         self._await_all(self._gathering, links)
         self.use_sharded()
         for flat in self.flats:
