@@ -1,4 +1,4 @@
-"""C6: errors name what is wrong, reach every rank, and leave a model that trains on."""
+"""C6: errors name their cause, reach every rank, and leave a model that can go on training."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ def test_an_exception_in_one_process_is_the_users_own() -> None:
 def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     monkeypatch: pytest.MonkeyPatch, in_transaction: bool
 ) -> None:
-    """A device's thread may drop the graph task after `backward` has raised."""
+    """On a device, a thread may drop the graph task after ``backward`` has raised."""
     reference, model = _make()
     failing = model[3]
     assert isinstance(failing, FailingLinear)
@@ -190,7 +190,7 @@ def _die() -> None:
 
 
 class Forgiving(nn.Module):
-    """Falls back on another unit if the first one raises."""
+    """Calls another unit if the first one raises."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`sw.gathered`: whole parameters between steps, and what becomes of changes to them."""
+"""`sw.gathered`: whole parameters between steps, and changes to them."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def _stack() -> tuple[Stack, Stack]:
 
 
 def _gpt() -> tuple[Gpt, Gpt]:
-    """As `_stack`, with a tied weight."""
+    """Like `_stack`, with a tied weight."""
     reference, model = build("gpt"), build("gpt")
     assert isinstance(reference, Gpt)
     assert isinstance(model, Gpt)

@@ -1,4 +1,4 @@
-"""An error of memory that ran out says who holds what, and what would free it."""
+"""Notes on out-of-memory errors say what holds memory, and what would free some of it."""
 
 import errno
 import re
@@ -93,7 +93,7 @@ def test_an_allocation_of_the_engine_that_fails_is_explained() -> None:
 
 @on_ranks(2)
 def test_an_allocation_that_fails_in_backward_is_explained_by_a_transaction() -> None:
-    """Autograd shows its exception to the caller of backward alone."""
+    """Only the caller of backward gets autograd's exception."""
     model, optimizer = _trained()
     _layer(model).place = "backward"
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
@@ -122,7 +122,7 @@ def test_an_accelerator_that_ran_out_of_memory_in_backward_is_a_warning() -> Non
 
 @on_ranks(2)
 def test_parameters_with_all_gather_extensions_are_counted() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     replace_weights(model, lambda weight: Pair(weight, weight.clone()))
     sw.fully_shard(model, granularity="dim")
     error = torch.OutOfMemoryError("no more")
@@ -164,7 +164,7 @@ def _only_note(error: BaseException) -> str:
 
 
 def _trained(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """After a step, so that the optimizer has its states."""
+    """Train one step, so that the optimizer has states."""
     model = nn.Sequential(*(Layer() for _ in range(4)))
     sw.fully_shard(model, units=Layer, **options)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -159,9 +159,9 @@ class _Output:
         self.tensor = torch.empty(shape, dtype=of.tensor.dtype, device=device)
         # `.data` has its own version counter, so autograd does not notice the refill.
         in_bytes = self.tensor.view(torch.uint8).data
-        length = in_bytes.shape[of.dim] // num_ranks
-        # [ranks, *shape of an input in bytes]
-        self._parts = in_bytes.unflatten(of.dim, (num_ranks, length)).movedim(of.dim, 0)
+        outer, (length, *inner) = in_bytes.shape[: of.dim], in_bytes.shape[of.dim :]
+        parts = in_bytes.view(*outer, num_ranks, length // num_ranks, *inner)
+        self._parts = parts.movedim(of.dim, 0)  # [ranks, *shape of an input in bytes]
 
     def fill(self, slots: Tensor, offset: int) -> None:
         """Copy from ``slots`` [ranks, B], where each rank's input begins at ``offset``."""

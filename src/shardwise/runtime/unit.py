@@ -83,6 +83,7 @@ class FlatParameters:
     @cached_property
     def _own_slot(self) -> Tensor:
         """This rank's part [S] of the buffer; cached once the buffer has had memory."""
+        assert not isinstance(self.buffer, ExtendedBuffer)
         return self.buffer.slot_of(self.mesh.rank)
 
     @property

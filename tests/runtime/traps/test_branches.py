@@ -19,6 +19,7 @@ from tests.runtime.one_process import (
     assert_equal_models,
     own_part,
     rank,
+    step_all,
     world_size,
 )
 
@@ -41,9 +42,7 @@ def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: 
         model(own_part(batch)).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     everywhere: list[Any] = [None] * world_size()
     dist.all_gather_object(everywhere, used)
     assert any(other != used for other in everywhere), "the ranks used the same: a weak test"

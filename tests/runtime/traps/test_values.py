@@ -22,6 +22,7 @@ from tests.runtime.one_process import (
     full,
     own_part,
     rank,
+    step_all,
     world_size,
 )
 
@@ -81,9 +82,7 @@ def test_trainable_float32_and_float64_in_one_unit() -> None:
             bound = 1e-12 if p.dtype == torch.float64 else 1e-6
             error = (full(p.grad).double() - q.grad.double()).norm().item()
             assert error <= bound, f"{name}: {error:.1e}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @on_ranks(4)
@@ -138,9 +137,7 @@ def test_an_optimizer_that_was_built_too_early_trains(name: str) -> None:
         case.loss(model(own_part(batch))).backward()  # type: ignore[no-untyped-call]
         for p, old in zip(model.parameters(), held, strict=True):
             assert old.grad is p.grad
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_equal_models(model, reference, 2)
 
 
@@ -200,9 +197,7 @@ def test_a_deep_copy_trains_on_its_own(when: str) -> None:
         model(own_part(tokens)).backward()
         reference(tokens).backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for p, old in zip(original.parameters(), kept, strict=True):
         assert torch.equal(full(p.detach()), old), "the original is left alone"
 
