@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.runtime.engine import HANDLE
 from shardwise.runtime.nested import tensors_left_in
 from tests.models import WIDTH, Block, Gpt, Stack, build
 from tests.ranks import on_ranks
@@ -421,7 +420,7 @@ def test_a_configuration_is_searched_for_tensors_without_reading_attributes() ->
     model = sw.fully_shard(Configured(), units=Auxiliary)
     left = torch.ones(1)
     vars(model.config)["width"] = [left]
-    assert any(tensor is left for tensor in tensors_left_in(model, HANDLE))
+    assert any(tensor is left for tensor in tensors_left_in(model))
     model.loss(torch.randn(4, WIDTH)).backward()  # type: ignore[no-untyped-call]
 
 

@@ -73,8 +73,8 @@ def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh)
                 return
     raise PlanError(
         f"{name} is a DTensor with {parameter.placements} on {parameter.device_mesh}; expected "
-        "placements of tensor parallelism on another dim of the mesh that fully_shard gets one of, "
-        "as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
+        "Shard or Replicate placements on another dim of the mesh from which fully_shard gets a "
+        "dim, as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
         "parallelize_module(model, mesh['tp'], ...), fully_shard(model, mesh=mesh['dp']); or pass "
         "it in ignored_params"
     )
@@ -89,7 +89,7 @@ def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -
         if id(module.weight) in planned:
             raise PlanError(
                 f"{name or type(module).__name__}.weight: max_norm={module.max_norm} rescales rows "
-                "in forward, on each rank those that it reads, so ranks would hold different "
+                "in forward, but each rank only those that it reads, so ranks would have different "
                 "values; pass max_norm=None and rescale rows between steps on every rank"
             )
 
@@ -150,7 +150,7 @@ def check_same_values(
     except PlanError as error:
         if not warns:
             raise
-        warnings.warn(f"{error}. Each rank keeps its part of its own values", stacklevel=6)
+        warnings.warn(f"{error}. Each rank keeps its part of the values that it has", stacklevel=6)
 
 
 def check_same_sums(

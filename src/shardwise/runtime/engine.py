@@ -27,7 +27,7 @@ from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.structure import Structure
+from shardwise.runtime.structure import HANDLE, Structure
 from shardwise.runtime.unit import Unit, plan_memory
 from shardwise.schedule.sequencer import Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
@@ -37,8 +37,6 @@ from shardwise.transport.process_group import ProcessGroupCollectives
 from shardwise.transport.registered_memory import MemoryKind, check_memory
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
-
-HANDLE = "_shardwise"  # the attribute of a module that has its `Handle`
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class Runtime:
             outcome = hooks.watch_outputs(
                 module,
                 output,
-                tensors_left_in(module, HANDLE),
+                tensors_left_in(module),
                 partial(scheduler.before_backward, call),
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )
@@ -164,7 +162,7 @@ class Runtime:
         """Make forward refuse parameters that are added from now on, or warn about them."""
         self.warns_of_added = warns
         self._structures = [
-            Structure(root.get_submodule(unit.name), unit.name, HANDLE, warns=warns)
+            Structure(root.get_submodule(unit.name), unit.name, warns=warns)
             for unit in self.plan.units
         ]
 
@@ -192,8 +190,8 @@ class Runtime:
         check_memory(kind, self.mesh.world, self.pools.device)
         if any(flat.mesh.shards != self.mesh.shards for unit in self.units for flat in unit.flats):
             raise PlanError(
-                "units with other ranks than the model (experts) cannot have the memory of their "
-                f"collectives in {kind} memory; leave the call out"
+                f"units with other ranks than the model (experts) cannot use {kind} memory for "
+                "their collectives; leave out the call"
             )
 
     def _replace_memory(self, kind: MemoryKind) -> None:
@@ -233,7 +231,7 @@ def _allocator(
     queue.use_memory(kind, only_moves=only_moves)
     if kind is MemoryKind.OWN or group.size == 1:
         return None
-    return lambda num_bytes, what: queue.allocate(num_bytes, group, what)
+    return lambda num_bytes, purpose: queue.allocate(num_bytes, group, purpose)
 
 
 def _accept(

@@ -106,7 +106,7 @@ class GradientBuffer:
     def use_memory_of(self, pool: Arena | None) -> None:
         """Between steps: reduce in memory of ``pool``; None for the original pool."""
         if self.state is not GradientState.IDLE or self._partial is not None:
-            raise StepError("the memory of reductions cannot be replaced while one is under way")
+            raise StepError("the memory of reductions cannot be replaced while one is in flight")
         self._use_buffer_of(pool or self._own_pool)
         self.shard.reduce_pool = self._pool
 
@@ -330,8 +330,8 @@ class GradientBuffer:
             self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
 
-    def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, what: str) -> Tensor:
-        owner = f"{what} of {self._buffer.owners[0]}"
+    def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, purpose: str) -> Tensor:
+        owner = f"{purpose} of {self._buffer.owners[0]}"
         return self._pool.allocate_tensor(num_elements, dtype, owner)
 
     def _free_scratch(self) -> None:

@@ -158,9 +158,9 @@ class Pool:
         self._block_bytes -= storage.nbytes()
         self._idle.append(storage)
 
-    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
+    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
         if self.allocator is not None:
-            return self.allocator(num_bytes, what)
+            return self.allocator(num_bytes, purpose)
         if self._is_pinned:
             # On the CPU, even if torch has another default device.
             block = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -275,10 +275,10 @@ class Arena(Pool):
         self._whole = None
         self._ranges.clear()
 
-    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
+    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
         if self.shared is not None:
             return self.shared.allocate(num_bytes)
-        return super()._new_block(num_bytes, what)
+        return super()._new_block(num_bytes, purpose)
 
 
 class Pools:

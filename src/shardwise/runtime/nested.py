@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime.structure import HANDLE
+
 __all__ = ["plain_tensors", "tensors_in", "tensors_left_in"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -15,29 +17,24 @@ _FIRST_PARTS = 64
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
-def tensors_left_in(module: nn.Module, mark: str, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_left_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield tensors in attributes of ``module`` and of its submodules, except in other units.
 
     Tensors may be buffers, or up to three containers or objects deep in an attribute. Only the
     first parts of a container are searched unless it begins with a tensor: this runs at every call,
-    and modules also hold things like vocabularies.
-
-    Args:
-        module: a unit.
-        mark: the name of an attribute that every unit has. Attributes that begin with it belong to
-            the engine.
-        seen: ids of attributes that were searched; modules may share one configuration.
+    and modules also hold things like vocabularies. ``seen`` has the ids of attributes that were
+    searched, as modules may share one configuration.
     """
     seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        is_own = name in _OF_EVERY_MODULE or name.startswith(mark)
-        if not is_own and id(value) not in seen and not isinstance(value, _LEAVES):
+        is_internal = name in _OF_EVERY_MODULE or name.startswith(HANDLE)  # torch's or the engine's
+        if not is_internal and id(value) not in seen and not isinstance(value, _LEAVES):
             seen.add(id(value))
             yield from _tensors_within(value, depth=3)
     for child in module.children():
-        if mark not in vars(child):
-            yield from tensors_left_in(child, mark, seen)
+        if HANDLE not in vars(child):
+            yield from tensors_left_in(child, seen)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

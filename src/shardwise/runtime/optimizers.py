@@ -90,8 +90,8 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _warned.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} steps, and none of its {len(parameters)} parameters has a "
-            f"gradient (the first is {names[0]}). loss.backward(inputs=...) gives none to sharded "
-            "parameters: call loss.backward()",
+            f"gradient (the first is {names[0]}). loss.backward(inputs=...) computes none for "
+            "sharded parameters: call loss.backward()",
             stacklevel=4,
         )
 

@@ -126,8 +126,8 @@ class FSDPParameter:
         """The dense tensor [shape] that the modules hold; None if they were deleted."""
         if self.sharded._version != self._shard_version:
             raise PlanError(
-                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
-                "optimizer perhaps, and the gathered value would replace it; step outside"
+                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), perhaps "
+                "by an optimizer, and the gathered value would overwrite the change; step outside"
             )
         held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
         if not held:
@@ -183,7 +183,7 @@ class FSDPParameter:
     def _follow_requires_grad(self) -> None:
         if self.sharded.requires_grad and not self.spec.trainable:
             raise PlanError(
-                f"{self.name} was frozen when it was sharded and has no room for gradients; "
-                "set requires_grad before a forward of the whole model, which makes room"
+                f"{self.name} was frozen when it was sharded, so no memory is planned for its "
+                "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)

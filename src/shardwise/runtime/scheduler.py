@@ -11,13 +11,12 @@ import torch
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
-from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
+from shardwise.runtime.write_back import agreed_changes, collect_changes, sums_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
@@ -107,7 +106,7 @@ class Scheduler:
             if self.is_idle:
                 self._begin_step()
             if self._events_incomplete:
-                raise StepError("this step has failed; let its exception leave the model")
+                raise StepError("this step has failed; do not catch its exception in the model")
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:
@@ -316,23 +315,23 @@ class Scheduler:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.in_gathered, is_agreed, changed = True, False, set[str]()
-        before = sums_of(self.units) if write_back else {}
+        self.in_gathered = True
+        changed: set[str] | None = None  # names of parameters, if changes are written back
         try:
+            before = sums_of(self.units) if write_back else {}
             try:
                 yield
-                sums = collect_changes(self.units) if write_back else {}
+                after = collect_changes(self.units) if write_back else {}
             except BaseException as error:
                 if write_back:  # other ranks are waiting to compare checksums
                     self._links.abort(error)
                 raise
-            for mesh, of_mesh in sums.items():
-                check_same_sums(of_mesh, mesh, ADVICE)
-            is_agreed, changed = write_back, changed_names(before, sums)
+            if write_back:
+                changed = agreed_changes(before, after)
         finally:
             for index, unit in enumerate(self.units):
-                unit.release_hold(write_back=is_agreed)
-                names = [one.name for one in unit.parameters if one.name in changed]
+                unit.release_hold(write_back=changed is not None)
+                names = [one.name for one in unit.parameters if one.name in (changed or ())]
                 if names:
                     self._versions.note(index, self.sequencer.tick, names)
             self.in_gathered = False

@@ -7,7 +7,9 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["Structure"]
+__all__ = ["HANDLE", "Structure"]
+
+HANDLE = "_shardwise"  # the attribute of a unit's module that has its `Handle`
 
 
 class Structure:
@@ -16,10 +18,9 @@ class Structure:
     A comparison takes 0.4 microseconds per module. Parameters are searched only after a change.
     """
 
-    def __init__(self, module: nn.Module, name: str, mark: str, *, warns: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, *, warns: bool) -> None:
         self._name = name
         self._warns = warns
-        self._mark = mark  # the name of an attribute that every unit has
         self._seen = self._fingerprint(module)
         self._ignored = set(self._unsharded(module))
 
@@ -50,7 +51,7 @@ class Structure:
             modules += [
                 child
                 for child in module._modules.values()
-                if child is not None and self._mark not in vars(child)
+                if child is not None and HANDLE not in vars(child)
             ]
         return found
 

@@ -337,9 +337,9 @@ class Unit:
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
         if changed:
             raise StepError(
-                f"{', '.join(changed)}: changed in place while gathered, which is lost when "
-                f"{self.plan.label} is freed; change the sharded parameter between steps, or "
-                "whole ones in sw.gathered(model, write_back=True)"
+                f"{', '.join(changed)}: changed in place while gathered, but the change is lost as "
+                f"{self.plan.label} is freed; change the sharded parameter between steps, or the "
+                "whole one in sw.gathered(model, write_back=True)"
             )
 
     def launch_hold(self, collectives: Collectives) -> None:
@@ -379,7 +379,7 @@ class Unit:
             parameter.dense.grad = None
             raise StepError(
                 f"{parameter.name}: received a gradient, but {self.plan.label} is not part of this "
-                "backward; was something kept from a forward that raised, or from another model?"
+                "backward; was a tensor kept from a forward that raised, or from another model?"
             )
         flat.gradients.accept(position)
 

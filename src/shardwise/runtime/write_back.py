@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.runtime.checks import checksum
+from shardwise.runtime.checks import check_same_sums, checksum
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["ADVICE", "Sums", "changed_names", "collect_changes", "sums_of"]
+__all__ = ["agreed_changes", "collect_changes", "sums_of"]
 
 Sums = dict[DataParallelMesh, dict[str, Tensor]]  # checksums by the ranks that share a parameter
 
-ADVICE = (
+_ADVICE = (
     "every rank has to make the same change inside sw.gathered(write_back=True); for random values "
     "call torch.manual_seed with one seed on every rank"
 )
@@ -42,8 +42,14 @@ def sums_of(units: Sequence[Unit]) -> Sums:
     return sums
 
 
-def changed_names(before: Sums, after: Sums) -> set[str]:
-    """The parameters with different checksums."""
+def agreed_changes(before: Sums, after: Sums) -> set[str]:
+    """Return the names of parameters whose checksums have changed.
+
+    Raises:
+        PlanError: ranks have different checksums.
+    """
+    for mesh, of_mesh in after.items():
+        check_same_sums(of_mesh, mesh, _ADVICE)
     return {
         name
         for mesh, of_mesh in after.items()
