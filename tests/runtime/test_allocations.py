@@ -1,6 +1,6 @@
 """After the second step only gradients are allocated, and addresses are the same in each step.
 
-What whole gradients take is there in backward alone, for then activations go.
+Memory for whole gradients exists only in backward, when activations are freed.
 """
 
 import math

@@ -106,7 +106,7 @@ def shard(
     divisor: int | None = None,
     **options: Any,
 ) -> None:
-    """With the ranks of ``dense`` as the gradients' divisor, or another one."""
+    """Shard the model, with the size of ``dense`` as the divisor of experts by default."""
     dims = tuple(name for name in mesh.mesh_dim_names or () if name != "ep")
     of_experts = mesh[dims] if len(dims) > 1 else mesh[dims[0]]
     for name in ("0", "1"):
@@ -119,7 +119,7 @@ def shard(
 
 
 def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -> None:
-    """A parameter or gradient; of experts that are no DTensors on ``mesh``, those that are here."""
+    """Compare a parameter or gradient; of experts that are plain tensors, this rank's part."""
     value = full(actual)
     if expected is not None and value.shape != expected.shape:
         expected = expected.chunk(mesh.size())[mesh.get_local_rank()]
@@ -127,7 +127,7 @@ def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """That of what is not an expert: with ``efsdp`` and ``ep`` in one dim."""
+    """The mesh of all other parameters, with ``efsdp`` and ``ep`` in one dim."""
     if mesh.ndim == 2:
         return init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
     shape, names = (mesh.size(0), mesh.size(1) * mesh.size(2)), ("dp_replicate", "dp_shard")

@@ -44,8 +44,8 @@ def test_an_overflow_in_float16_on_one_rank_skips_the_step_on_all(kind: str) -> 
 
 @on_ranks(4)
 def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
-    """Before the sum it takes what is small below the least float16; after it, large ones to inf:
-    so a part of it comes before, and the rest after, in the dtype of the shards.
+    """Before the sum, small gradients would underflow; without it, large sums would overflow.
+    So a part of the division precedes the sum, and the rest follows it in the shards' dtype.
     """
     for value in (2.0**-23, 3 * 2.0**-23, 30000.0):
         model = nn.Linear(2, 1, bias=False)

@@ -214,7 +214,7 @@ def test_a_dtype_that_is_none_is_refused(name: str) -> None:
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """Of a model whose parameters are gathered."""
+    """A plain copy of a model whose parameters are gathered."""
     twin = Stack()
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
         p.data.copy_(q)

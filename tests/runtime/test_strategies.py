@@ -39,7 +39,7 @@ SIZES = {
     "_HYBRID_SHARD_ZERO2": (4,),
 }
 SOME = ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed")
-# Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
+# How much the outer and the inner axis shard: 0 is nothing, 3 is everything.
 LEVELS = ((0, 1), (1, 2), (2, 3), (1, 1), (2, 2), (3, 3))
 
 

@@ -141,7 +141,7 @@ def _many() -> str:
 
 
 class MaySkip(nn.Module):
-    """Skips its only layer if it is told to."""
+    """Skips its only layer if ``skips`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MaySkip(nn.Module):
 
 @on_ranks(2)
 def test_a_frozen_unit_that_uses_what_is_trained_may_be_skipped_on_one_rank() -> None:
-    """Its input needs no gradient, so what it returns needs one on the other rank alone."""
+    """Its input needs no gradient, so its output needs one only on the other rank."""
     torch.manual_seed(0)
     last = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # for which the first unit is freed
     reference = nn.Sequential(nn.Sequential(MaySkip()), nn.Linear(WIDTH, WIDTH), last).double()

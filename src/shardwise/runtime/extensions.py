@@ -157,6 +157,7 @@ class _Output:
         shape = list(of.shape)
         shape[of.dim] *= num_ranks
         self.tensor = torch.empty(shape, dtype=of.tensor.dtype, device=device)
+        self.kind = of.kind
         # `.data` has its own version counter, so autograd does not notice the refill.
         in_bytes = self.tensor.view(torch.uint8).data
         outer, (length, *inner) = in_bytes.shape[: of.dim], in_bytes.shape[of.dim :]
@@ -192,7 +193,6 @@ class _Extension:
         self.inputs: list[_Input] = []  # the tensors that this rank sends, until `fill`
         self._metadata: Any = None
         self._outputs: list[_Output] = []
-        self._kinds: list[tuple[tuple[int, ...], torch.dtype, int]] = []  # of `_outputs`
         # Storages of the outputs and of other tensors that the class made, with their full sizes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -206,11 +206,11 @@ class _Extension:
 
     def fill(self, slots: Tensor) -> None:
         """Make the dense parameter from the gathered inputs, ``slots`` [ranks, B]."""
-        is_new = not self._storages or self._kinds != [one.kind for one in self.inputs]
+        kinds = [output.kind for output in self._outputs]
+        is_new = not self._storages or kinds != [one.kind for one in self.inputs]
         if is_new:
             num_ranks = self._mesh.shards.size
             self._outputs = [_Output(one, num_ranks, self._device) for one in self.inputs]
-            self._kinds = [one.kind for one in self.inputs]
         for storage, num_bytes in () if is_new else self._storages:
             storage.resize_(num_bytes)
         for one, output in zip(self.inputs, self._outputs, strict=True):

@@ -34,7 +34,7 @@ Allocator = Callable[[int, str], torch.UntypedStorage]  # (num_bytes, purpose)
 
 
 class PeakCounter:
-    """Bytes that one pool, or several, have allocated, now and at most."""
+    """The bytes that one pool, or several, have allocated, now and at most."""
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
@@ -45,7 +45,7 @@ class PeakCounter:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 
-class Pool:
+class Pool(PeakCounter):
     """Reusable blocks of memory of one device.
 
     A pool never holds more than was once allocated at the same time: the blocks that have been idle
@@ -66,9 +66,9 @@ class Pool:
         keep: bool = True,
         together: PeakCounter | None = None,  # counts several pools
     ) -> None:
+        super().__init__()
         self.device = device
-        self._own = PeakCounter()
-        self._counters = (self._own,) if together is None else (self._own, together)
+        self._together = together
         self._keep = keep
         self._is_pinned = is_pinned
         self._idle: list[torch.UntypedStorage] = []  # oldest first
@@ -78,15 +78,6 @@ class Pool:
     def held_bytes(self) -> int:
         """Allocated and idle bytes."""
         return self._block_bytes + sum(block.nbytes() for block in self._idle)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated at once."""
-        return self._own.peak_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._own.allocated_bytes
 
     def use(self, allocator: Allocator | None) -> None:
         """Between steps: get memory from ``allocator``; None for the device's own."""
@@ -108,7 +99,7 @@ class Pool:
         if not num_bytes:
             return _allocate(0, self.device)
         storage = self._take(aligned(num_bytes), owner)
-        self._count(storage.nbytes())
+        self.add(storage.nbytes())
         return storage
 
     def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
@@ -122,7 +113,7 @@ class Pool:
 
     def free(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
-            self._count(-storage.nbytes())
+            self.add(-storage.nbytes())
             self._give_back(storage)
             self._trim()
 
@@ -132,12 +123,13 @@ class Pool:
 
     def disown(self, storage: torch.UntypedStorage) -> None:
         """Give up an allocated block, which now belongs to its other holders."""
-        self._count(-storage.nbytes())
+        self.add(-storage.nbytes())
         self._block_bytes -= storage.nbytes()
 
-    def _count(self, num_bytes: int) -> None:
-        for counter in self._counters:
-            counter.add(num_bytes)
+    def add(self, num_bytes: int) -> None:
+        super().add(num_bytes)
+        if self._together is not None:
+            self._together.add(num_bytes)
 
     def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
         """Get an idle block that fits, or a new one."""
