@@ -46,11 +46,11 @@ class GradientShard:
         self.scale = 1.0  # turns sums into averages
         self._settings = settings
         self._layout = layout
-        self._own = layout.slices_of_shard(mesh.rank)
+        self._slices = layout.slices_of_shard(mesh.rank)
         self._pool = pool
         self.reduce_pool = pool  # has the sums that are copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
-        self._is_stepped = False  # in backward, which then ends with `drop`
+        self._steps_in_backward = False  # gradients then live only until `drop`
         # By position: autograd has computed a gradient since gradients were last handed over.
         self.used = [False] * len(layout.extents)
         # Positions whose .grad was None before this backward; None until gradients are handed over.
@@ -72,14 +72,14 @@ class GradientShard:
         return all(parameter.sharded.grad is None for parameter in self.parameters)
 
     @property
-    def is_free(self) -> bool:
+    def can_lend_memory(self) -> bool:
         """Whether the reduce buffer may use this shard's memory."""
-        return not self._is_stepped and self.is_empty
+        return not self._steps_in_backward and self.is_empty
 
     def memory(self) -> Tensor:
         """Return memory [S] for the gradients of this backward."""
         size = self._layout.shard_elements
-        if self._is_stepped:
+        if self._steps_in_backward:
             if self.current is None:
                 self.current = self._step_pool.allocate_tensor(size, self.dtype)
         elif self.current is None or is_shared(self.current, own_references=1):
@@ -143,7 +143,7 @@ class GradientShard:
 
     def step_in_backward(self, is_stepped: bool) -> None:
         """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
-        self._is_stepped = is_stepped
+        self._steps_in_backward = is_stepped
         self.current = None
 
     def drop(self) -> None:
@@ -164,7 +164,7 @@ class GradientShard:
             self._end_offload()
         self.used = [False] * len(self.used)
         self._fresh = None
-        if self._is_stepped:
+        if self._steps_in_backward:
             self.drop()
         elif self.offloader is None:
             self.current = None
@@ -179,7 +179,7 @@ class GradientShard:
             self._settings.reduced_hook(reduced)
         is_own = reduced is self.current
         self._fresh = self._fresh or []
-        pairs = zip(self.parameters, self._own, strict=True)
+        pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
                 if not parameter.sharded.requires_grad:
@@ -189,7 +189,7 @@ class GradientShard:
                 gradient = parameter.sharding.wrap(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-        if not self._is_stepped and not self._keeps_memory:
+        if not self._steps_in_backward and not self._keeps_memory:
             self.current = None  # freed with the gradients
 
     def _end_offload(self) -> None:

@@ -72,7 +72,7 @@ class GradientBuffer:
         self.parameters = parameters  # in the order of the layout's extents
         self._owns_buffer = plan.holds_gradients
         # They stay in ``.grad`` until the reduction, so no buffer exists while child units compute.
-        self._waits = plan.has_child_units and not plan.holds_gradients
+        self._is_deferred = plan.has_child_units and not plan.holds_gradients
         self._layout = layout
         self._mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
@@ -126,7 +126,7 @@ class GradientBuffer:
         pool, owner = self._pool, self._buffer.owners[0]
         if not isinstance(pool, Arena) or self._owns_buffer:
             return
-        is_late = self._waits or isinstance(self._buffer, ChunkedBuffer)
+        is_late = self._is_deferred or isinstance(self._buffer, ChunkedBuffer)
         if kind is EventKind.FINISH_REDUCE:
             pool.expect_free(owner)
         elif not (is_late and kind is EventKind.BACKWARD):
@@ -160,8 +160,8 @@ class GradientBuffer:
         view = self._buffer.views[position]
         dominates = view.numel() > _DOMINANT_SHARE * self._layout.num_elements
         fits = parameter.dense.dtype == view.dtype and not self._written[position]
-        if fits and in_slot and (dominates or not self._waits):
-            self._fill()
+        if fits and in_slot and (dominates or not self._is_deferred):
+            self._open()
             place = view.detach()  # a new tensor, or autograd would copy it
             self._aliases.append(weakref.ref(place))
         else:
@@ -172,7 +172,7 @@ class GradientBuffer:
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
         self.shard.used[position] = True
-        if not self._waits:
+        if not self._is_deferred:
             self.write(position, self.parameters[position].take_gradient())
 
     def write_kept(self) -> None:
@@ -183,7 +183,7 @@ class GradientBuffer:
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Write a gradient into its extent of the buffer, divided by the divisor before the sum."""
-        self._fill()
+        self._open()
         view = self._buffer.views[position]
         scale = 1.0 / self._divisors[0]
         if gradient.layout is not torch.strided:
@@ -202,7 +202,7 @@ class GradientBuffer:
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
         self.write_kept()
-        self._fill()
+        self._open()
         for position, view in enumerate(self._buffer.views):
             self._evict(view)
             if not self._written[position]:
@@ -210,7 +210,7 @@ class GradientBuffer:
         self._written = [False] * len(self._written)
         self._claimed = {}
         self._buffer.pack()
-        self._move(GradientState.REDUCING)
+        self._transition(GradientState.REDUCING)
         self.shard.scale = 1.0 / self._divisors[1]
         if self._settings.reduce_hook is not None:
             return self._call_hook(self._settings.reduce_hook)
@@ -220,7 +220,7 @@ class GradientBuffer:
             self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self._mesh.row
         stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
-        out = self._target() if all_reduces else None
+        out = self._reduce_target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         stays_in_flat = self._pool is not self._own_pool
         if out is None:
@@ -247,7 +247,7 @@ class GradientBuffer:
         else:
             reduced = flat.new_empty(self._layout.shard_elements)
             hook(flat, reduced)
-        copy_(self._target(), reduced)
+        copy_(self._reduce_target(), reduced)
         work = Work(job=lambda: None)
         work.run()
         return work
@@ -257,14 +257,14 @@ class GradientBuffer:
         self._close()
         reduced, self._reduced = self._reduced, None
         is_offloading = reduced is not None and self.shard.deliver(reduced)
-        self._move(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
+        self._transition(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
         self._free_scratch()
 
     def finish_offload(self) -> None:
         """Hand gradients that were copied to the host to the parameters."""
         if self.state is GradientState.OFFLOADING:
             self.shard.finish_offload()
-            self._move(GradientState.IDLE)
+            self._transition(GradientState.IDLE)
 
     def discard(self) -> None:
         """Drop all gradients in progress, after an error."""
@@ -281,16 +281,16 @@ class GradientBuffer:
         self.shard.discard()
         self.state = GradientState.IDLE
 
-    def _fill(self) -> None:
+    def _open(self) -> None:
         """Give the buffer memory, unless it is FILLING already."""
         assert self.state is not GradientState.REDUCING, "its last reduction is in flight"
         self.finish_offload()
         if self.state is GradientState.FILLING:
             return
-        self._move(GradientState.FILLING)
+        self._transition(GradientState.FILLING)
         if not self._owns_buffer:
             is_own = self._pool is self._own_pool
-            self._is_in_place = is_own and self._can_be_in_place and self.shard.is_free
+            self._is_in_place = is_own and self._can_be_in_place and self.shard.can_lend_memory
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())
             else:
@@ -315,7 +315,7 @@ class GradientBuffer:
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 gradient.data = gradient.clone()
 
-    def _target(self) -> Tensor:
+    def _reduce_target(self) -> Tensor:
         """Return where to reduce to [S]: the gradients' memory, or scratch to add to them."""
         size, flat = self._layout.shard_elements, self._buffer.flat
         if self._is_in_place and self.shard.is_empty:
@@ -339,7 +339,7 @@ class GradientBuffer:
             self._pool.free(storage)
         self._scratch = []
 
-    def _move(self, to: GradientState) -> None:
+    def _transition(self, to: GradientState) -> None:
         assert to in _TRANSITIONS[self.state], f"gradients: {self.state} -> {to}"
         self.state = to
 
