@@ -50,9 +50,9 @@ _TRANSITIONS = {
 class GradientBuffer:
     """The gradients of one layout, from autograd to ``p.grad``::
 
-    buffer [world_size * S]   one extent per parameter, written when autograd has its gradient
-    partial [row * S]         summed over this rank's row, awaiting the sum over the column
-    reduced [S]               summed over all ranks; a `GradientShard` hands it to ``p.grad``
+    buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
+    partial [world_size * S / row]  summed over this rank's row, awaiting the sum over the column
+    reduced [S]                     summed over all ranks; a `GradientShard` hands it to ``p.grad``
 
     If a shard has all elements, as in data-parallel training, the buffer of a unit without child
     units uses the memory of ``reduced`` from the start, unless there are gradients to add to.
@@ -100,7 +100,7 @@ class GradientBuffer:
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._reduced: Tensor | None = None  # [S]
-        self._partial: Tensor | None = None  # [M]
+        self._partial: Tensor | None = None  # [world_size * S / row]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
     def use_memory_of(self, pool: Arena | None) -> None:
@@ -153,7 +153,7 @@ class GradientBuffer:
             return None
         if position in self._claimed:
             before = self._claimed[position]()
-            # Autograd lets go of it when it adds it to another gradient; a user may still hold it.
+            # Autograd drops `before` when it adds it to another gradient; a user may still hold it.
             if before is None or num_tensor_references(before) != 2:  # noqa: PLR2004
                 return None
             return before, True

@@ -99,7 +99,7 @@ class Ledger:
         self,
         labels: Sequence[str],
         max_steps: int = 8,
-        clock: Callable[[], SupportsFloat] = time.perf_counter,  # times the stream that computes
+        clock: Callable[[], SupportsFloat] = time.perf_counter,  # of the stream that computes
     ) -> None:
         self._labels = labels  # of the plan's units
         self.clock = clock

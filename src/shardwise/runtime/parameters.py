@@ -109,7 +109,7 @@ class FSDPParameter:
         local = self.sharding.local_of_dense(gradient)
         if type(local) is Tensor:
             return local
-        # As the gradients of plain parameters are where they meet those of other classes.
+        # The gradient of a tensor subclass is copied to a plain tensor, as buffers are plain.
         return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
 
     def use_tensor(self, tensor: Tensor) -> None:
