@@ -5,7 +5,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -33,15 +32,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     is_from_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return is_from_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The device memory of one category of tensors."""
-
-    kind: str
-    num_bytes: int
-    remark: str = ""
 
 
 class HeldMemory:
@@ -78,37 +68,41 @@ class HeldMemory:
 
     def table(self, where: str) -> str:
         """A table of the device memory, with advice; ``where`` says what this rank was doing."""
-        rows = list(self._rows())
+        gathered = self._gathered()
+        held = self._held(sum(num for num, _ in gathered))
         if is_accelerator(self._pools.device):
-            others = allocated_bytes(self._pools.device) - sum(row.num_bytes for row in rows)
-            rows.append(_Row("activations and all others", max(0, others)))
+            others = allocated_bytes(self._pools.device) - sum(held.values())
+            held["activations and all others"] = max(0, others)
+        largest = ", ".join(f"{label} {_megabytes(num)}" for num, label in gathered[:_NUM_LARGEST])
+        remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
+        remarks = {"gathered units": remark} if gathered else {}
         lines = [f"out of memory in {where}; on {self._pools.device} are:"]
-        lines += [f"  {row.kind:<28}{_megabytes(row.num_bytes):>14}  {row.remark}" for row in rows]
-        advice = sorted(self._advice({row.kind: row.num_bytes for row in rows}), reverse=True)
+        for kind, num_bytes in held.items():
+            lines.append(f"  {kind:<28}{_megabytes(num_bytes):>14}  {remarks.get(kind, '')}")
+        advice = sorted(self._advice(held, gathered), reverse=True)
         if advice:
             lines.append("to free some of it:")
             lines += [f"  {text}: up to {_megabytes(num)}" for num, text in advice]
         return "\n".join(line.rstrip() for line in lines)
 
-    def _rows(self) -> Iterator[_Row]:
-        gathered = self._gathered()
-        largest = ", ".join(f"{label} {_megabytes(n)}" for n, label in gathered[:_NUM_LARGEST])
-        remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
+    def _held(self, gathered_bytes: int) -> dict[str, int]:
+        """The bytes of each kind of tensors, except activations."""
+        root, pools = self._root(), self._pools
         sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
-        pools = self._pools
         flats = [flat for unit in self._units for flat in unit.flats]
         extended = (p.local for flat in flats if flat.layout.is_extended for p in flat.parameters)
-        yield _Row("shards", self._here((*(flat.shard for flat in flats), *extended)))
-        yield _Row("gathered units", sum(n for n, _ in gathered), remark if gathered else "")
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
-        yield _Row("gradients before reduction", whole)
-        yield _Row("gradients", self._here(p.grad for p in sharded))
-        yield _Row("optimizer states", self._here(_states_of(sharded)))
-        root = self._root()
-        yield _Row("buffers", 0 if root is None else self._here(root.buffers()))
         idle = sum(pool.held_bytes - pool.allocated_bytes for pool in pools)
-        yield _Row("kept for the next units", max(0, idle))
+        return {
+            "shards": self._here((*(flat.shard for flat in flats), *extended)),
+            "gathered units": gathered_bytes,
+            "gradients before reduction": whole,
+            "gradients": self._here(parameter.grad for parameter in sharded),
+            "optimizer states": self._here(_states_of(sharded)),
+            "buffers": 0 if root is None else self._here(root.buffers()),
+            "kept for the next units": max(0, idle),
+        }
 
     def _gathered(self) -> list[tuple[int, str]]:
         """(bytes, label) of the units that are gathered now, the largest first."""
@@ -118,9 +112,10 @@ class HeldMemory:
         )
         return sorted((size for size in sizes if size[0]), reverse=True)
 
-    def _advice(self, held: dict[str, int]) -> Iterator[tuple[int, str]]:
+    def _advice(
+        self, held: dict[str, int], gathered: list[tuple[int, str]]
+    ) -> Iterator[tuple[int, str]]:
         """(the most bytes it frees, what the user can change)."""
-        gathered = self._gathered()
         stays = {unit.plan.label for unit in self._units if not unit.plan.reshard}
         kept = sum(n for n, label in gathered if label in stays)
         if len(gathered) > 1 and kept:
