@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import _private
+from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import UnitState
+from shardwise.transport.api import Work
 from tests import ranks
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
@@ -135,6 +139,54 @@ def _make() -> tuple[nn.Sequential, nn.Sequential]:
     reference = nn.Sequential(Block(), FailingLinear(), Block(), FailingLinear(), Block()).double()
     model = copy.deepcopy(reference)
     return reference, sw.fully_shard(model, units={Block, FailingLinear})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(FlatParameters, "launch_gather"), (GradientBuffer, "launch_reduce")]
+)
+def test_an_error_between_two_launches_of_a_unit_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Otherwise the buffer of the first collective would be freed while it is in flight."""
+    model = TwoDtypes()
+    sw.fully_shard(model)
+    launch, quiesce = getattr(owner, name), Unit.quiesce
+    launched: list[Work] = []
+    awaited: list[Work] = []
+
+    def launch_once(self: Any, *args: Any) -> Work:
+        if launched:
+            raise torch.OutOfMemoryError("no more")
+        launched.append(launch(self, *args))
+        return launched[0]
+
+    def record(unit: Unit, until: float) -> bool:
+        awaited.extend((*unit._gathering, *unit._reducing))
+        return quiesce(unit, until)
+
+    x = torch.randn(4, WIDTH)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, launch_once)
+        patch.setattr(Unit, "quiesce", record)
+        with pytest.raises(torch.OutOfMemoryError, match="no more"):
+            model(x).sum().backward()
+    assert any(work is launched[0] for work in awaited)
+    model(x).sum().backward()
+    assert is_sharded(model)
+
+
+class TwoDtypes(nn.Module):
+    """A unit with two flat buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(WIDTH, WIDTH)
+        self.double_ = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.double_(self.single(x).double())
+        return y
 
 
 def is_sharded(model: nn.Module) -> bool:

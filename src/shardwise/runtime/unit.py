@@ -291,16 +291,13 @@ class Unit:
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"gather {self.plan.label}"
-        works = tuple(flat.launch_gather(collectives, label) for flat in self._gathered_flats)
-        self._gathering += works
-        return works
+        launches = (flat.launch_gather(collectives, label) for flat in self._gathered_flats)
+        return _launch(launches, self._gathering)
 
     def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
-        launched = [flat.launch_subgroup_part(collectives, label) for flat in self._gathered_flats]
-        works = tuple(work for work in launched if work is not None)
-        self._gathering += works
-        return works
+        parts = (flat.launch_subgroup_part(collectives, label) for flat in self._gathered_flats)
+        return _launch(parts, self._gathering)
 
     def free_subgroup_part(self) -> None:
         for flat in self.flats:
@@ -344,9 +341,8 @@ class Unit:
 
     def launch_hold(self, collectives: Collectives) -> None:
         """Gather the parameters in the dtype of the shards, for use between steps."""
-        self._gathering = [
-            flat.launch_hold(collectives, f"hold {self.plan.label}") for flat in self.flats
-        ]
+        label = f"hold {self.plan.label}"
+        _launch((flat.launch_hold(collectives, label) for flat in self.flats), self._gathering)
 
     def await_hold(self, links: Communicator) -> None:
         self._await_all(self._gathering, links)
@@ -394,11 +390,10 @@ class Unit:
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and also over the column if the settings say so."""
         label = f"reduce {self.plan.label}"
-        self._reducing = [
-            gradients.launch_reduce(collectives, label) for gradients in self.gradients
-        ]
+        launches = (gradients.launch_reduce(collectives, label) for gradients in self.gradients)
+        works = _launch(launches, self._reducing)
         self.expects_gradients = False
-        return tuple(self._reducing)
+        return works
 
     def end_backward(self) -> None:
         """Move gradients that await a later reduction to its buffer, to add up in its dtype."""
@@ -446,6 +441,16 @@ class Unit:
         for work in works:
             links.wait(work)
         works.clear()
+
+
+def _launch(launches: Iterable[Work | None], in_flight: list[Work]) -> tuple[Work, ...]:
+    """Return the works of ``launches``; each is in flight even if the next launch raises."""
+    works = []
+    for work in launches:
+        if work is not None:
+            in_flight.append(work)
+            works.append(work)
+    return tuple(works)
 
 
 def plan_memory(units: Sequence[Unit], events: Iterable[Event]) -> None:
