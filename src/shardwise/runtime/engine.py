@@ -220,7 +220,8 @@ class Runtime:
         scheduler = weakref.ref(self.scheduler)
         for number, flat in enumerate(unit.flats):
             for position, parameter in enumerate(flat.parameters):
-                parameter.listen(partial(_accept, scheduler, index, number, position))
+                parameter.on_gradient = partial(_accept, scheduler, index, number, position)
+                parameter.watch_gradient()
 
 
 def _allocator(

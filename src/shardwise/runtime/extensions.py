@@ -245,7 +245,8 @@ class _Extension:
         whole = torch.as_strided(made, self._size, self._stride, storage_offset=0)
         dense = self.parameter.sharding.dense(whole)
         trainable = self.parameter.sharding.extent.parameter.trainable
-        self.parameter.replace_dense(nn.Parameter(dense, requires_grad=trainable))
+        self.parameter.dense = nn.Parameter(dense, requires_grad=trainable)
+        self.parameter.watch_gradient()
 
     def _before_gather(self) -> Sequence[Tensor]:
         local = self._local

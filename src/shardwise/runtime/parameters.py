@@ -66,7 +66,7 @@ class FSDPParameter:
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
-    _on_gradient: Callable[[], None] | None = None
+    on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
 
     @property
     def spec(self) -> ParameterSpec:
@@ -80,16 +80,10 @@ class FSDPParameter:
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` each time autograd has put a gradient on the dense parameter."""
-        self._on_gradient = callback
-        hooks.on_gradient(self.dense, callback)
-
-    def replace_dense(self, dense: nn.Parameter) -> None:
-        """Replace the dense parameter, and move the callback of `listen` to the new one."""
-        self.dense = dense
-        if self._on_gradient is not None:
-            hooks.on_gradient(dense, self._on_gradient)
+    def watch_gradient(self) -> None:
+        """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""
+        if self.on_gradient is not None:
+            hooks.on_gradient(self.dense, self.on_gradient)
 
     def forget_changes(self) -> bool:
         """Return whether the dense parameter was changed in place since the last call."""

@@ -191,10 +191,10 @@ class FlatParameters:
             self.finish_gather()
             for parameter in self.parameters:
                 parameter.use_unsharded()
-            return
-        self._held.unpack()
-        for parameter, view in self.held_parameters():
-            parameter.use_tensor(view)
+        else:
+            self._held.unpack()
+            for parameter, view in zip(self.parameters, self._held.views, strict=True):
+                parameter.use_tensor(view)
 
     def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
         """Every parameter that can be written back, with its view [shape] of the held buffer."""
