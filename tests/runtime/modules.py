@@ -7,7 +7,7 @@ from tests.models import WIDTH, Block
 
 
 class FailingLinear(nn.Module):
-    """Raises where it is told to."""
+    """Raises in the place that is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Experts(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Uses one matrix of several, and a block."""
+    """Uses one of several matrices, and a block."""
 
     def __init__(self, num_experts: int = 3) -> None:
         super().__init__()

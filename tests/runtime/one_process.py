@@ -1,7 +1,7 @@
-"""What one process on the global batch computes, and how ranks compare with it."""
+"""Training in one process on the global batch, and comparisons of ranks with it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,9 +26,15 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    # A large eps: where a gradient is all rounding, Adam would make a step of it.
-    # Fused, because the loop over parameters takes longer than all else in these small models.
+    # With a small eps, Adam would turn a gradient that is only rounding error into a step.
+    # Fused, because the loop over parameters takes longest in these small models.
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
+
+
+def step_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def world_size() -> int:
@@ -44,7 +50,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def options_of(strategy: str) -> dict[str, Any]:
-    """The strategy, with a mesh of two rows for one that has two axes."""
+    """Options for the strategy, with a mesh of two rows if it has two axes."""
     if STRATEGIES[strategy].num_axes == 1:
         return {"strategy": strategy}
     shape = (2, world_size() // 2)
@@ -81,7 +87,7 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
-    """Of a sharded tensor every rank compares its own elements: no exchange, and none left out."""
+    """Compare the elements that this rank has of a sharded tensor, without communication."""
     if expected is None or actual is None:
         assert actual is None, f"{what}: expected None, got {actual}"
         assert expected is None, f"{what}: got None, expected {expected}"
@@ -108,12 +114,12 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> N
 
 @dataclass(frozen=True)
 class Step:
-    """What one process computes in a step, before its update."""
+    """The results of one process in a step, before its update."""
 
     batches: Sequence[Tensor]
     losses: Sequence[Tensor]
     parameters: Mapping[str, nn.Parameter]  # with their gradients
-    norm: Tensor | None  # of all gradients, where they are clipped
+    norm: Tensor | None  # of all gradients, if they are clipped
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +131,7 @@ def train_alone(
     set_to_none: bool,
     clip: float | None,
 ) -> Sequence[Step]:
-    """Train a case in one process: ``steps`` of them, and the parameters after the last one."""
+    """Train a case in one process. Returns ``steps`` steps, and one with the final parameters."""
     case, model = CASES[name], build(name)
     optimizer = make_optimizer(model.parameters())
     recorded = []
@@ -180,7 +186,7 @@ def assert_equal_training(
         optimizer.zero_grad(set_to_none=set_to_none)
     assert_equal_parameters(model, last.parameters, steps)
     whole = [*zip(model.parameters(), last.parameters.values(), strict=True)]
-    for parameter, wanted in (whole[0], whole[-1]):  # the others have been compared by parts
+    for parameter, wanted in (whole[0], whole[-1]):  # the others were compared by parts
         assert_close(full(parameter.detach()), wanted.detach(), "the whole of one at the end")
     return model
 
@@ -192,7 +198,7 @@ def assert_equal_models(model: nn.Module, reference: nn.Module, step: int) -> No
 def assert_equal_parameters(
     model: nn.Module, reference: Mapping[str, nn.Parameter], step: int
 ) -> None:
-    """And their gradients."""
+    """Compare parameters and their gradients."""
     pairs = zip(model.named_parameters(), reference.items(), strict=True)
     for (name, parameter), (expected_name, expected) in pairs:
         assert name == expected_name

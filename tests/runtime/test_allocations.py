@@ -1,6 +1,6 @@
-"""No allocator call after the second step but for gradients, and the same addresses in each step.
+"""After the second step only gradients are allocated, and addresses are the same in each step.
 
-What whole gradients take is there in backward alone, for then activations go.
+Memory for whole gradients exists only in backward, when activations are freed.
 """
 
 import math
@@ -50,7 +50,7 @@ def test_nothing_is_allocated_after_the_second_step(preset: str, variant: str) -
 def _train(
     preset: Strategy, name: str = "uneven", *, settled: int = 2, turns: int = 1, **options: Any
 ) -> None:
-    """With more than one turn a step accumulates over so many, and an evaluation follows it."""
+    """With several turns, a step accumulates over them and an evaluation follows it."""
     torch.manual_seed(0)
     if preset.num_axes > 1:
         sizes = (2, world_size() // 2)
@@ -85,7 +85,7 @@ def _train(
 
 
 def _watch_addresses(model: nn.Module) -> list[int]:
-    """A list that is filled with the addresses of parameters when modules use them."""
+    """Return a list to which the addresses of parameters are added when modules use them."""
     addresses: list[int] = []
 
     def record(module: nn.Module) -> None:
@@ -103,7 +103,7 @@ def _watch_addresses(model: nn.Module) -> list[int]:
 
 @dataclass(frozen=True)
 class _Allocated:
-    """Bytes of each block of memory that pools took from their allocators."""
+    """The bytes of each block that pools took from their allocators."""
 
     to_keep: list[int]
     to_free: list[int]  # when backward ends

@@ -1,4 +1,4 @@
-"""What may be asked of a unit between its calls, and random numbers on shards."""
+"""Requests to a unit between its calls, and random numbers on shards."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parameters cut by "dim" train as in one process, and are what FSDP2 makes of them."""
+"""With granularity "dim", models train as in one process, and have FSDP2's placements."""
 
 import copy
 import io
@@ -28,6 +28,7 @@ from tests.runtime.one_process import (
     full,
     options_of,
     own_part,
+    step_all,
 )
 
 
@@ -97,9 +98,7 @@ def test_parameters_and_gradients_are_those_of_fsdp2(dim: int | None) -> None:
                 assert (one.placements, one.device_mesh) == (other.placements, other.device_mesh)
                 assert one.stride() == other.stride()
                 torch.testing.assert_close(one.to_local(), other.to_local())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @on_ranks(2)
@@ -202,9 +201,7 @@ def test_a_model_may_be_converted_between_steps(granularity: Any) -> None:
         reference(batch.clone()).square().mean().backward()
         model(own_part(batch)).square().mean().backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_equal_models(model, reference, 2)
 
 

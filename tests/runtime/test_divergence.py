@@ -1,4 +1,4 @@
-"""Ranks that enter different units: every rank is told who went where, within seconds."""
+"""If ranks enter different units, every rank gets an error that names them, within seconds."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, own_part
 
-SECONDS = 45  # found after 3 on a quiet machine
+SECONDS = 45  # it takes 3 on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ SECONDS = 45  # found after 3 on a quiet machine
     ],
 )
 def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
-    """FSDP2 gathers what the last layer of each rank asks for, and computes something wrong."""
+    """FSDP2 gathers the different last layers of the ranks, and computes wrong results."""
     texts = run_on(ranks, _choose_by_rank, strategy)
     assert len(set(texts)) == 1, "the same words on every rank"
     for rank in range(ranks):

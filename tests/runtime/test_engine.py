@@ -1,4 +1,4 @@
-"""`fully_shard` and what it makes of a module."""
+"""`fully_shard`, and the modules that it returns."""
 
 import copy
 from collections import UserDict
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.runtime.engine import HANDLE
 from shardwise.runtime.nested import tensors_left_in
 from tests.models import WIDTH, Block, Gpt, Stack, build
 from tests.ranks import on_ranks
@@ -23,6 +22,7 @@ from tests.runtime.one_process import (
     assert_equal_training,
     own_part,
     runtime_of,
+    step_all,
 )
 
 
@@ -31,7 +31,7 @@ def test_returns_the_module_and_keeps_names_ties_and_optimizers() -> None:
     model = build("gpt")
     assert isinstance(model, Gpt)
     names = [name for name, _ in model.named_parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built too early, and works
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built too early, but works
     assert sw.fully_shard(model, units="auto") is model
     assert isinstance(model, sw.FSDPModule)
     assert type(model).__name__ == "FSDPGpt"
@@ -63,9 +63,7 @@ def test_block_by_block_and_then_the_root() -> None:
         model(own_part(batch)).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     tied, plain = build("tied"), build("tied")
     for layer in tied.layers:  # type: ignore[union-attr]
         sw.fully_shard(layer)
@@ -226,9 +224,7 @@ def test_unfreezing_later(granularity: Any) -> None:
             model(own_part(batch)).pow(3).sum().backward()
             reference(batch).pow(3).sum().div(2).backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @on_ranks(2)
@@ -251,7 +247,7 @@ def test_attributes_of_parameters_stay() -> None:
 
 
 class Coded(nn.Parameter):
-    """As bitsandbytes' classes: integers, and in attributes how to read them."""
+    """Like bitsandbytes' classes: integers, with attributes that say how to interpret them."""
 
     scale: float
 
@@ -424,7 +420,7 @@ def test_a_configuration_is_searched_for_tensors_without_reading_attributes() ->
     model = sw.fully_shard(Configured(), units=Auxiliary)
     left = torch.ones(1)
     vars(model.config)["width"] = [left]
-    assert any(tensor is left for tensor in tensors_left_in(model, HANDLE))
+    assert any(tensor is left for tensor in tensors_left_in(model))
     model.loss(torch.randn(4, WIDTH)).backward()  # type: ignore[no-untyped-call]
 
 
@@ -499,7 +495,7 @@ def _add_hooks(model: nn.Module, calls: list[str]) -> None:
 
 
 class Auxiliary(nn.Module):
-    """Leaves a loss in an attribute, beside its output or alone."""
+    """Leaves a loss in an attribute, with or without an output."""
 
     def __init__(self, *, has_output: bool) -> None:
         super().__init__()
@@ -535,7 +531,7 @@ class WithAuxiliary(nn.Module):
 
 @dataclass
 class Guarded:
-    """A configuration whose attribute cannot be read, as some of transformers."""
+    """A configuration with an attribute that cannot be read, as in transformers."""
 
     width: int = WIDTH
 
@@ -546,7 +542,7 @@ class Guarded:
 
 
 class Configured(WithAuxiliary):
-    """All of its modules hold one configuration, which then gets a loss, too."""
+    """All of its modules hold one configuration, which also gets a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -556,7 +552,7 @@ class Configured(WithAuxiliary):
 
 
 class Forces(Stack):
-    """Returns an energy and its slope at the input, taken inside its own forward."""
+    """Returns an energy and its gradient at the input, computed in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()

@@ -1,4 +1,4 @@
-"""C2: every model trains as one process does on the global batch, to 1e-10 in float64."""
+"""C2: every model trains as in one process on the global batch, to 1e-10 in float64."""
 
 import random
 from itertools import product
@@ -19,6 +19,7 @@ from tests.runtime.one_process import (
     assert_equal_models,
     assert_equal_training,
     own_part,
+    step_all,
 )
 
 COMBINED = ("stack", "gpt", "unused and reused", "tied", "lora")
@@ -102,9 +103,7 @@ def test_random_models_and_options(seeds: range) -> None:
             reference(batch).square().mean().backward()
             model(own_part(batch)).square().mean().backward()
             assert_equal_models(model, reference, step)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(optimizers)
 
 
 @on_ranks(2)
@@ -152,9 +151,7 @@ def test_ranks_may_use_different_parameters() -> None:
         model(own_part(batch), expert).square().mean().backward()
         assert_equal_models(model, reference, step)
         assert model.experts[3].grad is None
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @on_ranks(2)
@@ -200,7 +197,7 @@ def test_forward_without_gradients_and_between() -> None:
         with torch.no_grad():
             for parameter in (*model.parameters(), *reference.parameters()):
                 parameter.mul_(0.9)
-        kept_graph = model(batch)  # a graph that nobody runs backward through
+        kept_graph = model(batch)  # a graph without a backward
         assert_close(kept_graph.detach(), reference(batch).detach(), "after an update")
     assert isinstance(model, Stack)
 
@@ -232,7 +229,7 @@ def _trees(model: nn.Module) -> list[RandomTree]:
 
 
 class Branching(nn.Module):
-    """Which matrices of its unit a rank uses depends on its data."""
+    """The data of a rank determine which matrices of the unit it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +244,7 @@ class Branching(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Hands on what comes in, or computes, as it is told."""
+    """Computes, or returns its input, as it is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +256,7 @@ class Skipping(nn.Module):
 
 
 class SkippingFirst(nn.Module):
-    """Its first unit's result needs gradients on the ranks that do not skip it."""
+    """The output of its first unit needs gradients only on ranks that do not skip it."""
 
     def __init__(self) -> None:
         super().__init__()

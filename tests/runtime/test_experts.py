@@ -1,4 +1,4 @@
-"""Experts with ranks of their own (expert parallelism) train as one process does."""
+"""Experts on their own ranks (expert parallelism) train as in one process."""
 
 import copy
 import time
@@ -19,13 +19,13 @@ from shardwise.runtime import unit
 from shardwise.runtime.buffers import ChunkedBuffer
 from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full
+from tests.runtime.one_process import adamw, assert_close, assert_reduced_once, full, step_all
 
 WIDTH, EXPERTS, ROWS = 6, 4, 8
 
 
 class Experts(nn.Module):
-    """Those of this rank; called with rows that are sorted by expert."""
+    """The experts of this rank, called with rows that are sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 def build(without: tuple[int, ...] = ()) -> nn.Sequential:
-    """A model that routes nothing to the experts of the numbers ``without``."""
+    """A model that routes nothing to the experts with the numbers ``without``."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2)).double()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def build(without: tuple[int, ...] = ()) -> nn.Sequential:
 
 
 def split_experts(moe: MoE, mesh: DeviceMesh, *, as_dtensors: bool) -> None:
-    """Leave this rank its experts."""
+    """Keep only the experts of this rank."""
     moe.group = mesh.get_group()
     for name, whole in list(moe.experts.named_parameters()):
         own: Tensor = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
@@ -106,7 +106,7 @@ def shard(
     divisor: int | None = None,
     **options: Any,
 ) -> None:
-    """With the ranks of ``dense`` as the gradients' divisor, or another one."""
+    """Shard the model, with the size of ``dense`` as the divisor of experts by default."""
     dims = tuple(name for name in mesh.mesh_dim_names or () if name != "ep")
     of_experts = mesh[dims] if len(dims) > 1 else mesh[dims[0]]
     for name in ("0", "1"):
@@ -119,7 +119,7 @@ def shard(
 
 
 def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -> None:
-    """A parameter or gradient; of experts that are no DTensors on ``mesh``, those that are here."""
+    """Compare a parameter or gradient; of experts that are plain tensors, this rank's part."""
     value = full(actual)
     if expected is not None and value.shape != expected.shape:
         expected = expected.chunk(mesh.size())[mesh.get_local_rank()]
@@ -127,7 +127,7 @@ def compare(actual: Any, expected: Tensor | None, what: str, mesh: DeviceMesh) -
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """That of what is not an expert: with ``efsdp`` and ``ep`` in one dim."""
+    """The mesh of all other parameters, with ``efsdp`` and ``ep`` in one dim."""
     if mesh.ndim == 2:
         return init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
     shape, names = (mesh.size(0), mesh.size(1) * mesh.size(2)), ("dp_replicate", "dp_shard")
@@ -156,9 +156,7 @@ def check_training(
         if as_dtensors:
             norm = sw.clip_grad_norm_(model.parameters(), 0.1)
             assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "norm")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for name, one in model.named_parameters():
         compare(one.detach(), wanted[name].detach(), name, mesh["ep"])
 
@@ -193,7 +191,7 @@ def test_ranks_that_are_late_keep_what_they_share_with_ranks_of_other_experts() 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     with (
         mock.patch.object(ChunkedBuffer, "unpack", late),
-        mock.patch.object(unit, "SMALL_BYTES", 0),  # so that all are in shared memory
+        mock.patch.object(unit, "SMALL_BYTES", 0),  # so that all units are in shared memory
     ):
         check_training(mesh, as_dtensors=True, granularity="dim")
 
@@ -201,7 +199,7 @@ def test_ranks_that_are_late_keep_what_they_share_with_ranks_of_other_experts() 
 @on_ranks(4)
 def test_experts_without_tokens_get_zeros() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    check_training(mesh, as_dtensors=True, without=(0, 2, 3))  # 2 and 3 are all of some ranks'
+    check_training(mesh, as_dtensors=True, without=(0, 2, 3))  # some ranks have only 2 and 3
 
 
 @on_ranks(4)
@@ -270,7 +268,7 @@ def test_experts_are_gathered_and_saved(tmp_path: Path) -> None:
 
 @on_ranks(4)
 def test_experts_on_the_meta_device() -> None:
-    """In torchtitan's order: shard, give storage, then values."""
+    """In torchtitan's order: shard, allocate storage, then initialize."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     reference = build()
     expected = copy.deepcopy(reference)

@@ -1,4 +1,4 @@
-"""C6: errors name what is wrong, reach every rank, and leave a model that trains on."""
+"""C6: errors name their cause, reach every rank, and leave a model that can go on training."""
 
 import contextlib
 import copy
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import _private
+from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import UnitState
+from shardwise.transport.api import Work
 from tests import ranks
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
@@ -49,7 +53,7 @@ def test_an_exception_in_one_process_is_the_users_own() -> None:
 def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     monkeypatch: pytest.MonkeyPatch, in_transaction: bool
 ) -> None:
-    """A device's thread may drop the graph task after `backward` has raised."""
+    """On a device, a thread may drop the graph task after ``backward`` has raised."""
     reference, model = _make()
     failing = model[3]
     assert isinstance(failing, FailingLinear)
@@ -137,6 +141,54 @@ def _make() -> tuple[nn.Sequential, nn.Sequential]:
     return reference, sw.fully_shard(model, units={Block, FailingLinear})
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(FlatParameters, "launch_gather"), (GradientBuffer, "launch_reduce")]
+)
+def test_an_error_between_two_launches_of_a_unit_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Otherwise the buffer of the first collective would be freed while it is in flight."""
+    model = TwoDtypes()
+    sw.fully_shard(model)
+    launch, quiesce = getattr(owner, name), Unit.quiesce
+    launched: list[Work] = []
+    awaited: list[Work] = []
+
+    def launch_once(self: Any, *args: Any) -> Work:
+        if launched:
+            raise torch.OutOfMemoryError("no more")
+        launched.append(launch(self, *args))
+        return launched[0]
+
+    def record(unit: Unit, until: float) -> bool:
+        awaited.extend((*unit._gathering, *unit._reducing))
+        return quiesce(unit, until)
+
+    x = torch.randn(4, WIDTH)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, launch_once)
+        patch.setattr(Unit, "quiesce", record)
+        with pytest.raises(torch.OutOfMemoryError, match="no more"):
+            model(x).sum().backward()
+    assert any(work is launched[0] for work in awaited)
+    model(x).sum().backward()
+    assert is_sharded(model)
+
+
+class TwoDtypes(nn.Module):
+    """A unit with two flat buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(WIDTH, WIDTH)
+        self.double_ = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.double_(self.single(x).double())
+        return y
+
+
 def is_sharded(model: nn.Module) -> bool:
     scheduler = runtime_of(model).scheduler
     states = map(scheduler.sequencer.state, range(len(scheduler.units)))
@@ -190,7 +242,7 @@ def _die() -> None:
 
 
 class Forgiving(nn.Module):
-    """Falls back on another unit if the first one raises."""
+    """Calls another unit if the first one raises."""
 
     def __init__(self) -> None:
         super().__init__()

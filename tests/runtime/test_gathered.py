@@ -1,7 +1,8 @@
-"""`sw.gathered`: whole parameters between steps, and what becomes of changes to them."""
+"""`sw.gathered`: whole parameters between steps, and changes to them."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from tests.fsdp.extended import Pair, replace_weights
 from tests.models import Gpt, Stack, build
 from tests.ranks import on_ranks
 
@@ -23,7 +25,7 @@ def _stack() -> tuple[Stack, Stack]:
 
 
 def _gpt() -> tuple[Gpt, Gpt]:
-    """As `_stack`, with a tied weight."""
+    """Like `_stack`, with a tied weight."""
     reference, model = build("gpt"), build("gpt")
     assert isinstance(reference, Gpt)
     assert isinstance(model, Gpt)
@@ -214,3 +216,28 @@ def test_functional_call_takes_whole_tensors_inside_gathered_only() -> None:
     with sw.gathered(model):
         assert torch.equal(torch.func.functional_call(model, whole, (x,)), expected)
     _assert_equal(model, reference)
+
+
+@on_ranks(2)
+def test_parameters_with_all_gather_extensions_cannot_be_written_back() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    weights = [layer.weight.detach().clone() for layer in model]
+    replace_weights(model, lambda weight: Pair(weight, weight.clone()))
+    sw.fully_shard(model, units=nn.Linear, granularity="dim")
+    x = torch.randn(3, 6)
+    before = model(x).a.detach()
+    with sw.gathered(model):
+        for layer, weight in zip(model, weights, strict=True):
+            assert torch.equal(layer.weight.a, weight)
+        assert torch.equal(model(x).a, before)
+    with sw.gathered(model, write_back=True):
+        pass
+    with (
+        pytest.raises(sw.PlanError, match="a Pair cannot be changed"),
+        sw.gathered(model, write_back=True),
+        torch.no_grad(),
+    ):
+        model[0].weight.mul_(2)
+    assert torch.equal(model(x).a, before)
+    model(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Wherever parameters may be cut, they train as in one process, and no granule is cut."""
+"""With every granularity, models train as in one process, and no granule is cut."""
 
 import copy
 import warnings
@@ -168,7 +168,7 @@ def test_a_mistake_is_named() -> None:
 
 
 def _fitting(name: str, choice: Any) -> Any:
-    """Without the patterns that match no parameter of the case."""
+    """Drop patterns that match no parameter of the case."""
     if not isinstance(choice, Mapping):
         return choice
     names = [n for n, _ in build(name).named_parameters()]

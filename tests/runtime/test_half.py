@@ -1,4 +1,4 @@
-"""float16: a scaler whose skipped steps are everybody's, and divisions that lose nothing."""
+"""float16: every rank skips the same steps, and divisions lose nothing."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ def test_an_overflow_in_float16_on_one_rank_skips_the_step_on_all(kind: str) -> 
 
 @on_ranks(4)
 def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
-    """Before the sum it takes what is small below the least float16; after it, large ones to inf:
-    so a part of it comes before, and the rest after, in the dtype of the shards.
+    """Before the sum, small gradients would underflow; without it, large sums would overflow.
+    So a part of the division precedes the sum, and the rest follows it in the shards' dtype.
     """
     for value in (2.0**-23, 3 * 2.0**-23, 30000.0):
         model = nn.Linear(2, 1, bias=False)
@@ -59,7 +59,7 @@ def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
 
 
 def _train_scaled(kind: str, strategy: str, clips: bool) -> None:
-    """In float64, with losses on one rank that are no numbers in some steps."""
+    """Train in float64, with losses that are not finite on one rank in some steps."""
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block, **options_of(strategy))
     both = (reference, model)
@@ -93,7 +93,7 @@ def _adamw(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def _overflow(kind: str) -> list[float]:
-    """The scales after a step that overflows here alone, and after one that does not."""
+    """Return the scales after a step that overflows only here, and after one that does not."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     sw.fully_shard(model, units=Block, mp_policy=HALF)

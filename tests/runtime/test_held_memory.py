@@ -1,4 +1,4 @@
-"""An error of memory that ran out says who holds what, and what would free it."""
+"""Notes on out-of-memory errors say what holds memory, and what would free some of it."""
 
 import errno
 import re
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.diagnose.memory_meter import MemoryMeter
 from shardwise.runtime import held_memory
 from shardwise.runtime.held_memory import is_out_of_memory
 from shardwise.runtime.memory import Arena
+from shardwise.runtime.module import handle_of
+from tests.fsdp.extended import Pair, replace_weights
 from tests.ranks import on_ranks
 
 WIDTH = 500  # so that a layer has about a megabyte
@@ -90,7 +93,7 @@ def test_an_allocation_of_the_engine_that_fails_is_explained() -> None:
 
 @on_ranks(2)
 def test_an_allocation_that_fails_in_backward_is_explained_by_a_transaction() -> None:
-    """Autograd shows its exception to the caller of backward alone."""
+    """Only the caller of backward gets autograd's exception."""
     model, optimizer = _trained()
     _layer(model).place = "backward"
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
@@ -115,6 +118,23 @@ def test_an_accelerator_that_ran_out_of_memory_in_backward_is_a_warning() -> Non
             pytest.raises(RuntimeError, match="can't allocate memory"),
         ):
             loss.backward()
+
+
+@on_ranks(2)
+def test_parameters_with_all_gather_extensions_are_counted() -> None:
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    replace_weights(model, lambda weight: Pair(weight, weight.clone()))
+    sw.fully_shard(model, granularity="dim")
+    error = torch.OutOfMemoryError("no more")
+    handle_of(model).runtime.scheduler.explain(error)
+    assert re.search(r"shards +2\.0 MB\n", _only_note(error))
+    assert re.search(r"gathered units +0\.0 MB\n", _only_note(error))
+    model.unshard()
+    error = torch.OutOfMemoryError("no more")
+    handle_of(model).runtime.scheduler.explain(error)
+    assert re.search(r"gathered units +4\.0 MB  1 of 1", _only_note(error))
+    meter = MemoryMeter(model, handle_of(model).runtime, optimizer=None)
+    assert meter.sample(gathered_bytes=0).gradients == 0
 
 
 @pytest.mark.parametrize(
@@ -144,7 +164,7 @@ def _only_note(error: BaseException) -> str:
 
 
 def _trained(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """After a step, so that the optimizer has its states."""
+    """Train one step, so that the optimizer has states."""
     model = nn.Sequential(*(Layer() for _ in range(4)))
     sw.fully_shard(model, units=Layer, **options)
     optimizer = torch.optim.AdamW(model.parameters())

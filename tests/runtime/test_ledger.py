@@ -1,4 +1,4 @@
-"""The record of a step: how long it is kept, and what is computed from it."""
+"""The records of steps: how long they are kept, and the numbers computed from them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sharding thousands of small parameters takes a time that is linear in their number."""
+"""Sharding thousands of small parameters takes linear time."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ CALLS_PER_PARAMETER = 1500  # measured: 500 on one rank
 
 @on_ranks(2, thorough=(1,))
 def test_sharding_takes_linear_time() -> None:
-    """Calls are counted, since time depends on the machine."""
+    """Calls are counted because time depends on the machine."""
     for units in (None, nn.Linear):
         small, large = (
             _num_calls(partial(sw.fully_shard, _model(size), units=units))
@@ -31,7 +31,7 @@ def _model(num_layers: int) -> nn.Module:
 
 
 def _num_calls(function: Callable[[], object]) -> int:
-    """The calls of functions, in Python and in C, that ``function`` makes on this thread."""
+    """Count the calls of Python and C functions that ``function`` makes on this thread."""
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:

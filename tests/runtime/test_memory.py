@@ -1,4 +1,4 @@
-"""C3: what is gathered is bounded, and shards are all that stays."""
+"""C3: gathered memory is bounded, and only shards stay between steps."""
 
 import gc
 import weakref
@@ -36,11 +36,11 @@ def test_gathered_bytes_never_exceed_one_unit_and_those_ahead(name: str, prefetc
     ledger = sw.ledger(model)
     assert ledger.gathered_bytes == 0
     assert 0 < ledger.peak_gathered_bytes() <= _bound(runtime.plan, prefetch)
-    # The pools held no more than that, and two reductions with what they receive into.
+    # The pools held no more than that, plus two reductions and their results.
     gradients = sorted((unit.gradient_bytes for unit in runtime.plan.units), reverse=True)
     reductions = 2 * sum(gradients[:2])
     pools = runtime.pools
-    gathered = 0  # in common memory, and small ones
+    gathered = 0  # in shared and in private memory
     for pool in (pools.gathered, pools.own):
         assert pool.held_bytes <= pool.peak_bytes
         gathered += pool.peak_bytes
@@ -64,7 +64,7 @@ def test_a_rank_keeps_its_share_of_parameters_gradients_and_states() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.randn(4, 32)).square().mean().backward()
     optimizer.step()
-    # One unit has 4 parameters, each padded to 16 bytes, and a shard that is.
+    # A unit has 4 parameters; they and its shard are each padded to 16 bytes.
     padding = 3 * (4 * 16 + 16 * world_size())
     for kept in (
         _local_bytes([p.detach() for p in model.parameters()]),
@@ -111,7 +111,7 @@ def test_gradients_live_as_long_as_somebody_holds_them() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     memory: list[StorageWeakRef] = []
     for _ in range(3):
-        # The heartbeat looks at frames of this thread, whose variables live on for that long.
+        # While the heartbeat reads a frame of this thread, the frame's variables stay alive.
         assert eventually(partial(_have_expired, memory)), "between steps there are none"
         model(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()
@@ -177,7 +177,7 @@ def test_frozen_parameters_own_no_gradient_buffer() -> None:
 
 
 def _bound(plan: Plan, prefetch: int) -> int:
-    """The root, whose parameters are in use throughout, and the largest units side by side."""
+    """The bytes of the root, which is always in use, and of the largest adjacent units."""
     inner = sorted((unit.gathered_bytes for unit in plan.units[1:]), reverse=True)
     return plan.units[0].gathered_bytes + sum(inner[: 1 + prefetch])
 

@@ -1,4 +1,4 @@
-"""Shards on the host: the numbers are the same, and on the device is what the plan says."""
+"""Shards on the host: numbers are the same, and device memory is as planned."""
 
 from itertools import product
 from typing import Any
@@ -81,7 +81,7 @@ def test_an_exception_leaves_nothing_under_way() -> None:
     reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units="auto", offload_policy=POLICIES["all"])
     batch = CASES["stack"].batch(4)
-    _loss(model, own_part(batch)).backward()  # so that the next gradients are added to these
+    _loss(model, own_part(batch)).backward()  # the next gradients are added to these
 
     def fail(_gradient: Tensor) -> None:
         raise ValueError("in backward")

@@ -1,4 +1,4 @@
-"""C4: gathers run while units compute. Shown by the order of events, not by times."""
+"""C4: gathers run while units compute, as the order of events shows."""
 
 import itertools
 import threading
@@ -19,19 +19,19 @@ from tests.ranks import on_ranks
 
 SECONDS = 20.0
 NUM_UNITS = 6
-COMPUTING = threading.Event()  # exchanges between ranks go on only while it is set
+COMPUTING = threading.Event()  # exchanges between ranks run only while it is set
 
 
 @on_ranks(2)
 def test_gathers_that_are_launched_ahead_overlap_compute() -> None:
-    """Exchanges stop between units, and a unit's compute ends only when all gathers have."""
+    """Exchanges stop between units, and a unit's compute ends only after all gathers."""
     model = _train(prefetch=1)
     events = sw.ledger(model).events()
     forwards = [event.unit for event in events if event.kind is EventKind.FORWARD]
     backwards = [event.unit for event in events if event.kind is EventKind.BACKWARD]
     for kind, order in ((EventKind.FORWARD, forwards), (EventKind.BACKWARD, backwards)):
         computes = {event.unit: i for i, event in enumerate(events) if event.kind is kind}
-        inner = [unit for unit in order if unit]  # but the root
+        inner = [unit for unit in order if unit]  # without the root
         for unit, following in itertools.pairwise(inner):
             between = events[computes[unit] : computes[following]]
             assert EventKind.WAIT in {e.kind for e in between if e.unit == following}
@@ -57,7 +57,7 @@ def test_gathers_that_are_launched_when_needed_are_waited_for() -> None:
 
 
 class Compute(torch.autograd.Function):
-    """The identity, which takes until the collectives that are under way have ended."""
+    """The identity; it ends when the collectives in flight have ended."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ledger: Ledger, is_first: bool, is_last: bool) -> Tensor:
@@ -92,7 +92,7 @@ class Gated(nn.Module):
 
 
 def _train(prefetch: int) -> nn.Module:
-    """A free step, which finds out the order of the units, and one with stopped exchanges."""
+    """Run a step that records the order of units, and one with stopped exchanges."""
     model = nn.Sequential(*(Gated() for _ in range(NUM_UNITS)))
     sw.fully_shard(model, units=Gated, prefetch=prefetch)
     x = torch.randn(2, 32)

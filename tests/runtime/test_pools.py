@@ -1,4 +1,4 @@
-"""Memory that comes and goes: the pool's bound, and views that outlive the memory below them."""
+"""Pools stay within their bounds, and views outlive the memory of their buffer."""
 
 import operator
 from collections.abc import Iterator
@@ -122,7 +122,7 @@ def perform(pool: Pool, steps: list[tuple[bool, int]], name: str = "") -> None:
 def test_a_pool_holds_no_more_than_was_allocated_at_once(
     make: type[Pool], one: list[tuple[bool, int]], other: list[tuple[bool, int]]
 ) -> None:
-    """Whenever nothing is allocated, whatever was before."""
+    """Once nothing is allocated, after any sequence of allocations."""
     pool = make(CPU)
     for name, steps in (("one", one), ("other", other), ("one", one)):
         perform(pool, steps, name)
@@ -221,7 +221,7 @@ def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
         pool.free(other)
         assert pool.held_bytes == LINE * 40, "it would be more than what is lent"
         pool.free(again)
-        assert (pool.held_bytes, pool.peak_bytes, pool.idle_storages) == (0, LINE * 90, [])
+        assert (pool.held_bytes, pool.peak_bytes, pool._idle) == (0, LINE * 90, [])
 
 
 # -- FlatBuffer ----------------------------------------------------------------------------------
@@ -229,25 +229,25 @@ def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
 
 @pytest.fixture(params=["swapped", "resized"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways in which a Storage gets its memory: torch 2.13 has the first."""
+    """Both ways in which a Storage gets memory; only torch 2.13 has the first."""
     if request.param == "swapped":
         if not HAS_SWAP:
             pytest.skip(f"torch {torch.__version__} has no UntypedStorage._swap_data_ptr_")
         yield request.param
         return
-    # Shadows the builtin in that file alone: an attribute of a C type cannot be taken away.
+    # Shadows the builtin only in that file: an attribute of a C type cannot be removed.
     with mock.patch.object(memory, "hasattr", return_value=False, create=True):
         yield request.param
 
 
 def two_in_turn() -> tuple[FlatBuffer, FlatBuffer]:
-    """Two buffers of one pool, so that each gets the memory that the other gave back."""
+    """Two buffers of one pool, so that each gets the memory that the other has freed."""
     pool = Pool(CPU)
     return FlatBuffer(layout((3, 4), (5,)), pool), FlatBuffer(layout((3, 4), (5,)), pool)
 
 
 def fill(buffer: FlatBuffer, value: float) -> None:
-    """What a gather does."""
+    """Fill the buffer, as a gather does."""
     buffer.acquire()
     with torch.no_grad():
         buffer.flat.fill_(value)
@@ -309,7 +309,7 @@ def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
         pytest.skip("resize_ goes through the allocator, which may choose other memory")
     buffers = two_in_turn()
     buffers[0].acquire()
-    buffers[0].release()  # and then the pool has what it needs
+    buffers[0].release()  # from now on the pool has enough memory
     addresses = set()
     for buffer in buffers * 2:
         buffer.acquire()
@@ -362,7 +362,7 @@ def test_what_autograd_saved_is_what_the_buffer_holds_now() -> None:
     fill(buffer, 3.0)
     y = (x @ weight).sum()
     buffer.release()
-    fill(buffer, 5.0)  # no version error: the refill is not a change of `weight`
+    fill(buffer, 5.0)  # no version error: the refill does not change the version of `weight`
     (gradient,) = torch.autograd.grad(y, x)
     assert torch.equal(gradient, torch.full((2, 3), 4 * 5.0))
 

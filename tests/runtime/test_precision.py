@@ -1,4 +1,4 @@
-"""Mixed precision: what is cast where, and that nothing but the cast changes."""
+"""Mixed precision: where values are cast, and that nothing else changes."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ ONE_AXIS = [name for name, row in PRESETS.items() if row.num_axes == 1]
     ],
 )
 def test_only_the_cast_rounds(strategy: str) -> None:
-    """Float32 shards that compute in float64, against a float64 copy of the same weights."""
+    """Compare float32 shards that compute in float64 with a float64 copy of the weights."""
     torch.manual_seed(0)
     model = Stack()
     sw.fully_shard(model, units=Block, mp_policy=WIDE, **options_of(strategy))
@@ -167,7 +167,7 @@ def test_blocks_keep_their_policy_when_the_root_is_sharded() -> None:
 
 @on_ranks(2)
 def test_16_bit_gradients_that_are_held_whole_add_up_as_those_in_shards() -> None:
-    """A unit that encloses others once added them up in the dtype of compute."""
+    """A unit with child units once added them up in the compute dtype."""
     batches = torch.randn(8, 4, WIDTH)
     found = []
     for holds in (False, True):
@@ -185,7 +185,7 @@ def test_16_bit_gradients_that_are_held_whole_add_up_as_those_in_shards() -> Non
 
 @on_ranks(2)
 def test_a_policy_for_each_block_and_for_the_root_is_applied_once() -> None:
-    """The norms of blocks once had the hooks of both calls, and returned float32."""
+    """Norms in blocks once got the hooks of both calls, and returned float32."""
     policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, full_precision=(nn.LayerNorm,))
     norm = nn.LayerNorm(WIDTH)
     model = nn.Sequential(nn.Sequential(norm, nn.Linear(WIDTH, 8)))
@@ -214,7 +214,7 @@ def test_a_dtype_that_is_none_is_refused(name: str) -> None:
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """Of a model whose parameters are gathered."""
+    """A plain copy of a model whose parameters are gathered."""
     twin = Stack()
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
         p.data.copy_(q)
@@ -222,7 +222,7 @@ def _plain_copy(model: nn.Module) -> nn.Module:
 
 
 class Watcher(nn.Module):
-    """Notes the dtypes that it sees."""
+    """Records the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Watcher(nn.Module):
 
 
 class Enclosing(nn.Module):
-    """Parameters of its own around units."""
+    """Has parameters of its own around units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Enclosing(nn.Module):
 
 
 class Casting(Block):
-    """Half of it under autocast, and recomputed in backward."""
+    """Half of it runs under autocast and is recomputed in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

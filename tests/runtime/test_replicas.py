@@ -1,4 +1,4 @@
-"""C2: ranks that hold the same keep the same bits, parameters and optimizer states alike."""
+"""C2: replicas keep the same bits in parameters and optimizer states."""
 
 import hashlib
 from typing import Any
@@ -41,7 +41,7 @@ def test_replicas_are_bitwise_equal_after_many_steps(preset: str, steps: int) ->
 
 
 def _train(strategy: Strategy, steps: int) -> tuple[tuple[int, str], str]:
-    """In float32, with rows that go to experts by what is in them."""
+    """Train in float32, with rows whose content determines the expert."""
     options: dict[str, Any] = {"strategy": strategy}
     if strategy.num_axes > 1:
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""C3: what a rank holds is what the plan says, to 2 %: every tensor that lives is counted."""
+"""C3: a rank holds the planned memory, to 2 %; all tensors that are alive are counted."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import Pool
+from shardwise.runtime.memory import Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
@@ -46,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{name}, bfloat16": {"is_half": True} for name in ("even", "tied", "wide")},
     "even, accumulates, bfloat16": {"accumulates": True, "is_half": True},
 }
-# With room of its own for whole gradients, what autograd keeps on the way to it is not in the
-# plan, and it keeps the head's until it has the embedding's.
+# With its own memory for whole gradients: the plan does not contain gradients that autograd still
+# holds, and autograd holds the head's gradient until it has the embedding's.
 ROWS = [
     (preset, variant)
     for preset, variant in product(PRESETS, VARIANTS)
@@ -101,7 +101,7 @@ def test_live_bytes_with_steps_in_backward(strategy: str) -> None:
     [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.thorough)],
 )
 def test_what_a_wire_keeps_is_in_the_plan(preset: str) -> None:
-    """What is encoded is there only while it is sent, so only bytes between steps are compared."""
+    """Encoded tensors exist only while they are sent, so bytes are compared between steps."""
     gc.collect()
     gc.freeze()
     model = SHAPES["even"].build()
@@ -140,7 +140,7 @@ def _measure(
     steps_in_backward: bool = False,
 ) -> None:
     gc.collect()
-    gc.freeze()  # `gc.get_objects` leaves out what is there already, which is most and takes long
+    gc.freeze()  # `gc.get_objects` then omits existing objects, which are many and slow to check
     torch.manual_seed(0)
     model = shape.build()
     sw.fully_shard(model, units=shape.units, **options)
@@ -151,7 +151,7 @@ def _measure(
         _step(model, holds=holds)
         if not accumulates:
             model.zero_grad()
-    # A heartbeat that reads a frame holds its variables for that long.
+    # While the heartbeat reads a frame, the frame's variables stay alive.
     with mock.patch.object(sys, "_current_frames", dict):
         between = _least_live_bytes(runtime)
         with _sampled(lambda: _live_bytes(runtime)) as samples:
@@ -185,7 +185,7 @@ def _step(model: nn.Module, *, holds: bool) -> None:
 
 @contextmanager
 def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
-    """Sample ``held_bytes()`` before and after every event, and when gradients are there."""
+    """Sample ``held_bytes()`` around every event, and when gradients arrive."""
     samples: list[int] = []
     do, hand_over = Scheduler._do, GradientShard._hand_over
 
@@ -207,14 +207,23 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
 
 
 def _pools_of(runtime: Runtime) -> list[Pool]:
-    """All pools of a step, of the device and of the host."""
+    """All pools of a step, on the device and on the host."""
     flats = [flat for unit in runtime.units for flat in unit.flats]
     staging = {id(flat.offloader): flat.offloader.staging for flat in flats if flat.offloader}
     return [*runtime.pools, *staging.values()]
 
 
+def _idle_storages(pool: Pool) -> list[torch.UntypedStorage]:
+    """Storages through which no tensor sees memory now."""
+    if not isinstance(pool, Arena):
+        return pool._idle
+    whole = [] if pool._whole is None else [pool._whole]
+    ranges = [s for owner, s in pool._ranges.items() if owner not in pool._alive.values()]
+    return [*pool._idle, *whole, *ranges]
+
+
 def _least_live_bytes(runtime: Runtime) -> int:
-    """Between steps, where a heartbeat may still hold the frame that it has read last."""
+    """Live bytes between steps, without those of a frame that the heartbeat still holds."""
     samples = [_live_bytes(runtime)]
     for _ in range(3):
         time.sleep(0.01)
@@ -223,9 +232,9 @@ def _least_live_bytes(runtime: Runtime) -> int:
 
 
 def _live_bytes(runtime: Runtime) -> int:
-    """Of all tensors that this test has made, but for idle memory of pools and a link's window."""
+    """Bytes of all tensors of this test, without idle pool memory and a window of the sums."""
     live: dict[int, int] = {}
-    idle = {storage._cdata for pool in _pools_of(runtime) for storage in pool.idle_storages}
+    idle = {storage._cdata for pool in _pools_of(runtime) for storage in _idle_storages(pool)}
     reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
     window = reduce._sums._window
@@ -239,7 +248,7 @@ def _live_bytes(runtime: Runtime) -> int:
         storage = thing.untyped_storage() if isinstance(thing, Tensor) else thing
         if storage._cdata not in idle:
             live[storage.data_ptr()] = storage.nbytes()
-    # A lane may have a buffer move just now, so what may be in common is counted by buffer.
+    # A collective may be moving a buffer now, so shared memory is counted by buffer.
     for start, num_bytes in _in_common(runtime.pools.gathered):
         for address in [one for one in live if start <= one < start + num_bytes]:
             del live[address]
@@ -259,7 +268,7 @@ def _has_memory(kind: type) -> bool:
 
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
-    """Addresses and sizes of memory that is mapped for it."""
+    """Addresses and sizes of its mapped shared memory."""
     if pool.shared is not None:
         opened = [one[1] for one in list(pool.shared._opened.values())]  # a thread changes it
         for memory in (*pool.shared._own.values(), *opened):

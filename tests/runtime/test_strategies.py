@@ -1,4 +1,4 @@
-"""One word changes what is sharded, and no number."""
+"""The strategy changes what is sharded, but no numbers."""
 
 from collections import Counter
 from itertools import product
@@ -26,6 +26,7 @@ from tests.runtime.one_process import (
     options_of,
     own_part,
     runtime_of,
+    step_all,
 )
 
 # World sizes at which a strategy is compared with one process; "fsdp" is, in test_equality.py.
@@ -38,7 +39,7 @@ SIZES = {
     "_HYBRID_SHARD_ZERO2": (4,),
 }
 SOME = ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed")
-# Rows over two axes, by how much the outer and the inner one shard; 0 is nothing, 3 is all.
+# How much the outer and the inner axis shard: 0 is nothing, 3 is everything.
 LEVELS = ((0, 1), (1, 2), (2, 3), (1, 1), (2, 2), (3, 3))
 
 
@@ -116,9 +117,7 @@ def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str)
             (reference(batch) / 3).backward()
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert_close(p.grad, q.grad, name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_close(p, q, name)
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism on one dim of a mesh and shards on the other train as one process."""
+"""Tensor parallelism on one mesh dim, with shards on the other, trains as in one process."""
 
 import copy
 from itertools import product
@@ -24,7 +24,7 @@ import shardwise as sw
 from tests.covering import covered_first
 from tests.lossless import lossless_wires
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, full
+from tests.runtime.one_process import adamw, assert_close, full, step_all
 
 WIDTH, TOKENS, BATCH = 8, 4, 4
 OPTIONS: list[dict[str, Any]] = [
@@ -106,9 +106,7 @@ def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None
         clipped = sw.clip_grad_norm_(model.parameters(), 0.1)
         wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         assert_close(clipped, wanted, "norm")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for (name, one), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_close(full(one.detach()), plain.detach(), name)
     with sw.gathered(model):

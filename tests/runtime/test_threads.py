@@ -1,4 +1,4 @@
-"""C9: nothing per rank stands in a module global, so ranks can be threads of one process."""
+"""C9: no module global is per rank, so ranks can be threads of one process."""
 
 import threading
 
@@ -15,7 +15,7 @@ RANKS = 2
 
 
 def test_ranks_may_be_threads_of_one_process() -> None:
-    # In a process of its own: torch's threaded process group replaces globals of torch's.
+    # In a separate process: torch's threaded process group replaces globals of torch.
     assert run_forked(_train_in_threads) == RANKS
 
 
@@ -39,7 +39,7 @@ def _train_in_threads() -> int:
 
 def _rank(rank: int, store: HashStore, seed: threading.Lock, equal: list[int]) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=RANKS, store=store)
-    with seed:  # torch's generator is one for all threads
+    with seed:  # all threads share torch's generator
         reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""unused="error": a parameter that some rank did not use is named, with the rank, on every rank."""
+"""unused="error": every rank raises, and names unused parameters with the ranks."""
 
 import copy
 from typing import Any
@@ -82,7 +82,7 @@ def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
 
 @pytest.mark.parametrize("used", [[True, True, True], [True, False, True]])
 def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[bool]) -> None:
-    """And no rank exchanges more than a byte for each parameter, however many ranks there are."""
+    """Each rank exchanges at most one byte per parameter, for any number of ranks."""
     links, gradients = mock.Mock(num_ranks=16384), _gradients(used)
     sync = UsedParameterSync(
         [mock.Mock(gradients=[mock.Mock(shard=gradients)])], links, CPU, "agree"
@@ -124,7 +124,7 @@ def _pair(**options: Any) -> tuple[Choosing, Choosing]:
 
 
 def _check_step(reference: Choosing, model: Choosing) -> None:
-    """All experts, on every rank."""
+    """Uses all experts, on every rank."""
     batch = torch.randn(12, WIDTH).double()
     model.zero_grad()
     reference.zero_grad()
@@ -141,7 +141,7 @@ def _many() -> str:
 
 
 class MaySkip(nn.Module):
-    """Skips its only layer if it is told to."""
+    """Skips its only layer if ``skips`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MaySkip(nn.Module):
 
 @on_ranks(2)
 def test_a_frozen_unit_that_uses_what_is_trained_may_be_skipped_on_one_rank() -> None:
-    """Its input needs no gradient, so what it returns needs one on the other rank alone."""
+    """Its input needs no gradient, so its output needs one only on the other rank."""
     torch.manual_seed(0)
     last = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # for which the first unit is freed
     reference = nn.Sequential(nn.Sequential(MaySkip()), nn.Linear(WIDTH, WIDTH), last).double()

@@ -61,7 +61,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     ),
 )
 def test_nothing_but_rounding_differs(case: str, strategy: str, option: str) -> None:
-    """With a format that does not round."""
+    """Compare with one process, in a format that does not round."""
     with lossless_wires():
         assert_equal_training(case, **{"wire": WIRE, **options_of(strategy), **OTHERWISE[option]})
 
@@ -111,7 +111,7 @@ def test_replicas_stay_equal_and_shards_are_not_rounded(
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", ["hsdp", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_gradients_of_several_backwards_are_quantized_once(strategy: str) -> None:
-    """They are added up where they are, and reduced with those of the last one."""
+    """They add up locally, and are reduced with those of the last micro-batch."""
     model = Block()
     sharded = sw.fully_shard(model, wire=sw.Wire(reduce="int4"), **options_of(strategy))
     assert isinstance(sharded, sw.FSDPModule)
@@ -129,7 +129,7 @@ def test_gradients_of_several_backwards_are_quantized_once(strategy: str) -> Non
 
 @on_ranks(2)
 def test_compute_sees_what_the_wire_carries() -> None:
-    """Every rank computes with its own slot as the others decode it."""
+    """Every rank uses its own slot in the decoded form that the other ranks get."""
     model = nn.Linear(96, 64)
     shown: list[Tensor] = []
     model.register_forward_hook(lambda module, *_: shown.append(module.weight.detach().clone()))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
 from shardwise.runtime import memory as runtime_memory
-from shardwise.runtime.memory import Arena, Pool
+from shardwise.runtime.memory import Pool
 from shardwise.transport import (
     communicator,
     device as transport_device,
@@ -301,23 +301,19 @@ def _poison_pools(patch: pytest.MonkeyPatch) -> None:
     def poison(storage: torch.UntypedStorage) -> None:
         poison_bytes(storage.data_ptr(), storage.nbytes())
 
-    def patch_pool(kind: type[Pool]) -> None:
-        allocate, free = kind.allocate, kind.free
+    allocate, free = Pool.allocate, Pool.free
 
-        def poisoned(pool: Pool, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
-            storage = allocate(pool, num_bytes, owner)
-            poison(storage)
-            return storage
+    def poisoned(pool: Pool, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
+        storage = allocate(pool, num_bytes, owner)
+        poison(storage)
+        return storage
 
-        def poison_and_free(pool: Pool, storage: torch.UntypedStorage) -> None:
-            poison(storage)
-            free(pool, storage)
+    def poison_and_free(pool: Pool, storage: torch.UntypedStorage) -> None:
+        poison(storage)
+        free(pool, storage)
 
-        patch.setattr(kind, "allocate", poisoned)
-        patch.setattr(kind, "free", poison_and_free)
-
-    for kind in (Pool, Arena):
-        patch_pool(kind)
+    patch.setattr(Pool, "allocate", poisoned)
+    patch.setattr(Pool, "free", poison_and_free)
 
 
 class _Monitor:

@@ -1,4 +1,4 @@
-"""Putting shards in the place of parameters: what `fully_shard` does to a model once."""
+"""Replaces the parameters of a model by shards."""
 
 import contextlib
 from collections.abc import Callable, Collection
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import shardwise.tensor.operations  # noqa: F401 - what can be done with shards
+import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
 from shardwise.errors import PlanError
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta
-from shardwise.runtime.extensions import ExtendedParameters
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, ParameterOwner
@@ -35,8 +34,8 @@ __all__ = [
     "stored_part_of",
 ]
 
-_CLASS = "_shardwise_class"  # that a sharded parameter has while its unit computes
-_SETTINGS = "_shardwise_settings"  # of a module
+_CLASS = "_shardwise_class"  # the class of a sharded parameter while its unit computes
+_SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
 
 
 def device_for(
@@ -45,15 +44,15 @@ def device_for(
     ignored: Collection[nn.Parameter] = (),
     offloaded_from: torch.device | None = None,
 ) -> torch.device:
-    """Where the shards live: with the model, or on this rank's accelerator if the group has those.
+    """Return the device of the shards: this rank's accelerator, or else the device of the model.
 
-    For a model on the meta device: on the group's accelerator, or else torch's default device.
+    A model on the meta device is put on torch's default device if the group has no accelerators.
 
     Args:
         root: the model.
         mesh: its ranks.
         ignored: parameters that are not sharded.
-        offloaded_from: the device of parameters that are on the CPU.
+        offloaded_from: the device to assume for parameters on the CPU.
 
     Raises:
         PlanError: the model is on several devices, or on one that is not supported.
@@ -73,7 +72,7 @@ def device_for(
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Put the buffers of ``root`` where its parameters will be gathered."""
+    """Move the buffers of ``root`` to ``device``, where its parameters will be gathered."""
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:
@@ -89,20 +88,17 @@ def make_unit(
     fill: Callable[[UnitPlan], None],
     own_mesh: DataParallelMesh | None,
 ) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``, to which ``fill`` has given values.
+    """Shard the parameters of ``plan`` in ``root``, after ``fill`` has initialized them.
 
-    Over ``own_mesh``, if the unit has other ranks than the model, whose ``mesh`` has them too.
+    ``own_mesh`` has the unit's ranks if they are not those of the model, which ``mesh`` has.
     """
     in_step = mesh if own_mesh is None else own_mesh.within(mesh)
     mesh = mesh if own_mesh is None else own_mesh
     settings = settings_of(root.get_submodule(plan.name))
     flats = [
-        (ExtendedParameters if layout.is_extended else FlatParameters)(
-            layout, in_step, pools, plan, settings, offloader
-        )
-        for layout in plan.layouts
+        FlatParameters(layout, in_step, pools, plan, settings, offloader) for layout in plan.layouts
     ]
-    fill(plan)  # now that the memory in which the flat buffers were laid out is free again
+    fill(plan)  # after the memory that was used to lay out the flat buffers is free again
     for flat in flats:
         slices = flat.layout.slices_of_shard(mesh.rank)
         for position, extent in enumerate(flat.layout.extents):
@@ -119,16 +115,16 @@ def make_unit(
 
 
 def settings_of(module: nn.Module) -> UnitSettings:
-    """The settings of the unit ``module``, which may not be sharded yet."""
+    """The settings of ``module`` as a unit; it may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
 
 
 def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) -> FSDPParameter:
-    """Replace a parameter of ``root`` by its part ``local`` (1-D) of the shard."""
+    """Replace a parameter of ``root`` by ``local`` (1-D), its part of the shard."""
     original = root.get_parameter(sharding.name)
     with torch.no_grad():
-        local.copy_(_own_part_of(original, sharding))  # a cast, where the shard is a master
+        local.copy_(_own_part_of(original, sharding))  # a cast if the shard is a master
     kind, attributes = _class_of(original)
     owners, sharded = put_sharded(root, original, sharding, sharding.wrap(local))
     trainable = sharding.extent.parameter.trainable
@@ -141,9 +137,12 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
 
 
 def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
-    """The class of parameters that ``original`` is or was of, and its attributes; None for torch's.
+    """The parameter class of ``original`` before sharding, and its attributes.
 
-    Such a class, as bitsandbytes' `Params4bit`, keeps there how its elements are to be read.
+    Classes like bitsandbytes' `Params4bit` need the attributes to interpret the elements.
+
+    Returns:
+        None and no attributes for `nn.Parameter` itself.
     """
     kind = vars(original).get(_CLASS, type(original))
     is_own = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
@@ -153,16 +152,16 @@ def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
 
 
 def _manage_extended(root: nn.Module, sharding: Sharding) -> FSDPParameter:
-    """Replace a parameter of ``root`` by this rank's part of it, a tensor of its class."""
+    """Replace a parameter of ``root`` by this rank's part of it, which keeps its class."""
     original = root.get_parameter(sharding.name)
     stored = stored_part_of(original, sharding)
     owners, sharded = put_sharded(root, original, sharding, stored)
-    dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the class makes one
+    dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the first gather
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
 def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
-    """This rank's part of ``original``, whose class defines what is gathered."""
+    """This rank's part of ``original``, whose class defines all-gather extensions."""
     assert isinstance(sharding, ExtendedSharding)
     before = sharding_of(original)
     if before is None:
@@ -175,7 +174,7 @@ def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
 def put_sharded(
     root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
 ) -> tuple[list[ParameterOwner], nn.Parameter]:
-    """Have modules hold ``payload`` instead of ``original``; returns them and their parameter."""
+    """Put ``payload`` in place of ``original``. Returns its owners and the new parameter."""
     optimizers.watch_optimizers()
     owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
     sharded = replace_parameter(original, payload)
@@ -188,13 +187,13 @@ def put_sharded(
 
 
 def owner_of(root: nn.Module, name: str) -> ParameterOwner:
-    """Where the parameter ``name`` of ``root`` is held."""
+    """The owner of the parameter ``name`` of ``root``."""
     path, _, attribute = name.rpartition(".")
     return ParameterOwner(root.get_submodule(path), attribute)
 
 
 def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:
-    """What this rank stores of ``original``, 1-D."""
+    """This rank's part of ``original``, 1-D."""
     before = sharding_of(original)
     if before is not None:
         assert isinstance(original, DTensor)
@@ -207,12 +206,12 @@ def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:
 
 
 def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
-    """A parameter with ``payload``: the same object where possible, for whoever holds it."""
+    """Return a parameter with ``payload``, the same object as ``original`` if possible."""
     parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
     own = parameter.__dict__
     attributes = {key: value for key, value in original.__dict__.items() if key not in own}
     original.grad = None
-    # A plain tensor cannot become a DTensor, and one with weak references cannot be swapped.
+    # A plain tensor cannot become a DTensor, and a tensor with weak references cannot be swapped.
     with contextlib.suppress(RuntimeError, TypeError):
         torch.utils.swap_tensors(original, parameter)  # type: ignore[no-untyped-call]
         parameter = original

@@ -1,8 +1,8 @@
-"""The buffers of gathered parameters and of gradients: tensors whose memory comes from a pool.
+"""Buffers for gathered parameters and for gradients, whose memory comes from a pool.
 
-A `FlatBuffer` is one Storage object for life, and tensors that view it. Its memory is swapped in
-from a pool and out again, so everything that holds a view (a parameter, or what autograd saved)
-sees the memory that is there now. A `ChunkedBuffer` is two of them, with copies in between.
+A `FlatBuffer` keeps one Storage object for its lifetime, with tensors that view it. Memory of a
+pool is swapped in and out, so every view (a parameter, or a tensor that autograd saved) sees the
+current memory. A `ChunkedBuffer` has two flat buffers and copies between them.
 """
 
 import zlib
@@ -23,10 +23,10 @@ __all__ = ["ChunkedBuffer", "FlatBuffer", "flat_buffer"]
 
 
 class FlatBuffer:
-    """The flat buffer of a layout: ``flat`` [world_size * S] and one view for each parameter.
+    """The flat buffer of a layout: ``flat`` [world_size * S] and one view per parameter.
 
     ``flat`` and the views stay the same objects. They may be read between `acquire` and `release`;
-    with ``owns_memory`` at any time, and neither is called.
+    with ``owns_memory`` neither is called, and they may be read at any time.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class FlatBuffer:
         self.layout = layout
         of: torch.dtype = getattr(torch, dtype or layout.dtype)
         self.num_bytes = layout.num_elements * of.itemsize
-        # No other buffer of the pool holds the parameter.
+        # Unique in the pool: no other buffer has the parameter.
         self.owner = layout.extents[0].parameter.name + owner_suffix
         self.owners = (self.owner,)
         self._pool = pool
         self._memory: torch.UntypedStorage | None = None  # while acquired
-        self._is_of_pool = True
-        self._private: torch.UntypedStorage | None = None  # in place of shared memory
+        self._is_from_pool = True
+        self._private: torch.UntypedStorage | None = None  # replaces shared memory
         names = [one.parameter.names for one in layout.extents]
         self._key = zlib.crc32(repr((names, owner_suffix)).encode())
         if owns_memory and pool.allocator is not None:
@@ -57,8 +57,8 @@ class FlatBuffer:
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
             storage, 0, (layout.num_elements,), (1,)
         )
-        # `.data` has its own version counter, so autograd does not see that the buffer is filled
-        # again, and no reference to `flat`.
+        # `.data` has its own version counter, so autograd does not notice that the buffer is filled
+        # again, and it holds no reference to `flat`.
         in_chunks = isinstance(layout, ChunkedLayout)
         self.views = () if in_chunks else tuple(self._view(extent) for extent in layout.extents)
         self._storage = storage
@@ -77,66 +77,66 @@ class FlatBuffer:
         return self.flat[rank * size : (rank + 1) * size]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
-        """Give the buffer memory with undefined content; ``memory`` is empty until `release`.
+        """Give the buffer memory with undefined content.
 
         Args:
-            memory: of its size; by default the pool's.
+            memory: of the buffer's size, and empty until `release`; by default from the pool.
         """
         assert self._memory is None, "acquired twice"
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
-        self._is_of_pool = memory is None
+        self._is_from_pool = memory is None
         self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
         self._pool.acquired_keys ^= self._key
         swap_memory(self._storage, self._memory)
 
     def unpack(self) -> None:
-        """Have the views show the gathered values: they do."""
+        """Does nothing: the views alias ``flat``."""
 
     def pack(self) -> None:
-        """Have ``flat`` hold the values of the views: it does."""
+        """Does nothing: ``flat`` aliases the views."""
 
     def shared_range(self) -> SharedRange | None:
-        """What lets ranks gather the buffer in shared memory; None if they cannot."""
+        """How ranks may gather the buffer in shared memory; None if they cannot."""
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
         return SharedRange(
             *shared.locate(self._storage.data_ptr(), self._pool.acquired_keys),
-            lambda file, place: self._move(shared.open(file, place, num_bytes)),
-            lambda: self._move(self._pool.new_storage(num_bytes)),
+            lambda file, place: self._use_private(shared.open(file, place, num_bytes)),
+            lambda: self._use_private(self._pool.new_storage(num_bytes)),
         )
 
     def release(self) -> None:
-        """Take its memory away."""
+        """Return the memory to where it came from."""
         assert self._memory is not None, "released without being acquired"
         if self._private is not None:
             swap_memory(self._storage, self._private)
             self._private = None
         else:
             swap_memory(self._storage, self._memory)
-        if self._is_of_pool:
+        if self._is_from_pool:
             self._pool.free(self._memory)
         self._pool.acquired_keys ^= self._key
         self._memory = None
 
-    def _move(self, elsewhere: torch.UntypedStorage) -> None:
-        """Exchange the memory that it was given, which stays as it is, for other memory."""
+    def _use_private(self, memory: torch.UntypedStorage) -> None:
+        """Use ``memory`` until `release`, in place of the acquired memory, which is kept."""
         assert self._memory is not None
-        self._private = elsewhere
+        self._private = memory
         swap_memory(self._storage, self._memory)
-        swap_memory(self._storage, elsewhere)
+        swap_memory(self._storage, memory)
 
     def _view(self, extent: ParameterExtent) -> Tensor:
         return self.flat[extent.offset : extent.stop].view(extent.parameter.shape).data
 
 
 class ChunkedBuffer:
-    """As a `FlatBuffer`, of parameters that are cut into chunks of a dim.
+    """Like a `FlatBuffer`, for parameters that are cut into chunks along a dim.
 
-    Collectives use ``flat`` [world_size * S], modules and autograd ``views``.
+    Collectives use ``flat`` [world_size * S]; modules and autograd use ``views``.
 
-    `acquire` gives memory to the one that is filled first; `unpack` copies from ``flat`` to the
-    views and frees ``flat``, and `pack` copies in the other direction and frees the views.
+    `acquire` gives memory to the one that is filled first. `unpack` copies from ``flat`` to the
+    views and frees ``flat``; `pack` copies from the views to ``flat`` and frees the views.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ChunkedBuffer:
     ) -> None:
         self.layout = layout
         self._chunks = FlatBuffer(layout, pool, dtype=dtype, owner_suffix=" in chunks")
-        # Not in memory that ranks share: it is written when other ranks may still read there.
+        # Not in shared memory: it is written while other ranks may still read there.
         self._whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
         self._owns_memory = owns_memory
         self._first = self._whole if fills_views else self._chunks
@@ -189,9 +189,9 @@ class ChunkedBuffer:
 
     @cached_property
     def _chunks_and_parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Chunks in ``flat``, and the same elements of the whole parameters: two pairs for each.
+        """Chunks in ``flat``, and the same elements in the whole parameters.
 
-        They are views of the flat tensors, not of `views`, whose versions autograd compares.
+        They view the flat tensors and not `views`, whose versions autograd compares.
         """
         layouts = zip(self.layout.extents, self.layout.whole.extents, strict=True)
         pairs = list(chain.from_iterable(self._pairs_of(*extents) for extents in layouts))
@@ -201,7 +201,7 @@ class ChunkedBuffer:
     def _pairs_of(
         self, extent: ParameterExtent, whole: ParameterExtent
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The chunks of full length [ranks, *chunk], and the last one, which may be shorter."""
+        """Pair all chunks of full length [ranks, *chunk], and a shorter last one, if any."""
         spec, shards = extent.parameter, self.flat.view(self.layout.world_size, -1)
         dim = chunk_dim(spec)
         parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
@@ -227,15 +227,15 @@ def flat_buffer(
     owns_memory: bool = False,
     fills_views: bool = False,
 ) -> FlatBuffer | ChunkedBuffer:
-    """The buffer for ``layout``.
+    """Return the buffer for ``layout``.
 
     Args:
-        layout: a `ChunkedLayout` needs two buffers.
-        pool: of what collectives use; it may be in memory that ranks share.
-        own_pool: of this rank alone; by default ``pool``.
+        layout: a `ChunkedLayout` gets a `ChunkedBuffer`.
+        pool: for the memory that collectives use, which ranks may share.
+        own_pool: for private memory; by default ``pool``.
         dtype: by default that of the shards.
         owns_memory: the views may be used at any time.
-        fills_views: they are written first, as by autograd, and not ``flat``, as by a gather.
+        fills_views: autograd writes the views first, while a gather writes ``flat`` first.
     """
     if not isinstance(layout, ChunkedLayout):
         return FlatBuffer(layout, pool, dtype=dtype, owns_memory=owns_memory)

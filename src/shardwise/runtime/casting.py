@@ -1,4 +1,4 @@
-"""Dtypes at the borders of units and of modules that compute in full precision."""
+"""Casts of the inputs and outputs of units, and of modules that compute in full precision."""
 
 from collections.abc import Collection
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["FullPrecision", "apply_precision", "cast_tensors"]
 
 
 def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with the floating-point tensors in its containers cast to ``dtype``."""
+    """Return ``values`` with all floating-point tensors in its containers cast to ``dtype``."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -24,9 +24,9 @@ def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
 def apply_precision(
     root: nn.Module, policy: MixedPrecisionPolicy, settled: Collection[str] = ()
 ) -> None:
-    """Cast the buffers of ``root``, and the inputs and outputs of modules in full precision.
+    """Cast the buffers of ``root``, and hook its modules that compute in full precision.
 
-    ``settled`` are the units that were sharded before, whose modules keep to their own policy.
+    Modules of the units ``settled``, which were sharded before, keep their own policy.
     """
     others = {id(module) for name in settled for module in root.get_submodule(name).modules()}
     for module in root.modules():
@@ -43,7 +43,7 @@ class FullPrecision:
     """Hooks that cast a module's inputs to the dtype of its parameters, and its outputs back."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._came: list[torch.dtype] = []  # of the calls under way
+        self._input_dtypes: list[torch.dtype] = []  # of nested calls
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True)
 
@@ -52,10 +52,10 @@ class FullPrecision:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         floating = [t.dtype for t in tensors if t.is_floating_point()]
-        kept = next((p.dtype for p in module.parameters(recurse=False)), torch.float32)
-        self._came.append(floating[0] if floating else kept)
-        args, kwargs = cast_tensors((args, kwargs), kept)
+        dtype = next((p.dtype for p in module.parameters(recurse=False)), torch.float32)
+        self._input_dtypes.append(floating[0] if floating else dtype)
+        args, kwargs = cast_tensors((args, kwargs), dtype)
         return args, kwargs
 
     def _leave(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return cast_tensors(output, self._came.pop())
+        return cast_tensors(output, self._input_dtypes.pop())

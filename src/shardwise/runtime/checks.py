@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses before it shards: parameters that it cannot cut, ranks that differ."""
+"""Checks of `fully_shard`: parameters that cannot be sharded, and ranks that differ."""
 
 import contextlib
 import re
@@ -16,6 +16,7 @@ from shardwise._private import joined_mesh
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
+from shardwise.runtime.nested import plain_tensors
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import is_tensor_parallel, local_of, sharding_of
@@ -72,15 +73,15 @@ def _check_tensor_parallel(name: str, parameter: Tensor, mesh: DataParallelMesh)
                 return
     raise PlanError(
         f"{name} is a DTensor with {parameter.placements} on {parameter.device_mesh}; expected "
-        "placements of tensor parallelism on another dim of the mesh that fully_shard gets one of, "
-        "as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
+        "Shard or Replicate placements on another dim of the mesh from which fully_shard gets a "
+        "dim, as in mesh = init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), "
         "parallelize_module(model, mesh['tp'], ...), fully_shard(model, mesh=mesh['dp']); or pass "
         "it in ignored_params"
     )
 
 
 def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raise a PlanError for embeddings whose forward changes the rows that this rank reads."""
+    """Raise a PlanError for embeddings with ``max_norm``, whose forward changes their weight."""
     planned = {id(parameter) for _, parameter in named_parameters(root, ignored=ignored)}
     for name, module in root.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
@@ -88,16 +89,16 @@ def check_not_renormalized(root: nn.Module, ignored: Collection[nn.Parameter]) -
         if id(module.weight) in planned:
             raise PlanError(
                 f"{name or type(module).__name__}.weight: max_norm={module.max_norm} rescales rows "
-                "in forward, on each rank those that it reads, so ranks would hold different "
+                "in forward, but each rank only those that it reads, so ranks would have different "
                 "values; pass max_norm=None and rescale rows between steps on every rank"
             )
 
 
 def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
-    """Whether the parameters of ``root``, except for those that are ignored, have no storage yet.
+    """Whether the parameters of ``root`` that are not ignored are on the meta device.
 
     Raises:
-        PlanError: some have and some have not.
+        PlanError: only some of them are.
     """
     by_meta = {p.is_meta: name for name, p in named_parameters(root, ignored=ignored)}
     if len(by_meta) > 1:
@@ -109,7 +110,7 @@ def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
 
 
 def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
-    """Raise a PlanError if ranks have different plans; if only names differ, it ``warns``."""
+    """Raise a PlanError if ranks have different plans; ``warns`` if only names differ."""
     if not _can_compare(mesh):
         return
     text = repr([getattr(plan, field.name) for field in fields(plan)])
@@ -132,9 +133,9 @@ def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) 
 def check_same_values(
     root: nn.Module, plan: Plan, mesh: DataParallelMesh, *, warns: bool = False
 ) -> None:
-    """Raise a PlanError, or warn, if ranks would shard different values of a parameter.
+    """Raise a PlanError, or warn, if a parameter has different values on the ranks.
 
-    Their shards would make up a weight of neither rank.
+    Its shards would combine into a weight that no rank had.
     """
     planned = {spec.name for unit in plan.units for spec in unit.parameters}
     named = [
@@ -149,7 +150,7 @@ def check_same_values(
     except PlanError as error:
         if not warns:
             raise
-        warnings.warn(f"{error}. Each rank keeps its part of its own values", stacklevel=6)
+        warnings.warn(f"{error}. Each rank keeps its part of the values that it has", stacklevel=6)
 
 
 def check_same_sums(
@@ -158,7 +159,7 @@ def check_same_sums(
     advice: str = "build the model from the same seed, or load the same weights, on every rank "
     "before fully_shard",
 ) -> None:
-    """Raise a PlanError if `checksum`s, by parameter, differ between ranks."""
+    """Raise a PlanError if the `checksum` of a parameter differs between ranks."""
     if not sums or not _can_compare(mesh):
         return
     by_rank = across(list(sums.values()), mesh, mesh.world)  # [ranks, parameters]
@@ -173,11 +174,10 @@ def _can_compare(mesh: DataParallelMesh) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of the bits of ``tensor``: int64, a scalar."""
+    """The sum of ``tensor``'s bits as integers: an int64 scalar."""
     local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
-    if hasattr(local, "__tensor_flatten__"):  # it wraps others
-        names, _ = local.__tensor_flatten__()
-        return torch.stack([checksum(getattr(local, name)) for name in names]).sum()
+    if hasattr(local, "__tensor_flatten__"):
+        return torch.stack([checksum(one) for one in plain_tensors(local)]).sum()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
     flat = local.reshape(-1)
     if flat.is_complex():
@@ -185,7 +185,7 @@ def checksum(tensor: Tensor) -> Tensor:
     integers = flat.view(integer)
     if integers.device.type != "cpu":
         return integers.sum(dtype=torch.int64)
-    # On the CPU torch's sum into another dtype copies its input. Even in chunks, such copies
-    # leave holes in the heap that the next does not fit into: of a start on the meta device, on
-    # one rank in four, by the size of a unit for each unit. NumPy's needs a few kilobytes.
+    # On the CPU, torch's sum into another dtype copies its input. Even in chunks, such copies left
+    # holes in the heap that later allocations did not fit into: after a start on the meta device,
+    # one rank in four had grown by the size of all units. NumPy's sum needs a few kilobytes.
     return torch.tensor(integers.numpy().sum(dtype=np.int64))

@@ -1,6 +1,6 @@
-"""torch.compile and units: the graph breaks at a unit's call, and what the unit computes compiles.
+"""Graph breaks at the calls of units under torch.compile; the forwards of units are compiled.
 
-`torch.compiler.disable` does the same, but importing it takes seconds in every program.
+`torch.compiler.disable` does the same, but its import takes seconds in every program.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def break_graph(function: F) -> F:
 
 @break_graph
 def pause() -> Any:
-    """Stop compiling what this thread calls; returns what `resume` takes."""
+    """Stop compilation in this thread. Returns the argument of `resume`."""
     return eval_frame.set_eval_frame(None)
 
 
@@ -36,7 +36,7 @@ def resume(compiler: Any) -> None:
 
 @break_graph
 def run_resumed(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` with a paused compiler at work again."""
+    """Call ``function`` with the paused ``compiler`` resumed."""
     eval_frame.set_eval_frame(compiler)
     try:
         return function(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""The engine of one sharded model: what a call of a unit does, in forward and in backward.
+"""The engine of one sharded model: runs calls of units.
 
-From here to the first all-gather: `FSDPModule.__call__` comes to `Runtime.call`, which enters the
-unit in `scheduler`, which asks `schedule.sequencer` what must happen and has `unit` launch the
-gather in a queue of `transport.communicator`.
+From a call to its all-gather: `FSDPModule.__call__` calls `Runtime.call`, which enters the unit in
+the `Scheduler`. It gets the events to perform from `schedule.sequencer`, and has the `Unit` launch
+the gather in a queue of `transport.communicator`.
 """
 
 import weakref
@@ -14,36 +14,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
+from shardwise.plan.wire import EXACT
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.collective_memory import use_memory
 from shardwise.runtime.held_memory import HeldMemory
-from shardwise.runtime.memory import Pools
+from shardwise.runtime.memory import Allocator, Pools
 from shardwise.runtime.nested import tensors_left_in
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.structure import Structure
+from shardwise.runtime.structure import HANDLE, Structure
 from shardwise.runtime.unit import Unit, plan_memory
 from shardwise.schedule.sequencer import Outcome, schedule
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.registered_memory import MemoryKind
+from shardwise.transport.api import RankGroup
+from shardwise.transport.communicator import Collectives, communicator
+from shardwise.transport.process_group import ProcessGroupCollectives
+from shardwise.transport.registered_memory import MemoryKind, check_memory
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
-
-HANDLE = "_shardwise"  # where a module keeps how it finds its unit
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How a module finds its unit."""
+    """Connects a module with its unit."""
 
     runtime: "Runtime"
     index: int
-    choice: UnitChoice  # as the user said it
+    choice: UnitChoice  # the user's options
 
     @property
     def unit(self) -> Unit:
@@ -58,7 +60,7 @@ class Handle:
 class Runtime:
     """One sharded model: its plan, its units, and the scheduler that runs them.
 
-    The modules hold it; it holds no module, so that a model that is deleted frees its memory.
+    The modules refer to it, but it refers to no module, so a deleted model frees its memory.
     """
 
     def __init__(
@@ -68,20 +70,20 @@ class Runtime:
         mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
-        fill: Callable[[UnitPlan], None] | None,  # gives values to the parameters of a unit
+        fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
-        self.gave_values = fill is not None  # to the parameters, which had none
-        self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards a copy of the root, or the root
+        self.gave_values = fill is not None  # the parameters had none
+        self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards the root, or a copy of it
         self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         self.plan = plan
         self.mesh = mesh
-        self.own_meshes = own_meshes  # of units with other ranks, by name
+        self.own_meshes = own_meshes  # by name, of units with other ranks than the model
         self.pools = Pools(device)
-        self._offloader = cache(partial(HostOffloader, device))  # for a policy
+        self._offloader = cache(partial(HostOffloader, device))  # one per policy
         if fill is None:
             self.units = [self._make_unit(root, unit, lambda _: None) for unit in plan.units]
-        else:  # those inside others first
+        else:  # inner units first
             self.units = [self._make_unit(root, unit, fill) for unit in plan.units[::-1]][::-1]
         plan_memory(self.units, schedule(plan))
         move_buffers(root, device)
@@ -100,12 +102,6 @@ class Runtime:
         kinds = {unit.settings.collective_memory for unit in self.units} - {MemoryKind.OWN}
         if kinds:  # chosen for units before the module around them was sharded
             self.use_memory(MemoryKind(kinds.pop()))
-
-    def use_memory(self, kind: MemoryKind) -> None:
-        """Between steps: have all collectives work in memory of this kind."""
-        use_memory(kind, self.units, self.pools, self.mesh, lambda: schedule(self.plan))
-        for unit in self.units:
-            unit.settings.collective_memory = kind
 
     def call(
         self,
@@ -135,7 +131,7 @@ class Runtime:
             outcome = hooks.watch_outputs(
                 module,
                 output,
-                tensors_left_in(module, HANDLE),
+                tensors_left_in(module),
                 partial(scheduler.before_backward, call),
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )
@@ -146,7 +142,7 @@ class Runtime:
         return output
 
     def is_converted(self) -> bool:
-        """Whether modules hold parameters of another dtype or device than were sharded."""
+        """Whether the dtype or device of parameters was changed since they were sharded."""
         held = (
             (parameter.owners[0].get(), parameter.local)
             for unit in self.units
@@ -158,17 +154,62 @@ class Runtime:
         )
 
     def unfrozen(self) -> list[str]:
-        """The parameters, by name, that were frozen when they were sharded and no longer are."""
+        """The names of parameters that were frozen when they were sharded and no longer are."""
         names = [one.name for one in self._frozen if one.sharded.requires_grad]
         return names if self.scheduler.is_between_steps else []
 
     def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
-        """Have forward refuse parameters that are added from now on, or warn of them."""
+        """Make forward refuse parameters that are added from now on, or warn about them."""
         self.warns_of_added = warns
         self._structures = [
-            Structure(root.get_submodule(unit.name), unit.name, HANDLE, warns=warns)
+            Structure(root.get_submodule(unit.name), unit.name, warns=warns)
             for unit in self.plan.units
         ]
+
+    # -- memory of collectives -------------------------------------------------------------------
+
+    def use_memory(self, kind: MemoryKind) -> None:
+        """Between steps: put the buffers of all collectives into memory of this kind.
+
+        Raises:
+            PlanError: the backend has no such memory, or some units cannot use it.
+            StepError: a step is in progress.
+        """
+        if kind is not self.pools.kind and self.mesh.num_ranks > 1:
+            self._check_memory(kind)
+            self._replace_memory(kind)
+        for unit in self.units:
+            unit.settings.collective_memory = kind
+
+    def _check_memory(self, kind: MemoryKind) -> None:
+        if any(unit.plan.wire != EXACT for unit in self.units):
+            raise PlanError(
+                f"the collectives of a model with a Wire cannot use {kind} memory, because they "
+                "send encoded data from other memory; leave out the call, or the wire"
+            )
+        check_memory(kind, self.mesh.world, self.pools.device)
+        if any(flat.mesh.shards != self.mesh.shards for unit in self.units for flat in unit.flats):
+            raise PlanError(
+                f"units with other ranks than the model (experts) cannot use {kind} memory for "
+                "their collectives; leave out the call"
+            )
+
+    def _replace_memory(self, kind: MemoryKind) -> None:
+        mesh = self.mesh
+        links = communicator(mesh.world, self.pools.device)
+        reduced = next((stage.group for stage in mesh.reduction if stage.group.size > 1), mesh.row)
+        self.pools.use(
+            kind,
+            _allocator(links.gather, kind, mesh.shards, only_moves=True),
+            _allocator(links.reduce, kind, reduced, only_moves=False),
+        )
+        pool = None if kind is MemoryKind.OWN else self.pools.registered_gradients
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.use_memory_of(pool)
+        plan_memory(self.units, schedule(self.plan))
+
+    # -- construction ----------------------------------------------------------------------------
 
     def _make_unit(self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None]) -> Unit:
         offloader = None if plan.offload is None else self._offloader(plan.offload)
@@ -178,19 +219,29 @@ class Runtime:
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
         for number, flat in enumerate(unit.flats):
-            for position in range(len(flat.parameters)):
-                flat.listen(position, partial(_accept, scheduler, index, number, position))
+            for position, parameter in enumerate(flat.parameters):
+                parameter.on_gradient = partial(_accept, scheduler, index, number, position)
+                parameter.watch_gradient()
 
 
-# -- backward ------------------------------------------------------------------------------------
+def _allocator(
+    queue: Collectives, kind: MemoryKind, group: RankGroup, *, only_moves: bool
+) -> Allocator | None:
+    """Switch ``queue`` to memory of this kind, and return its allocator."""
+    assert isinstance(queue, ProcessGroupCollectives), "`check_memory` was called"
+    queue.use_memory(kind, only_moves=only_moves)
+    if kind is MemoryKind.OWN or group.size == 1:
+        return None
+    return lambda num_bytes, purpose: queue.allocate(num_bytes, group, purpose)
 
 
 def _accept(
     scheduler_ref: "weakref.ref[Scheduler]", index: int, number: int, position: int
 ) -> None:
+    """Take the gradient that autograd has put on a dense parameter."""
     scheduler = scheduler_ref()
     if scheduler is None:
-        return  # the model is gone, and its graph outlived it
+        return  # the graph outlived the model
     hidden = scheduler.hidden_call(index)
     if hidden is not None:
         scheduler.before_backward(hidden)

@@ -1,4 +1,4 @@
-"""Reduced gradients: from the end of a reduction to the parameters' ``.grad``."""
+"""Reduced gradients, from the end of a reduction to ``p.grad``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ __all__ = ["GradientShard"]
 class GradientShard:
     """This rank's shard [S] of the reduced gradients of one layout.
 
-    Its memory is new in each backward and freed with the gradients. In data-parallel training on
-    the CPU it is kept for the next backward (``keeps_memory``), as malloc would take other memory
-    for it each time, and the process would grow; so is page-locked memory of the host.
+    Its memory is allocated in each backward and freed with the gradients. In data-parallel training
+    on the CPU it is kept for the next backward (``keeps_memory``): malloc would return other memory
+    each time, and the process would grow. Page-locked memory of the host is kept, too.
     """
 
     def __init__(
@@ -43,24 +43,26 @@ class GradientShard:
         self.mesh = mesh
         self.offloader = offloader
         self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
-        self.scale = 1.0  # of the sums, to make averages of them
+        self.scale = 1.0  # turns sums into averages
         self._settings = settings
         self._layout = layout
-        self._own = layout.slices_of_shard(mesh.rank)
-        self._pool = self.reduce_pool = pool  # the second is for sums that are copied to the host
+        self._slices = layout.slices_of_shard(mesh.rank)
+        self._pool = pool
+        self.reduce_pool = pool  # has the sums that are copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
-        self._is_stepped = False  # in backward: then gradients are dropped there, by `drop`
-        # Whether autograd gave each parameter a gradient, since the last ones were handed over.
+        self._steps_in_backward = False  # gradients then live only until `drop`
+        # By position: autograd has computed a gradient since gradients were last handed over.
         self.used = [False] * len(layout.extents)
-        self._fresh: list[int] = []  # positions whose .grad was None before this backward
-        self._is_handed_over = False
-        # [S], until it is handed over; if it is kept, until somebody holds the last .grad
+        # Positions whose .grad was None before this backward; None until gradients are handed over.
+        self._fresh: list[int] | None = None
+        # [S], until it is handed over; kept memory stays here until it is found to be shared.
         self.current: Tensor | None = None
         self._offload: _PendingOffload | None = None
 
     @property
     def scale_on_device(self) -> float:
-        """How much of ``scale`` the reduction applies; after a cast on the host it rounds less."""
+        """The part of ``scale`` that the reduction applies: none if the host casts the sums."""
+        # Scaling after the cast rounds less.
         is_cast_later = self.offloader is not None and self._layout.casts_sums
         return 1.0 if is_cast_later else self.scale
 
@@ -70,14 +72,14 @@ class GradientShard:
         return all(parameter.sharded.grad is None for parameter in self.parameters)
 
     @property
-    def is_free(self) -> bool:
-        """Whether its memory may be that of the reduce buffer."""
-        return not self._is_stepped and self.is_empty
+    def can_lend_memory(self) -> bool:
+        """Whether the reduce buffer may use this shard's memory."""
+        return not self._steps_in_backward and self.is_empty
 
     def memory(self) -> Tensor:
-        """[S], for the gradients of this backward."""
+        """Return memory [S] for the gradients of this backward."""
         size = self._layout.shard_elements
-        if self._is_stepped:
+        if self._steps_in_backward:
             if self.current is None:
                 self.current = self._step_pool.allocate_tensor(size, self.dtype)
         elif self.current is None or is_shared(self.current, own_references=1):
@@ -85,18 +87,18 @@ class GradientShard:
                 with torch.inference_mode(mode=False):
                     self.current = torch.empty(size, dtype=self.dtype, device=self._pool.device)
             else:
-                self.current = self.offloader.allocate_shard(
+                self.current = self.offloader.allocate_shard(  # slow
                     self._layout, self._layout.gradient_dtype
-                )  # takes long
+                )
         return self.current
 
     def release_memory(self) -> None:
-        """The reduce buffer was in it, and its sums are not the gradients."""
+        """Release memory that the reduce buffer used, and that does not hold the gradients."""
         if not self._keeps_memory:
             self.current = None
 
     def deliver(self, reduced: Tensor) -> bool:
-        """Hand over ``reduced`` [S], or begin to copy it to the host; whether it is copied."""
+        """Hand over ``reduced`` [S], or begin to copy it to the host. Returns whether it copies."""
         if self.offloader is None:
             self._hand_over(reduced)
             return False
@@ -107,7 +109,7 @@ class GradientShard:
         return True
 
     def finish_offload(self) -> None:
-        """Hand over gradients that have arrived at the host."""
+        """Wait for the copy to the host, and hand over the gradients."""
         assert self._offload is not None
         self._offload.work.synchronize()
         arrived = self._offload.arrived
@@ -116,8 +118,8 @@ class GradientShard:
         self._end_offload()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """A parameter that no rank used keeps the gradient it had, which may be None."""
-        if not self._is_handed_over:
+        """Restore None as the gradient of parameters that no rank used and that had none."""
+        if self._fresh is None:
             return
         for position in self._fresh:
             if not used_anywhere[position]:
@@ -128,55 +130,56 @@ class GradientShard:
         self.forget()
 
     def fill_with_zeros(self) -> None:
-        """Where there is no gradient, as in a unit that did not run."""
+        """Give parameters without a gradient zeros, as in a unit that did not run."""
         for parameter in self.parameters:
             if parameter.sharded.requires_grad and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
     def forget(self) -> None:
-        """The backward is over; ``used`` is kept if its gradients wait for a later reduction."""
-        if self._is_handed_over:
+        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
+        if self._fresh is not None:
             self.used = [False] * len(self.used)
-        self._is_handed_over, self._fresh = False, []
+        self._fresh = None
 
     def step_in_backward(self, is_stepped: bool) -> None:
-        """Whether gradients, of which there are none now, live until `drop`, in a pool's memory."""
-        self._is_stepped = is_stepped
+        """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
+        self._steps_in_backward = is_stepped
         self.current = None
 
     def drop(self) -> None:
-        """The optimizer has had the gradients: free them."""
+        """Free the gradients, after the optimizer's step."""
         for parameter in self.parameters:
             parameter.sharded.grad = None
         memory, self.current = self.current, None
         if memory is not None:
-            # A hook, or the optimizer, may have kept a gradient.
+            # A hook or the optimizer may have kept a gradient.
             pool = self._step_pool
             part_with = pool.disown if is_shared(memory, 1) else pool.free
             part_with(memory.untyped_storage())
 
     def discard(self) -> None:
-        """Drop all gradients under way, after an error."""
+        """Drop all gradients in progress, after an error."""
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()
         self.used = [False] * len(self.used)
-        self._is_handed_over, self._fresh = False, []
-        if self._is_stepped:
+        self._fresh = None
+        if self._steps_in_backward:
             self.drop()
         elif self.offloader is None:
             self.current = None
 
     @property
     def _step_pool(self) -> Pool:
-        """Where gradients that are dropped in backward live, on the device of their parameters."""
+        """The pool of gradients that are dropped in backward, on the device of their parameters."""
         return self._pool if self.offloader is None else self.offloader.staging
 
     def _hand_over(self, reduced: Tensor) -> None:
         if self._settings.reduced_hook is not None:
             self._settings.reduced_hook(reduced)
         is_own = reduced is self.current
-        pairs = zip(self.parameters, self._own, strict=True)
+        self._fresh = self._fresh or []
+        pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
                 if not parameter.sharded.requires_grad:
@@ -186,9 +189,8 @@ class GradientShard:
                 gradient = parameter.sharding.wrap(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
-        if not self._is_stepped and not self._keeps_memory:
-            self.current = None  # it is freed with the gradients
-        self._is_handed_over = True
+        if not self._steps_in_backward and not self._keeps_memory:
+            self.current = None  # freed with the gradients
 
     def _end_offload(self) -> None:
         offload, self._offload = self._offload, None
@@ -201,15 +203,15 @@ class GradientShard:
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffload:
-    """Reduced gradients on their way to the host."""
+    """Reduced gradients that are being copied to the host."""
 
-    reduced: Tensor  # [S], on the device, of the pool
+    reduced: Tensor  # [S], on the device, from `reduce_pool`
     arrived: Tensor  # [S], on the host
     work: DeviceWork
 
 
 def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
-    """Add ``gradient`` to the parameter's; whether it is the first."""
+    """Add ``gradient`` to that of the parameter. Returns whether it is the first."""
     sharded = parameter.sharded
     if sharded.grad is None:
         if gradient.dtype != sharded.dtype:

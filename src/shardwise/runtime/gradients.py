@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the shards."""
+"""Gradients from autograd to the end of their reduction."""
 
 import math
 import weakref
@@ -27,14 +27,14 @@ from shardwise.transport.quantized import QuantizedSums
 
 __all__ = ["GradientBuffer", "GradientState"]
 
-_DOMINANT = 7 / 8  # of a buffer
+_DOMINANT_SHARE = 7 / 8  # of a buffer
 
 
 class GradientState(StrEnum):
     """Where the gradients of one layout are."""
 
-    IDLE = "idle"  # with the parameters, or nowhere; maybe summed over this rank's row
-    FILLING = "filling"  # autograd yields them into the buffer
+    IDLE = "idle"  # in ``p.grad``, or none; a sum over this rank's row may await the column
+    FILLING = "filling"  # autograd writes them into the buffer
     REDUCING = "reducing"  # the buffer is being reduced
     OFFLOADING = "offloading"  # reduced, on their way to the host
 
@@ -48,14 +48,14 @@ _TRANSITIONS = {
 
 
 class GradientBuffer:
-    """The gradients of one layout, from the moment autograd yields them to ``p.grad``::
+    """The gradients of one layout, from autograd to ``p.grad``::
 
-    buffer [world_size * S]   one extent a parameter, written as autograd yields
-    partial [row * S]         summed over this rank's row, waiting for the sum over columns
-    reduced [S]               summed over all ranks; a `GradientShard` hands it to ``p.grad``
+    buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
+    partial [world_size * S / row]  summed over this rank's row, awaiting the sum over the column
+    reduced [S]                     summed over all ranks; a `GradientShard` hands it to ``p.grad``
 
-    Where a shard is the whole, as in data-parallel training, the buffer of a unit without child
-    units is in the memory of ``reduced`` from the start, unless there are gradients to add to.
+    If a shard has all elements, as in data-parallel training, the buffer of a unit without child
+    units uses the memory of ``reduced`` from the start, unless there are gradients to add to.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class GradientBuffer:
         self.state = GradientState.IDLE
         self.parameters = parameters  # in the order of the layout's extents
         self._owns_buffer = plan.holds_gradients
-        # In ``.grad`` until the reduction: there is no buffer while child units compute.
-        self._waits = plan.has_child_units and not plan.holds_gradients
+        # They stay in ``.grad`` until the reduction, so no buffer exists while child units compute.
+        self._is_deferred = plan.has_child_units and not plan.holds_gradients
         self._layout = layout
         self._mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
@@ -95,18 +95,18 @@ class GradientBuffer:
             keeps_memory=self._can_be_in_place and not is_accelerator(pool.device),
         )
         self._written = [False] * len(layout.extents)
-        # By position: a gradient on its way in memory that `claim` gave, while autograd holds it.
+        # By position: the gradient that is computed in memory from `claim`.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
-        self._aliases: list[weakref.ref[Tensor]] = []  # of extents
-        self._is_in_place = False  # the buffer is in the memory of the shard
+        self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
+        self._is_in_place = False  # the buffer uses the memory of the shard
         self._reduced: Tensor | None = None  # [S]
-        self._partial: Tensor | None = None  # [M]
-        self._scratch: list[torch.UntypedStorage] = []  # of the pool, until `collect`
+        self._partial: Tensor | None = None  # [world_size * S / row]
+        self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
     def use_memory_of(self, pool: Arena | None) -> None:
-        """Between steps: have reductions work in memory of ``pool``, or as in the beginning."""
+        """Between steps: reduce in memory of ``pool``; None for the original pool."""
         if self.state is not GradientState.IDLE or self._partial is not None:
-            raise StepError("the memory of reductions cannot be replaced while one is under way")
+            raise StepError("the memory of reductions cannot be replaced while one is in flight")
         self._use_buffer_of(pool or self._own_pool)
         self.shard.reduce_pool = self._pool
 
@@ -122,11 +122,11 @@ class GradientBuffer:
         )
 
     def expect(self, kind: EventKind) -> None:
-        """Tell the arena what an event of the imagined step allocates or frees."""
+        """Tell the arena what an event of the planned step allocates or frees."""
         pool, owner = self._pool, self._buffer.owners[0]
         if not isinstance(pool, Arena) or self._owns_buffer:
             return
-        is_late = self._waits or isinstance(self._buffer, ChunkedBuffer)
+        is_late = self._is_deferred or isinstance(self._buffer, ChunkedBuffer)
         if kind is EventKind.FINISH_REDUCE:
             pool.expect_free(owner)
         elif not (is_late and kind is EventKind.BACKWARD):
@@ -134,7 +134,7 @@ class GradientBuffer:
 
     @property
     def _divisors(self) -> tuple[float, float]:
-        """Of gradients before the sum over ranks, and of the sum."""
+        """The divisor of gradients before the sum over ranks, and that of the sum."""
         divisor = self._settings.gradient_divisor or self._mesh.num_ranks
         if self._settings.reduce_hook is not None:
             divisor = 1.0
@@ -142,26 +142,26 @@ class GradientBuffer:
         return before, divisor / before
 
     def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
-        """Where to compute a gradient, and whether to add it to an earlier one; None for anywhere.
+        """Return where to compute a gradient, and whether to add it there; None for anywhere.
 
-        The gradient may be computed in its place in the buffer, where `write` finds it, if that is
-        empty and all uses of the parameter are added there (``in_slot``). One that waits while
-        other units compute is put there only if the buffer is little larger.
+        It may be an empty extent of the buffer, from which `write` has nothing to copy, if all uses
+        of the parameter add their gradients there (``in_slot``). A gradient that has to wait while
+        child units compute gets its extent only if the buffer is not much larger.
         """
         parameter = self.parameters[position]
         if self.state is GradientState.REDUCING or parameter.dense.grad is not None:
             return None
         if position in self._claimed:
             before = self._claimed[position]()
-            # If autograd added it to another gradient, it holds it no longer; a user may.
+            # Autograd drops `before` when it adds it to another gradient; a user may still hold it.
             if before is None or num_tensor_references(before) != 2:  # noqa: PLR2004
                 return None
             return before, True
         view = self._buffer.views[position]
-        dominates = view.numel() > _DOMINANT * self._layout.num_elements
+        dominates = view.numel() > _DOMINANT_SHARE * self._layout.num_elements
         fits = parameter.dense.dtype == view.dtype and not self._written[position]
-        if fits and in_slot and (dominates or not self._waits):
-            self._fill()
+        if fits and in_slot and (dominates or not self._is_deferred):
+            self._open()
             place = view.detach()  # a new tensor, or autograd would copy it
             self._aliases.append(weakref.ref(place))
         else:
@@ -170,20 +170,20 @@ class GradientBuffer:
         return place, False
 
     def accept(self, position: int) -> None:
-        """Autograd has put a gradient on a dense parameter: take it, now or when it is reduced."""
+        """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
         self.shard.used[position] = True
-        if not self._waits:
+        if not self._is_deferred:
             self.write(position, self.parameters[position].take_gradient())
 
     def write_kept(self) -> None:
-        """Take the gradients that are on dense parameters."""
+        """Write the gradients that dense parameters still have."""
         for position, parameter in enumerate(self.parameters):
             if parameter.dense.grad is not None:
                 self.write(position, parameter.take_gradient())
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Write a gradient into its extent of the buffer, divided by the divisor before the sum."""
-        self._fill()
+        self._open()
         view = self._buffer.views[position]
         scale = 1.0 / self._divisors[0]
         if gradient.layout is not torch.strided:
@@ -191,7 +191,7 @@ class GradientBuffer:
         if self._written[position]:
             view.add_(gradient, alpha=scale)
         else:
-            if gradient.data_ptr() != view.data_ptr():  # it was not computed there
+            if gradient.data_ptr() != view.data_ptr():  # not computed there
                 self._evict(view)
                 view.copy_(gradient)
             if scale != 1.0:
@@ -200,9 +200,9 @@ class GradientBuffer:
         self._written[position] = True
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
-        """Reduce the buffer; extents that were not written count as zeros."""
+        """Reduce the buffer, in which extents that were not written count as zeros."""
         self.write_kept()
-        self._fill()
+        self._open()
         for position, view in enumerate(self._buffer.views):
             self._evict(view)
             if not self._written[position]:
@@ -210,7 +210,7 @@ class GradientBuffer:
         self._written = [False] * len(self._written)
         self._claimed = {}
         self._buffer.pack()
-        self._move(GradientState.REDUCING)
+        self._transition(GradientState.REDUCING)
         self.shard.scale = 1.0 / self._divisors[1]
         if self._settings.reduce_hook is not None:
             return self._call_hook(self._settings.reduce_hook)
@@ -220,7 +220,7 @@ class GradientBuffer:
             self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self._mesh.row
         stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
-        out = self._target() if all_reduces else None
+        out = self._reduce_target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         stays_in_flat = self._pool is not self._own_pool
         if out is None:
@@ -233,13 +233,13 @@ class GradientBuffer:
         reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, stays_in_flat)
         if self._quantized is None:
             return collectives.reduce(reduction, label)
-        _zero_padding(flat, self._layout)  # or it would set the scales of blocks
+        _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
         return self._quantized.reduce(collectives, reduction, label)
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:
-        """Have ``hook`` reduce the buffer, padding included."""
-        flat = self._buffer.flat.detach()  # whose `.data` it may replace
+        """Call ``hook`` to reduce the buffer, including its padding."""
+        flat = self._buffer.flat.detach()  # the hook may replace its `.data`
         _zero_padding(flat, self._layout)
         if self._mesh.size == 1:
             reduced = flat
@@ -247,27 +247,27 @@ class GradientBuffer:
         else:
             reduced = flat.new_empty(self._layout.shard_elements)
             hook(flat, reduced)
-        copy_(self._target(), reduced)
+        copy_(self._reduce_target(), reduced)
         work = Work(job=lambda: None)
         work.run()
         return work
 
     def collect(self) -> None:
-        """Hand the reduced gradients, if they are complete, to the parameters."""
+        """Hand the reduced gradients to the parameters, if they are complete."""
         self._close()
         reduced, self._reduced = self._reduced, None
         is_offloading = reduced is not None and self.shard.deliver(reduced)
-        self._move(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
+        self._transition(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
         self._free_scratch()
 
     def finish_offload(self) -> None:
-        """Hand over gradients that have arrived at the host."""
+        """Hand gradients that were copied to the host to the parameters."""
         if self.state is GradientState.OFFLOADING:
             self.shard.finish_offload()
-            self._move(GradientState.IDLE)
+            self._transition(GradientState.IDLE)
 
     def discard(self) -> None:
-        """Drop everything that is under way, after an error."""
+        """Drop all gradients in progress, after an error."""
         self._written = [False] * len(self._written)
         self._claimed = {}
         self._reduced = None
@@ -281,16 +281,16 @@ class GradientBuffer:
         self.shard.discard()
         self.state = GradientState.IDLE
 
-    def _fill(self) -> None:
-        """Open the buffer, if it is not open yet."""
-        assert self.state is not GradientState.REDUCING, "its last reduction is under way"
+    def _open(self) -> None:
+        """Give the buffer memory, unless it is FILLING already."""
+        assert self.state is not GradientState.REDUCING, "its last reduction is in flight"
         self.finish_offload()
         if self.state is GradientState.FILLING:
             return
-        self._move(GradientState.FILLING)
+        self._transition(GradientState.FILLING)
         if not self._owns_buffer:
             is_own = self._pool is self._own_pool
-            self._is_in_place = is_own and self._can_be_in_place and self.shard.is_free
+            self._is_in_place = is_own and self._can_be_in_place and self.shard.can_lend_memory
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())
             else:
@@ -306,22 +306,22 @@ class GradientBuffer:
         self._aliases = []
 
     def _evict(self, view: Tensor) -> None:
-        """Copy a gradient that was computed in ``view``, and is still referenced, to new memory.
+        """Move a gradient that was computed in ``view``, and is still referenced, to new memory.
 
-        Autograd may hold it, to add that of an earlier call, or a hook of the user's.
+        Autograd may hold it to add the gradient of an earlier call, or a user's hook may hold it.
         """
         for alias in self._aliases:
             gradient = alias()
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 gradient.data = gradient.clone()
 
-    def _target(self) -> Tensor:
-        """Where to reduce to [S]: the memory of the gradients, or scratch that is added to them."""
+    def _reduce_target(self) -> Tensor:
+        """Return where to reduce to [S]: the gradients' memory, or scratch to add to them."""
         size, flat = self._layout.shard_elements, self._buffer.flat
         if self._is_in_place and self.shard.is_empty:
-            self._reduced = self.shard.current  # which has its memory back when the buffer closes
+            self._reduced = self.shard.current  # it gets its memory back when the buffer closes
             return flat
-        if self.shard.offloader is not None:  # until it has arrived at the host
+        if self.shard.offloader is not None:  # freed when the copy to the host has ended
             self._reduced = self._allocate_tensor(size, flat.dtype, "shard on the device")
         elif self.shard.is_empty:
             self._reduced = self.shard.memory()
@@ -330,8 +330,8 @@ class GradientBuffer:
             self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
 
-    def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, what: str) -> Tensor:
-        owner = f"{what} of {self._buffer.owners[0]}"
+    def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, purpose: str) -> Tensor:
+        owner = f"{purpose} of {self._buffer.owners[0]}"
         return self._pool.allocate_tensor(num_elements, dtype, owner)
 
     def _free_scratch(self) -> None:
@@ -339,17 +339,17 @@ class GradientBuffer:
             self._pool.free(storage)
         self._scratch = []
 
-    def _move(self, to: GradientState) -> None:
+    def _transition(self, to: GradientState) -> None:
         assert to in _TRANSITIONS[self.state], f"gradients: {self.state} -> {to}"
         self.state = to
 
 
 def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
-    """What gradients are divided by before the sum; the rest of the division comes after it.
+    """Return the part of ``divisor`` by which gradients are divided before the sum.
 
-    To divide after the sum is cheaper. But large sums of float16 would overflow, and to divide by
-    everything before it would make small numbers underflow. A power of two near the square root
-    balances both, and does not round.
+    Dividing after the sum is cheaper, but large sums in float16 would overflow. Dividing by all of
+    it before the sum would make small numbers underflow. A power of two near the square root
+    balances both, and the division by it is exact.
     """
     if dtype != torch.float16:
         return 1.0
@@ -357,7 +357,7 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
 
 
 def _zero_padding(flat: Tensor, layout: Layout) -> None:
-    """Fill the padding with zeros."""
+    """Fill the padding of a flat buffer with zeros."""
     for rank, shard in enumerate(flat.view(layout.world_size, -1)):
         end = 0
         for extent in layout.extents:

@@ -1,11 +1,11 @@
-"""Adds a note to an out-of-memory error: what holds memory, and what would free some of it."""
+"""Notes on out-of-memory errors: what uses device memory, and what would free some of it."""
 
 import errno
 import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise.plan.plan import Plan
 from shardwise.runtime.memory import Pools
+from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
@@ -21,102 +22,100 @@ from shardwise.transport.device import allocated_bytes, is_accelerator, num_allo
 __all__ = ["HeldMemory", "is_out_of_memory"]
 
 _NUM_LARGEST = 3
-_NUM_REDUCED = 2  # units whose gradients are whole at the same time
-_LARGE_SHARE = 0.5  # of what is gathered, in one unit
+_NUM_REDUCING = 2  # units that are reduced at the same time
+_LARGE_SHARE = 0.5  # of the gathered bytes, in one unit
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, of Python, an accelerator, the host or shared memory."""
+    """Whether an allocation failed: by Python or torch, on any device or in shared memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The device memory of one kind of tensors."""
-
-    kind: str
-    num_bytes: int
-    remark: str = ""
+    is_from_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_from_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 class HeldMemory:
-    """The memory of one model on this rank; it is measured only after a failed allocation."""
+    """The device memory of one model on this rank, measured only after a failed allocation."""
 
     def __init__(self, root: nn.Module, plan: Plan, units: Sequence[Unit], pools: Pools) -> None:
         self._root = weakref.ref(root)
         self._plan = plan
         self._units = tuple(units)
         self._pools = pools
-        self._seen: str | None = None  # the table of a failure whose exception is not known yet
+        self._table: str | None = None  # of a failure in backward, whose exception is not known yet
         self._num_failures = num_allocation_failures(pools.device)
 
     def note(self, error: BaseException, where: str) -> None:
-        """Add the table to ``error`` if it says that memory ran out, once."""
+        """Add a table of the memory to ``error``, once, if it is an out-of-memory error."""
         if is_out_of_memory(error) and not _is_noted(error):
-            error.add_note(self._seen or self.table(where))
+            error.add_note(self._table or self.table(where))
             self._num_failures = num_allocation_failures(self._pools.device)
 
     def remember(self, where: str) -> None:
-        """Backward failed in an operator, and only the caller of backward gets its exception.
+        """Keep the table for an exception in backward, which only backward's caller will see.
 
-        On an accelerator the allocator says whether memory was the reason; this then warns.
+        Warns if the accelerator's allocator has counted another failure.
         """
-        self._seen = self.table(where)
+        self._table = self.table(where)
         before = self._num_failures
         self._num_failures = num_allocation_failures(self._pools.device)
         if self._num_failures > before:
-            warnings.warn(self._seen, stacklevel=2)
+            warnings.warn(self._table, stacklevel=2)
 
     def forget(self) -> None:
-        """A new step begins."""
-        self._seen = None
+        """Drop the table of the last step."""
+        self._table = None
 
     def table(self, where: str) -> str:
-        """What holds device memory ``where`` this rank is, and what would free some of it."""
-        rows = list(self._rows())
+        """A table of the device memory, with advice; ``where`` says what this rank was doing."""
+        gathered = self._gathered()
+        held = self._held(sum(num for num, _ in gathered))
         if is_accelerator(self._pools.device):
-            others = allocated_bytes(self._pools.device) - sum(row.num_bytes for row in rows)
-            rows.append(_Row("activations and all others", max(0, others)))
+            others = allocated_bytes(self._pools.device) - sum(held.values())
+            held["activations and all others"] = max(0, others)
+        largest = ", ".join(f"{label} {_megabytes(num)}" for num, label in gathered[:_NUM_LARGEST])
+        remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
+        remarks = {"gathered units": remark} if gathered else {}
         lines = [f"out of memory in {where}; on {self._pools.device} are:"]
-        lines += [f"  {row.kind:<28}{_megabytes(row.num_bytes):>14}  {row.remark}" for row in rows]
-        advice = sorted(self._advice({row.kind: row.num_bytes for row in rows}), reverse=True)
+        for kind, num_bytes in held.items():
+            lines.append(f"  {kind:<28}{_megabytes(num_bytes):>14}  {remarks.get(kind, '')}")
+        advice = sorted(self._advice(held, gathered), reverse=True)
         if advice:
             lines.append("to free some of it:")
             lines += [f"  {text}: up to {_megabytes(num)}" for num, text in advice]
         return "\n".join(line.rstrip() for line in lines)
 
-    def _rows(self) -> Iterator[_Row]:
-        gathered = self._gathered()
-        largest = ", ".join(f"{label} {_megabytes(n)}" for n, label in gathered[:_NUM_LARGEST])
-        remark = f"{len(gathered)} of {len(self._units)}; the largest: {largest}"
+    def _held(self, gathered_bytes: int) -> dict[str, int]:
+        """The bytes of each kind of tensors, except activations."""
+        root, pools = self._root(), self._pools
         sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
-        pools = self._pools
-        yield _Row("shards", self._here(flat.shard for unit in self._units for flat in unit.flats))
-        yield _Row("gathered units", sum(n for n, _ in gathered), remark if gathered else "")
+        flats = [flat for unit in self._units for flat in unit.flats]
+        extended = (p.local for flat in flats if flat.layout.is_extended for p in flat.parameters)
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
-        yield _Row("gradients before reduction", whole)
-        yield _Row("gradients", self._here(p.grad for p in sharded))
-        yield _Row("optimizer states", self._here(_states_of(sharded)))
-        root = self._root()
-        yield _Row("buffers", 0 if root is None else self._here(root.buffers()))
         idle = sum(pool.held_bytes - pool.allocated_bytes for pool in pools)
-        yield _Row("kept for the next units", max(0, idle))
+        return {
+            "shards": self._here((*(flat.shard for flat in flats), *extended)),
+            "gathered units": gathered_bytes,
+            "gradients before reduction": whole,
+            "gradients": self._here(parameter.grad for parameter in sharded),
+            "optimizer states": self._here(_states_of(sharded)),
+            "buffers": 0 if root is None else self._here(root.buffers()),
+            "kept for the next units": max(0, idle),
+        }
 
     def _gathered(self) -> list[tuple[int, str]]:
-        """Bytes and label of the units that are gathered now, the largest first."""
+        """(bytes, label) of the units that are gathered now, the largest first."""
         sizes = (
             (sum(flat.gathered_bytes for flat in unit.flats), unit.plan.label)
             for unit in self._units
         )
         return sorted((size for size in sizes if size[0]), reverse=True)
 
-    def _advice(self, held: dict[str, int]) -> Iterator[tuple[int, str]]:
-        """What a user can change, with the bytes that it frees at most."""
-        gathered = self._gathered()
+    def _advice(
+        self, held: dict[str, int], gathered: list[tuple[int, str]]
+    ) -> Iterator[tuple[int, str]]:
+        """(the most bytes it frees, what the user can change)."""
         stays = {unit.plan.label for unit in self._units if not unit.plan.reshard}
         kept = sum(n for n, label in gathered if label in stays)
         if len(gathered) > 1 and kept:
@@ -126,7 +125,7 @@ class HeldMemory:
             yield ahead, f"prefetch=0 instead of {self._plan.prefetch} gathers none ahead"
         if gathered and gathered[0][0] > _LARGE_SHARE * held["gathered units"]:
             yield gathered[0][0] // 2, f"smaller units: {gathered[0][1]} could be several"
-        at_once = _NUM_REDUCED * max(unit.plan.gradient_bytes for unit in self._units)
+        at_once = _NUM_REDUCING * max(unit.plan.gradient_bytes for unit in self._units)
         if held["gradients before reduction"] > at_once:
             waiting = held["gradients before reduction"] - at_once
             yield waiting, "set_requires_gradient_sync(True) reduces each micro-batch's gradients"
@@ -140,14 +139,15 @@ class HeldMemory:
             yield others, "activation checkpointing, sw.offload_activations or a smaller batch"
 
     def _here(self, tensors: Iterable[Tensor | None]) -> int:
-        """Bytes of this rank's parts of ``tensors`` on the device, each memory counted once."""
+        """Bytes of this rank's parts of ``tensors`` on the device; shared memory counts once."""
         own = (local_of(one) if isinstance(one, DTensor) else one for one in tensors)
-        here = [one for one in own if one is not None and one.device == self._pools.device]
+        plain = chain.from_iterable(plain_tensors(one) for one in own if one is not None)
+        here = [one for one in plain if one.device == self._pools.device]
         return sum({one.data_ptr(): one.nbytes for one in here}.values())
 
 
 def _states_of(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What optimizers keep for ``parameters``; they are found among all objects of the process."""
+    """Tensors in the states of ``parameters``, in all optimizers that the process has."""
     wanted = {id(parameter) for parameter in parameters}
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer):

@@ -1,15 +1,15 @@
-"""The hooks on autograd's nodes and on gradients of parameters.
+"""Hooks on autograd's nodes and on gradients of parameters.
 
-How each event is noticed:
+How each event is detected:
 
-- *A unit's call* is seen by overriding ``__call__`` in a class made for the module, so that an
-  exception is seen as well and no order among forward hooks matters.
-- *Backward reaches a unit* when autograd runs the node that made one of its outputs, or a tensor
-  that its forward left in an attribute (``self.loss = ...``). For a view, the node of its base is
-  watched too: an in-place operation replaces a view's own node.
-- *A gradient is ready* when AccumulateGrad has run (``register_post_accumulate_grad_hook``).
-- *Backward ends* when autograd runs the callbacks queued for the graph task. If it dies instead,
-  the callback object is dropped, and its ``__del__`` says so.
+- *A unit is called*: its class, made by `fully_shard`, overrides ``__call__``. So exceptions are
+  caught as well, and the order of forward hooks does not matter.
+- *Backward reaches a unit*: autograd runs the node that made one of its outputs, or a tensor that
+  its forward left in an attribute (``self.loss = ...``). For a view, the node of its base is hooked
+  too, because an in-place operation replaces the view's own node.
+- *A gradient is ready*: AccumulateGrad has run (``register_post_accumulate_grad_hook``).
+- *Backward ends*: autograd runs the callbacks queued for the graph task. If the graph task fails
+  instead, autograd drops the callback object, whose ``__del__`` reports this.
 """
 
 import sys
@@ -38,7 +38,7 @@ NO_TASK = -1
 
 
 def current_task() -> int:
-    """Autograd's graph task that this thread is in, or `NO_TASK`."""
+    """The id of the graph task that autograd runs in this thread, or `NO_TASK`."""
     return _private.current_graph_task()
 
 
@@ -52,10 +52,9 @@ def watch_outputs(
 ) -> Outcome:
     """Call ``callback`` when backward reaches a tensor in ``output`` or ``left``.
 
-    A module that uses trainable parameters may need gradients on other ranks, whose data took
-    another branch, so there a tensor without gradients counts as one with them. A unit with
-    ``trainable`` parameters that returns no tensor at all may have stored some where they are not
-    found.
+    An output without gradients counts as differentiable if the module uses trainable parameters:
+    the data of other ranks may have taken a branch that needs gradients. A unit with ``trainable``
+    parameters that returns no tensor may have stored some where they are not found.
     """
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
@@ -72,7 +71,7 @@ def watch_outputs(
 
 
 def _uses_trainable(module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` is trainable, in whichever unit."""
+    """Whether a parameter of ``module`` is trainable, in any unit."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -85,7 +84,7 @@ def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
 def at_end_of_backward(
     finish: Callable[[], None], abandon: Callable[[BaseException], None]
 ) -> None:
-    """Call ``finish`` when the graph task of this thread ends, or ``abandon`` if it dies."""
+    """Call ``finish`` when this thread's graph task ends, or ``abandon`` if it fails."""
     _private.queue_callback(_End(finish, abandon))
 
 
@@ -99,7 +98,7 @@ def check_first_order() -> None:
 
 
 class _End:
-    """Called when a graph task ends, dropped without it when the task dies."""
+    """A callback for the end of a graph task; it is deleted without a call if the task fails."""
 
     def __init__(
         self, finish: Callable[[], None], abandon: Callable[[BaseException], None]

@@ -15,22 +15,23 @@ from shardwise.transport.api import Work
 
 __all__ = ["Ledger", "LedgerReader", "Record", "note_sent"]
 
-_MAX_RECORDS = 1 << 14  # of forwards that wait for their backward: more than 100 layers x 32 passes
+# Records of forwards that have had no backward: more than those of 32 passes of 100 layers.
+_MAX_RECORDS = 1 << 14
 
 
-# Weakly on both sides: a reader of a ledger may hold parameters, which hold their mesh.
+# Weak on both sides: a reader of a ledger may hold parameters, which hold their mesh.
 _ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, weakref.ref[Ledger]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
-    """Have the ledger of the model on ``mesh`` count ``work``, which no event of it launched.
+    """Count a collective that no event launched in the ledger of the model on ``mesh``.
 
     Args:
-        mesh: of a parameter or a unit; that of a model has a ledger.
-        work: a collective that was launched.
-        after_backward: it belongs to the step whose backward has ended last.
+        mesh: of a parameter or a unit. Nothing is counted if no model on it has a ledger.
+        work: the collective.
+        after_backward: it belongs to the step whose backward ended last.
     """
     reference = None if mesh is None else _ledgers.get(mesh)
     ledger = None if reference is None else reference()
@@ -42,56 +43,56 @@ def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool
 class Record:
     """One event that took place.
 
-    Times are seconds of `time.perf_counter`, of the stream that computes: floats, or events of a
-    device that are converted to floats when they have taken place.
+    Times are in seconds of `time.perf_counter`, on the stream that computes: floats, or device
+    events that can be converted to floats once they have taken place.
     """
 
     event: Event
     step: int
     began: SupportsFloat
     ended: SupportsFloat = 0.0
-    works: tuple[Work, ...] = ()  # the communication that it launched
-    sent: AxisBytes = NOTHING  # what this rank sends in it
+    works: tuple[Work, ...] = ()  # communication that the event launched
+    sent: AxisBytes = NOTHING  # bytes that this rank sends in it
 
     @property
     def seconds(self) -> float:
-        """How long it took; for a wait, exposed communication."""
+        """Duration of the event; for a wait, this is exposed communication."""
         return float(self.ended) - float(self.began)
 
     @property
     def busy_seconds(self) -> float:
-        """How long the communication that it launched ran."""
+        """Duration of the communication that the event launched."""
         return sum(ended - began for began, ended in (work.span for work in self.works))
 
 
 class LedgerReader:
-    """Is called when the ledger is written. Its methods do nothing, for readers that need some."""
+    """Is called when the ledger changes. The methods of this base class do nothing."""
 
     def forward_began(self) -> None:
         """An outermost forward is about to enter its first unit."""
 
     def forward_ended(self) -> None:
-        """It has ended."""
+        """An outermost forward has ended."""
 
     def appended(self, record: Record) -> None:
-        """An event of the step under way took place, or was launched."""
+        """An event of the current step took place, or was launched."""
 
     def step_ended(self, step: int, records: Sequence[Record]) -> None:
-        """A backward has ended; on a device it may still run."""
+        """A backward has ended; a device may still be running it."""
 
     def step_abandoned(self) -> None:
-        """The step under way raised, and is tried again under the same number."""
+        """The current step raised; the next attempt has the same number."""
 
     def span_ended(self, step: int, name: str, began: SupportsFloat, ended: SupportsFloat) -> None:
-        """What a user of the model named has ended; ``step`` is under way or the next one."""
+        """A `Ledger.span` has ended in ``step``, the current step."""
 
 
 class Ledger:
     """The events of the last ``max_steps`` steps.
 
-    A step is one forward and the backward that follows it, so accumulation makes several of one
-    optimizer step. A forward that no backward can follow, as under `torch.no_grad`, is part of the
-    step under way until the next forward begins.
+    A step is one forward and the backward that follows it, so with accumulation an optimizer step
+    has several. A forward that no backward can follow, as under `torch.no_grad`, is part of the
+    current step until the next forward begins.
     """
 
     def __init__(
@@ -103,73 +104,72 @@ class Ledger:
         self._labels = labels  # of the plan's units
         self.clock = clock
         self.readers: list[LedgerReader] = []
-        self.outer_bytes = 0  # of all differences that this rank has sent to other replicas
-        self.updates = 0  # forwards before which parameters had changed
+        self.outer_bytes = 0  # of differences that this rank has sent to other replicas
+        self.updates = 0  # number of forwards before which parameters had changed
+        self.step = 0  # number of the current step
+        self.gathered_bytes = 0  # of the units that are gathered now
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
         self._sent = deque([NOTHING], maxlen=max_steps)  # outside of events, by step
-        self._step = 0
-        self._gathered_bytes = 0
         self._peak_gathered_bytes = 0
-        self._forward = slice(0, 0)  # of the step under way: records that the next forward replaces
+        self._forward = slice(0, 0)  # records of the current step that the next forward replaces
 
     def __repr__(self) -> str:
-        first = self._step - len(self._steps) + 1
-        kept = f"steps {first} to {self._step - 1}" if self._step else "no step yet"
+        kept = f"steps {self._first_step} to {self.step - 1}" if self.step else "no step yet"
         peak = f"at most {self._peak_gathered_bytes:,} bytes gathered at once"
         return f"Ledger({kept}, {len(self._labels)} units, {peak})"
 
     @property
-    def step(self) -> int:
-        """Number of the step under way, from 0."""
-        return self._step
+    def _first_step(self) -> int:
+        """Number of the oldest step that is kept."""
+        return self.step - len(self._steps) + 1
 
     def append(self, record: Record) -> None:
         self._steps[-1].append(record)
-        self._gathered_bytes += record.event.gathered_change
-        self._peak_gathered_bytes = max(self._peak_gathered_bytes, self._gathered_bytes)
+        self.gathered_bytes += record.event.gathered_change
+        self._peak_gathered_bytes = max(self._peak_gathered_bytes, self.gathered_bytes)
         for reader in self.readers:
             reader.appended(record)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Have readers know when the body of the ``with`` ran, such as "data" or "optimizer"."""
+        """Report the duration of the body to readers, as "data" or "optimizer" for example."""
         began = self.clock()
         try:
             yield
         finally:
             for reader in self.readers:
-                reader.span_ended(self._step, name, began, self.clock())
+                reader.span_ended(self.step, name, began, self.clock())
 
     def begin_forward(self, *, has_changes: bool = False) -> None:
-        """An outermost forward begins, perhaps with other parameters than the one before."""
+        """Note that an outermost forward begins, and whether parameters have changed before it."""
         self.updates += has_changes
         for reader in self.readers:
             reader.forward_began()
         records = self._steps[-1]
         del records[self._forward]
-        # Forwards with gradients that no backward follows, as in an evaluation without `no_grad`.
+        # Forwards with gradients but no backward, as in an evaluation without `no_grad`.
         del records[: max(0, len(records) - _MAX_RECORDS)]
         self._forward = slice(len(records), len(records))
 
     def end_forward(self, *, awaits_backward: bool) -> None:
-        """It has ended, and a backward may follow or not."""
+        """Note that an outermost forward has ended, and whether a backward may follow."""
         for reader in self.readers:
             reader.forward_ended()
         if not awaits_backward:
             self._forward = slice(self._forward.start, len(self._steps[-1]))
 
     def begin_step(self) -> None:
-        """The backward of the step under way has ended."""
+        """Begin the next step, after the backward of the current one."""
         for reader in self.readers:
-            reader.step_ended(self._step, self._steps[-1])
-        self._step += 1
+            reader.step_ended(self.step, self._steps[-1])
+        self.step += 1
         self._steps.append([])
         self._sent.append(NOTHING)
         self._forward = slice(0, 0)
 
     def abandon_step(self) -> None:
-        """The step under way raised: everything was freed, and its records mean little."""
-        self._gathered_bytes = 0
+        """Drop the records of the current step, which raised. All units have been freed."""
+        self.gathered_bytes = 0
         self._steps[-1].clear()
         self._sent[-1] = NOTHING
         self._forward = slice(0, 0)
@@ -177,21 +177,21 @@ class Ledger:
             reader.step_abandoned()
 
     def records(self, step: int = -1) -> list[Record]:
-        """What happened in a step that is still kept; -1 is the last complete one.
+        """The records of a step; -1 is the last complete step.
 
         Raises:
-            IndexError: the step is too old, or has not been.
+            IndexError: the step is too old, or has not begun.
         """
         return list(self._steps[self._position(step)])
 
     def _position(self, step: int) -> int:
-        """Of a step among those that are kept."""
-        wanted = self._step - 1 if step == -1 else step
-        position = wanted - (self._step - len(self._steps) + 1)
-        if step == -1 and not self._step:
+        """The position of a step in `_steps`."""
+        wanted = self.step - 1 if step == -1 else step
+        position = wanted - self._first_step
+        if step == -1 and not self.step:
             raise IndexError("no step has ended yet: a step is one forward and its backward")
         if wanted < 0 or not 0 <= position < len(self._steps):
-            kept = f"{self._step - len(self._steps) + 1} to {self._step}"
+            kept = f"{self._first_step} to {self.step}"
             raise IndexError(f"step {wanted} is not in the ledger, which keeps steps {kept}")
         return position
 
@@ -204,40 +204,35 @@ class Ledger:
         return [describe(event, self._labels) for event in self.events(step)]
 
     def sent_bytes(self, step: int = -1) -> AxisBytes:
-        """What this rank has sent in a step, by axis of the mesh; see `records`.
+        """Bytes that this rank sent in a step, by axis of the mesh; see `records`.
 
-        Gathers, reductions, the flags of unused parameters, what an optimizer such as `Muon` moves
-        to and from owners after the step's backward, and the differences of `sw.Outer`. Norms of
-        gradients, votes of `sw.transaction` and checkpoints are left out.
+        They include gathers, reductions, the flags of unused parameters, matrices that an optimizer
+        such as `Muon` exchanges after the step's backward, and the differences that replicas
+        exchange. Norms of gradients, votes of `sw.transaction` and checkpoints are not counted.
         """
         position = self._position(step)
         sent = (record.sent for record in self._steps[position])
         return sum(sent, start=self._sent[position])
 
     def add_sent(self, sent: AxisBytes, *, after_backward: bool) -> None:
-        """Count bytes that no event of the step under way, or of the last one, has sent."""
-        is_of_last = after_backward and len(self._sent) > 1
-        self._sent[-2 if is_of_last else -1] += sent
+        """Count bytes that no event sent, in the current step or in the one that ended last."""
+        is_last = after_backward and len(self._sent) > 1
+        self._sent[-2 if is_last else -1] += sent
         self.outer_bytes += sent.outer
 
     def note_traffic_of(self, meshes: Iterable[DataParallelMesh]) -> None:
-        """Count what `note_sent` is told of these."""
+        """Make `note_sent` count the traffic of ``meshes`` in this ledger."""
         for mesh in meshes:
             _ledgers[mesh] = weakref.ref(self)
 
-    @property
-    def gathered_bytes(self) -> int:
-        """What gathered units take now."""
-        return self._gathered_bytes
-
     def peak_gathered_bytes(self) -> int:
-        """The most that gathered units took at once, over all steps."""
+        """The peak of the bytes of gathered units, over all steps."""
         return self._peak_gathered_bytes
 
     def overlapped_share(self, step: int = -1) -> float:
-        """Share of the time that gathers ran in a step in which compute did not wait for them.
+        """The share of a step's gather time that overlapped with compute.
 
-        1 if there was nothing to gather. The exposed part of a gather is the wait for it.
+        The rest is exposed: compute waited for it. The share is 1 if there was nothing to gather.
         """
         records = self.records(step)
         busy = sum(r.busy_seconds for r in records if r.event.kind in GATHERS)

@@ -1,8 +1,8 @@
-"""Pools of memory, from which flat buffers and gradients get theirs without an allocator.
+"""Memory pools for flat buffers and gradients.
 
-A fresh 64 MB allocation costs about 33 ms in page faults; to swap memory of a pool into a buffer
-costs nothing. Gathered parameters live in an `Arena`, at offsets that follow from the schedule.
-Whole gradients live in a `Pool` of blocks.
+A fresh allocation of 64 MB costs about 33 ms in page faults. Swapping memory of a pool into a
+buffer costs nothing. Gathered parameters are in an `Arena`, at offsets planned from the schedule.
+Whole gradients are in a `Pool` of blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,21 +20,21 @@ from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = ["CAN_SWAP", "Arena", "Pool", "Pools", "is_shared", "swap_memory"]
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector loads want
-# How much larger than the request a block may be. With twice as large, the scratch of a reduction
-# (half a unit on two ranks) took whole units just when everything was in use: 20 % more at the
-# peak, and steps of units of different sizes were no faster for it (docs/log.md).
+ALIGNMENT = 64  # bytes: a cache line, and enough for vector loads
+# How much larger than the request a block may be. When twice the size was allowed, the scratch of a
+# reduction (half a unit on two ranks) took whole units just when everything was in use: 20 % more
+# at the peak, and steps of units of different sizes were no faster (docs/log.md).
 _SLACK = 1 + 1 / 64
-_TRUSTED_STEPS = 2  # in which an arena may be larger than what is allocated
+_TRUSTED_STEPS = 2  # steps in which an arena may be larger than its allocations
 
 CAN_SWAP = can_swap_storages()
 
 
-Allocator = Callable[[int, str], torch.UntypedStorage]  # of so many bytes, for what
+Allocator = Callable[[int, str], torch.UntypedStorage]  # (num_bytes, purpose)
 
 
 class PeakCounter:
-    """Allocated bytes of one pool, or of several."""
+    """The bytes that one pool, or several, have allocated, now and at most."""
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
@@ -45,17 +45,17 @@ class PeakCounter:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 
-class Pool:
-    """Blocks of memory of one device, which are used again.
+class Pool(PeakCounter):
+    """Reusable blocks of memory of one device.
 
-    It never holds more than was once allocated at the same time: the blocks that were idle longest
-    make room. Without ``keep``, a pool has no more idle than allocated memory.
+    A pool never holds more than was once allocated at the same time: the blocks that have been idle
+    longest are freed. Without ``keep``, it has no more idle than allocated memory.
     All sizes are rounded up to a multiple of 64 bytes.
     """
 
-    shared: SharedMemory | None = None  # where other ranks can write to it
-    allocator: Allocator | None = None  # of memory that a backend has registered
-    # XOR of the keys of acquired buffers: equal on ranks that have acquired the same ones.
+    shared: SharedMemory | None = None  # set if other ranks can write to the memory
+    allocator: Allocator | None = None  # allocates memory that a backend has registered
+    # XOR of the keys of acquired buffers: equal on ranks that have acquired the same buffers.
     acquired_keys = 0
 
     def __init__(
@@ -64,37 +64,23 @@ class Pool:
         *,
         is_pinned: bool = False,
         keep: bool = True,
-        together: PeakCounter | None = None,  # with other pools
+        together: PeakCounter | None = None,  # counts several pools
     ) -> None:
+        super().__init__()
         self.device = device
-        self._own = PeakCounter()
-        self._counters = (self._own,) if together is None else (self._own, together)
+        self._together = together
         self._keep = keep
         self._is_pinned = is_pinned
         self._idle: list[torch.UntypedStorage] = []  # oldest first
-        self._block_bytes = 0  # allocated
+        self._block_bytes = 0  # of allocated blocks
 
     @property
     def held_bytes(self) -> int:
         """Allocated and idle bytes."""
         return self._block_bytes + sum(block.nbytes() for block in self._idle)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated at once."""
-        return self._own.peak_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._own.allocated_bytes
-
-    @property
-    def idle_storages(self) -> list[torch.UntypedStorage]:
-        """Storages through which no tensor sees memory now."""
-        return list(self._idle)
-
     def use(self, allocator: Allocator | None) -> None:
-        """Between steps: get memory from there."""
+        """Between steps: get memory from ``allocator``; None for the device's own."""
         if self.allocated_bytes:
             raise StepError(
                 "the memory of collectives cannot be replaced while parameters are gathered or "
@@ -108,18 +94,18 @@ class Pool:
 
         Args:
             num_bytes: may be 0.
-            owner: who asks; an `Arena` has planned an offset for it.
+            owner: the name of the buffer; an `Arena` plans an offset for each.
         """
         if not num_bytes:
             return _allocate(0, self.device)
-        storage = self._allocate_block(aligned(num_bytes), owner)
-        self._count(storage.nbytes())
+        storage = self._take(aligned(num_bytes), owner)
+        self.add(storage.nbytes())
         return storage
 
     def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
-        """A tensor [num_elements] in memory of the pool; free its storage."""
+        """A tensor [num_elements] in memory of the pool; pass its storage to `free`."""
         storage = self.allocate(num_elements * dtype.itemsize, owner)
-        # Another thread writes to it, that of a collective.
+        # The thread of a collective writes to it, so it must not be an inference tensor.
         with torch.inference_mode(mode=False):
             return torch.empty(0, dtype=dtype, device=self.device).set_(
                 storage, 0, (num_elements,), (1,)
@@ -127,27 +113,28 @@ class Pool:
 
     def free(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
-            self._count(-storage.nbytes())
-            self._block_bytes -= storage.nbytes()
-            self._idle.append(storage)
+            self.add(-storage.nbytes())
+            self._give_back(storage)
             self._trim()
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        """Memory of the device that is not the pool's."""
+        """Memory of the device outside the pool."""
         return _allocate(num_bytes, self.device)
 
     def disown(self, storage: torch.UntypedStorage) -> None:
-        """Leave an allocated block to whoever else holds it."""
-        self._count(-storage.nbytes())
+        """Give up an allocated block, which now belongs to its other holders."""
+        self.add(-storage.nbytes())
         self._block_bytes -= storage.nbytes()
 
-    def _count(self, num_bytes: int) -> None:
-        for counter in self._counters:
-            counter.add(num_bytes)
+    def add(self, num_bytes: int) -> None:
+        super().add(num_bytes)
+        if self._together is not None:
+            self._together.add(num_bytes)
 
-    def _allocate_block(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
+    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
+        """Get an idle block that fits, or a new one."""
         largest = int(num_bytes * _SLACK)
-        # Which block is idle may differ between ranks, and symmetric memory must not.
+        # Ranks may have different idle blocks, but must take the same symmetric memory.
         may_reuse = self.allocator is None
         fitting = [s for s in self._idle if may_reuse and num_bytes <= s.nbytes() <= largest]
         if fitting:
@@ -159,11 +146,15 @@ class Pool:
         self._block_bytes += storage.nbytes()
         return storage
 
-    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
+    def _give_back(self, storage: torch.UntypedStorage) -> None:
+        self._block_bytes -= storage.nbytes()
+        self._idle.append(storage)
+
+    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
         if self.allocator is not None:
-            return self.allocator(num_bytes, what)
+            return self.allocator(num_bytes, purpose)
         if self._is_pinned:
-            # On the CPU, even if torch's default device is another.
+            # On the CPU, even if torch has another default device.
             block = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return block.untyped_storage()
         return _allocate(num_bytes, self.device)
@@ -177,11 +168,11 @@ class Pool:
 
 
 class Arena(Pool):
-    """One piece of memory in which each owner has an offset, planned from the schedule.
+    """One allocation in which each owner has an offset, planned from the schedule.
 
-    An allocation that was not planned gets a separate block. When everything is free the next time,
-    offsets are planned again, from the observed allocations. So a step that repeats allocates
-    nothing. Other ranks may write to ``shared`` memory once it was freed.
+    An allocation that was not planned gets a separate block. The next time that everything is free,
+    offsets are planned again from the observed allocations, so a repeated step allocates nothing.
+    Other ranks may write to ``shared`` memory once it is free.
     """
 
     def __init__(
@@ -193,12 +184,12 @@ class Arena(Pool):
     ) -> None:
         super().__init__(device, keep=False, together=together)
         self.shared = shared
-        self._plan: MemoryPlan[str] = MemoryPlan()  # of the schedule, and later of `_observed`
+        self._plan: MemoryPlan[str] = MemoryPlan()  # from the schedule; later `_observed`
         self._observed: MemoryPlan[str] = MemoryPlan()
-        self._expected: dict[str, int] = {}  # bytes by owner, at this point of the schedule
-        self._planned_bytes = 0  # the most at once, in the schedule
-        self._num_steps = 0  # from a moment with nothing allocated to the next one
-        self._whole: torch.UntypedStorage | None = None  # of the plan's extent
+        self._expected: dict[str, int] = {}  # bytes by owner at this point of the schedule
+        self._planned_bytes = 0  # peak of the schedule
+        self._num_steps = 0  # a step begins when nothing is allocated
+        self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
         self._alive: dict[int, str] = {}  # owners, by the address of their memory
 
@@ -206,55 +197,38 @@ class Arena(Pool):
     def held_bytes(self) -> int:
         return super().held_bytes + self._arena_bytes
 
-    @property
-    def idle_storages(self) -> list[torch.UntypedStorage]:
-        whole = [] if self._whole is None else [self._whole]
-        ranges = [s for owner, s in self._ranges.items() if owner not in self._alive.values()]
-        return [*super().idle_storages, *whole, *ranges]
-
     def expect(self, owner: str, num_bytes: int) -> None:
-        """Before the first step: ``owner`` will have memory from here to `expect_free`."""
+        """Plan before the first step that ``owner`` has memory from here to `expect_free`."""
         if owner not in self._expected:
             self._plan.observe(owner, aligned(num_bytes), self._expected)
             self._expected[owner] = aligned(num_bytes)
             self._planned_bytes = max(self._planned_bytes, sum(self._expected.values()))
 
     def expect_free(self, owner: str) -> None:
-        """``owner`` will have freed its memory here, if it has any."""
+        """Plan that ``owner`` has freed its memory here, if it has any."""
         self._expected.pop(owner, None)
 
-    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
+    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
         assert owner, "in an arena every allocation has an owner"
-        if not num_bytes:
-            return _allocate(0, self.device)
         if not self._alive:
             self._begin_step()
-        offset = self._plan.observe(owner, aligned(num_bytes), self._alive.values())
+        offset = self._plan.observe(owner, num_bytes, self._alive.values())
         if self._plan is not self._observed:
-            self._observed.observe(owner, aligned(num_bytes), self._alive.values())
+            self._observed.observe(owner, num_bytes, self._alive.values())
         # Without swapping, buffers get their memory from the allocator anyway.
         if offset is None or not CAN_SWAP:
-            storage = self._allocate_block(aligned(num_bytes), owner)
+            storage = super()._take(num_bytes, owner)
         else:
-            storage = self._range(owner, offset, aligned(num_bytes))
+            storage = self._range(owner, offset, num_bytes)
         self._alive[storage.data_ptr()] = owner
-        self._count(storage.nbytes())
         return storage
 
-    def free(self, storage: torch.UntypedStorage) -> None:
-        if not storage.nbytes():
-            return
+    def _give_back(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        if not self._owns(address):
-            self._block_bytes -= storage.nbytes()
-            self._idle.append(storage)
         del self._alive[address]
-        self._count(-storage.nbytes())
-        self._trim()
-
-    def _owns(self, address: int) -> bool:
         start = 0 if self._whole is None else self._whole.data_ptr()
-        return start <= address < start + self._arena_bytes
+        if not start <= address < start + self._arena_bytes:
+            super()._give_back(storage)
 
     @property
     def _arena_bytes(self) -> int:
@@ -262,7 +236,7 @@ class Arena(Pool):
 
     def _begin_step(self) -> None:
         self._num_steps += 1
-        # With units that no step uses, the schedule has more than is ever allocated.
+        # If some units are never used, the schedule needs more than is ever allocated.
         is_oversized = self._num_steps > _TRUSTED_STEPS and self.peak_bytes < self._planned_bytes
         if self._plan is not self._observed and is_oversized:
             self._plan = self._observed
@@ -270,8 +244,8 @@ class Arena(Pool):
             self._place()
 
     def _place(self) -> None:
-        """Plan offsets in no more bytes than are ever allocated together (and 1/64)."""
-        if self.peak_bytes:  # steps differ from the plan
+        """Plan offsets within the peak of allocated bytes (plus 1/64)."""
+        if self.peak_bytes:  # steps differ from the schedule
             self._plan = self._observed
         most = self.peak_bytes or self._planned_bytes
         self._plan.update(most, int(most * _SLACK))
@@ -293,22 +267,23 @@ class Arena(Pool):
         self._whole = None
         self._ranges.clear()
 
-    def _new_block(self, num_bytes: int, what: str) -> torch.UntypedStorage:
+    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
         if self.shared is not None:
             return self.shared.allocate(num_bytes)
-        return super()._new_block(num_bytes, what)
+        return super()._new_block(num_bytes, purpose)
 
 
 class Pools:
-    """Where a step's memory comes from.
+    """The pools of one model on this rank.
 
-    Gathered units may be in memory that all ranks they are gathered from share. Small ones are in
-    this rank's own, those that are gathered again from a part of them, with that part, and those
-    with other ranks than the model's: all that share memory must have freed what was there before.
+    Gathered units may be in memory that the ranks of a gather share, if all of these are known to
+    have freed what was there before. Private memory is used for small units, for units that are
+    gathered again from a part (and for the part), and for units with other ranks than the model.
 
-    Gradients are whole in backward alone. What they take would be idle just when activations are
-    at their peak, so it is allocated when backward begins and freed when it ends. Units with child
-    units may hold theirs all the time, so their peak does not tell how much is reused soon.
+    Gradients are whole only in backward. Their memory would be idle just when activations are at
+    their peak, so it is allocated when backward begins and freed when it ends. Units with child
+    units have a pool of their own, because they may hold gradients all the time, and its peak does
+    not show how much memory is soon reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -319,7 +294,7 @@ class Pools:
         self.of_gradients = PeakCounter()
         self.gradients = Pool(device, keep=False, together=self.of_gradients)
         self.outer_gradients = Pool(device, keep=False, together=self.of_gradients)
-        # Of both, where a backend registers it: it is held all the time.
+        # In place of both if a backend registers the memory, which is then held all the time.
         self.registered_gradients = Arena(device, together=self.of_gradients)
         self.kind = MemoryKind.OWN
 
@@ -330,31 +305,28 @@ class Pools:
     def use(
         self, kind: MemoryKind, gathers: Allocator | None, reductions: Allocator | None
     ) -> None:
-        """Between steps: have collectives work in memory of this kind."""
-        for pool, allocator in (
-            (self.gathered, gathers),
-            (self.own, gathers),
-            (self.registered_gradients, reductions),
-        ):
-            pool.use(allocator)
+        """Between steps: switch collectives to memory of this kind."""
+        self.gathered.use(gathers)
+        self.own.use(gathers)
+        self.registered_gradients.use(reductions)
         self.kind = kind
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated for parameters, and the most for gradients."""
+        """The sum of the peaks for parameters and for gradients."""
         of_parameters = self.gathered.peak_bytes + self.own.peak_bytes
         return of_parameters + self.of_gradients.peak_bytes
 
 
 def is_shared(tensor: Tensor, own_references: int) -> bool:
-    """Whether tensors other than ``own_references`` known ones hold the storage of ``tensor``."""
+    """Whether more than ``own_references`` tensors hold the storage of ``tensor``."""
     storage = tensor.untyped_storage()
-    # `storage` itself is one more.
+    # The variable `storage` is one more reference.
     return num_storage_references(storage) > own_references + 1
 
 
 def aligned(num_bytes: int) -> int:
-    """``num_bytes``, rounded up."""
+    """``num_bytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -363,11 +335,11 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two Storages, one of which is empty."""
+    """Exchange the memory of two storages, one of which is empty."""
     if CAN_SWAP:
         swap_storages(one, other)
         return
-    # The same through the allocator.
+    # The same through the allocator, without the content.
     num_bytes = max(one.nbytes(), other.nbytes())
     full, empty = (one, other) if one.nbytes() else (other, one)
     full.resize_(0)

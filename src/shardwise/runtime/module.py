@@ -1,7 +1,7 @@
-"""What `fully_shard` makes of a module: `FSDPModule`, with FSDP2's methods.
+"""`FSDPModule`, the class of sharded modules, with FSDP2's methods.
 
-The schedule knows the order of the last pass and gathers ahead by itself, so FSDP2's prefetch
-hints are accepted and ignored.
+Prefetching follows the recorded order of the last pass, so FSDP2's prefetch hints are accepted and
+ignored.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ __all__ = [
 ]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
-# By name of a method of a unit's class: a function that wraps the method.
+# (name of a method of a unit's class, function that wraps the method)
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
 _METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
 
 
 def ledger(module: nn.Module) -> Ledger:
-    """The record of what ``module`` (sharded by `fully_shard`) moved, and when."""
+    """The record of what the sharded ``module`` moved, and when."""
     return handle_of(module).runtime.scheduler.ledger
 
 
 def runtime_of_root(module: nn.Module) -> Runtime:
-    """What runs ``module``, which has to be a sharded model and not a unit inside one.
+    """The runtime of the sharded model ``module``.
 
     Raises:
-        PlanError: it is not.
+        PlanError: it is a unit inside a sharded model, or not sharded.
     """
     handle = handle_of(module)
     if handle.index:
@@ -68,19 +68,19 @@ def runtime_of_root(module: nn.Module) -> Runtime:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
-    """Gather all parameters of the model as plain tensors; every rank has to enter.
+    """Gather all parameters of the model as plain tensors. Every rank has to enter.
 
-    Forward works inside, without gradients.
+    The model can run forward inside, without gradients.
 
     Args:
-        module: a sharded model, or a unit of one. Models inside it over other ranks are gathered,
-            too.
+        module: a sharded model, or a unit of one. Models inside it that are sharded over other
+            ranks are gathered, too.
         write_back: keep the parameters that the modules hold at the end, changed in place or
             assigned. All ranks have to make the same change. If any rank raises, no rank writes.
             Without it, changes are dropped.
 
     Raises:
-        StepError: a forward or backward is under way.
+        StepError: a forward or backward is running.
         PlanError: a change does not fit the shards, or differs between ranks.
     """
     runtimes = runtimes_in(module)
@@ -95,7 +95,7 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Have ``module.name(...)`` gather the unit ``module`` as calling it does: ``generate``, say.
+    """Make ``module.name(...)`` gather the unit ``module`` like its call; ``generate``, say.
 
     Raises:
         PlanError: ``module`` is not a unit, or its class has no such method.
@@ -109,28 +109,32 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 class UnshardHandle:
-    """A gather under way, of `FSDPModule.unshard`."""
+    """A gather in flight, from `FSDPModule.unshard`."""
 
     def __init__(self, unit: Handle) -> None:
         self._unit: Handle | None = unit
 
     def wait(self) -> None:
-        """Have the whole parameters in the module; calling it again does nothing."""
+        """Wait for the gather, and put the whole parameters into the module.
+
+        Further calls do nothing.
+        """
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.runtime.scheduler.request(EventKind.WAIT, unit.index)
 
 
 class FSDPModule(nn.Module):
-    """Mixed into every unit, so ``isinstance(module, FSDPModule)`` is true for units only.
+    """The base class of all units and of no other modules.
 
-    All ranks have to call the same methods, as with any collective.
+    As with any collective, all ranks have to call the same methods.
     """
 
-    _is_accelerate_prepared = True  # accelerate, and so transformers' Trainer, wraps it in nothing
+    # So that accelerate, and transformers' Trainer, do not wrap it.
+    _is_accelerate_prepared = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FSDPModule":
-        """Slicing an nn.Sequential makes an instance of its class; the slice is a plain module."""
+        """Make a plain module: slicing an nn.Sequential instantiates its class."""
         plain: Any = _plain_class(cls)
         made: FSDPModule = plain(*args, **kwargs)
         return made
@@ -140,7 +144,7 @@ class FSDPModule(nn.Module):
         return _call_unit(self, super().__call__, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
-        """What ``to``, ``float`` and ``to_empty`` go through, which make new parameters."""
+        """Is called by ``to``, ``float`` and ``to_empty``, which make new parameters."""
         shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, sharding in shardings.items():
@@ -153,14 +157,14 @@ class FSDPModule(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; right after a backward that raised, wait until it is cleaned up."""
+        """Drop the gradients, after waiting for the cleanup of a backward that raised."""
         handle = self.__dict__.get(HANDLE)
         if handle is not None:
             handle.runtime.scheduler.await_abandoned()
         super().zero_grad(set_to_none)
 
     def _get_name(self) -> str:
-        """The user's own class, for ``print(model)``."""
+        """The name of the user's class, for ``print(model)``."""
         return _plain_class(type(self)).__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -181,7 +185,7 @@ class FSDPModule(nn.Module):
         runtime = handle.runtime
         if handle.index == 0:
             memo[id(runtime)] = runtime
-            for parameter in self.parameters():  # some are torch's own DTensors, which cannot be
+            for parameter in self.parameters():  # plain DTensors cannot be copied by `deepcopy`
                 sharding = sharding_of(parameter)
                 if sharding is not None:
                     sharding.copy_of(parameter, memo)
@@ -203,10 +207,10 @@ class FSDPModule(nn.Module):
         """Gather this unit's own parameters, not those of units inside it.
 
         They are whole until `reshard`, or until the unit's next forward or backward frees them. An
-        optimizer's step in between does not reach them.
+        optimizer's step in between does not change them.
 
         Args:
-            async_op: return at once, with a handle to wait for them.
+            async_op: return immediately, with a handle to wait for them.
         """
         unit = handle_of(self)
         unit.runtime.scheduler.request(EventKind.GATHER, unit.index)
@@ -217,15 +221,15 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's gathered parameters, if no forward or backward of it is under way."""
+        """Free this unit's gathered parameters, unless its forward or backward is running."""
         unit = handle_of(self)
         unit.runtime.scheduler.request(EventKind.FREE, unit.index)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units are freed after forward and gathered again for backward.
+        """Set whether units are freed after forward and gathered again for backward.
 
         Raises:
-            PlanError: it is a number, which has to be known to `fully_shard`.
+            PlanError: it is a number, which only `fully_shard` accepts.
         """
         if not isinstance(reshard_after_forward, bool):
             raise PlanError(
@@ -238,10 +242,10 @@ class FSDPModule(nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward frees units while it does not reduce their gradients.
+        """Set whether backward frees units whose gradients it does not reduce.
 
-        If not, they stay gathered for the next micro-batch, until a backward reduces. As in FSDP2,
-        but for a unit that is reduced or changed, which is freed in any case.
+        If not, they stay gathered for the next micro-batch, until a backward reduces. Unlike in
+        FSDP2, a unit that is reduced or changed is always freed.
         """
         for settings in _settings_in(self, recurse):
             settings.reshard_after_backward = reshard_after_backward
@@ -251,30 +255,30 @@ class FSDPModule(nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; while not, they add up whole on every rank.
+        """Set whether backward reduces gradients. If not, whole gradients add up on every rank.
 
-        For accumulation with one reduction: set it to False before the first micro-batch and to
-        True before the last. As in FSDP2; every rank has to call it.
+        For accumulation with one reduction, set it to False before the first micro-batch and to
+        True before the last, on every rank. As in FSDP2.
         """
         for settings in _settings_in(self, recurse):
             settings.reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the outer axis of a two-dimensional mesh, too.
+        """Set whether backward also reduces gradients over the outer axis of a 2-D mesh.
 
-        While not, they add up in shards of the inner axis. As in FSDP2.
+        If not, they add up in shards of the inner axis. As in FSDP2.
         """
         for settings in _settings_in(self, recurse):
             settings.all_reduce_grads = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's gradients, summed over its ranks, by ``factor``, not their number.
+        """Divide the sum of this unit's gradients by ``factor`` and not by the number of ranks.
 
-        A unit with a factor may have other ranks than the module around it: experts, whose
-        tokens come from more ranks than those that hold the same experts.
+        A unit with a factor may have other ranks than the module around it. Experts are one case:
+        their tokens come from more ranks than the ones that have the same experts.
 
         Raises:
-            PlanError: it is not a positive number.
+            PlanError: ``factor`` is not a positive number.
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
@@ -286,49 +290,49 @@ class FSDPModule(nn.Module):
         *,
         stream: Any = None,  # noqa: ARG002 - as in FSDP2
     ) -> None:
-        """Call ``hook`` with this unit's reduced gradients, before they reach the parameters.
+        """Call ``hook`` with this unit's reduced gradients, before the parameters get them.
 
-        They are this rank's part of all of them, 1-D; the hook may change it in place, for example
-        by a reduction over ranks that the mesh does not know. As in FSDP2.
+        The hook gets this rank's part of them, 1-D, and may change it in place, for example by a
+        reduction over ranks that are not in the mesh. As in FSDP2.
 
         Args:
             hook: called on the thread and stream of backward, in the same order on every rank.
-            stream: taken, and not used.
+            stream: accepted, without effect.
         """
         settings_of(self).reduced_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have the backend sum this unit's gradients, and divide them in a separate pass.
+        """Set whether the backend only sums this unit's gradients, and a separate pass divides.
 
         By default NCCL divides by powers of two, which gives the same bits.
         """
         settings_of(self).only_sums = enable
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Have the backend allocate the buffers of gathers and reductions, of the whole model.
+        """Set whether the backend allocates the gather and reduce buffers of the whole model.
 
-        Call it on all ranks, between steps. Gradients are reduced in their buffer, and copied.
+        Call it on all ranks, between steps. Gradients are then reduced in their buffer and copied.
 
         Raises:
-            PlanError: the backend allocates no tensors.
+            PlanError: the backend cannot allocate tensors.
         """
         kind = MemoryKind.REGISTERED if enable else MemoryKind.OWN
         self._use_memory(kind)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have the buffers of gathers and reductions, of the whole model, in symmetric memory.
+        """Put the gather and reduce buffers of the whole model into symmetric memory.
 
         Call it on all ranks, between steps. The memory is allocated and registered in the first
-        step, and again where units are called in another order; ranks that would not have the same
-        offsets raise a StepError. Gathers get communicators that let copy engines do the work
-        (NCCL's zero-CTA policy), where NCCL has them.
+        step, and again when units are called in another order. If ranks have different offsets,
+        they raise a StepError. If NCCL supports it, gathers use communicators whose copies run on
+        copy engines (the zero-CTA policy).
 
         Raises:
-            PlanError: there is no such memory, or ``backend`` is not "NCCL".
+            PlanError: the backend has no such memory, or ``backend`` is not "NCCL".
         """
         if backend != "NCCL":
             raise PlanError(f'set_symm_mem_for_comm({backend!r}): expected "NCCL"')
@@ -343,7 +347,7 @@ class FSDPModule(nn.Module):
     # -- accepted, without effect ----------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: every backward ends with its reductions collected."""
+        """No effect: every backward waits for its reductions at its end."""
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """No effect: ``prefetch`` units are gathered ahead, in the order of the last forward."""
@@ -357,7 +361,7 @@ class FSDPModule(nn.Module):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: units are reduced whole; see ``unused=`` of `fully_shard`."""
+        """No effect: whole units are reduced; see ``unused=`` of `fully_shard`."""
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -367,10 +371,10 @@ class FSDPModule(nn.Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """No effect: gathers and reductions always have a group each."""
+        """No effect: gathers and reductions always use separate groups."""
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """No effect: gathers wait for the stream that calls the model, and so for its optimizer."""
+        """No effect: gathers wait for the stream that calls the model, and for its optimizer."""
 
     def reset_iter_state(self) -> None:
         """No effect: an exception leaves no state behind."""
@@ -378,11 +382,11 @@ class FSDPModule(nn.Module):
     # -- refused ---------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not supported: raises a `PlanError`; the process group of the mesh chooses a backend."""
+        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
         raise PlanError(f"set_custom_all_gather {_NO_BACKEND}")
 
     def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not supported: raises a `PlanError`; the process group of the mesh chooses a backend."""
+        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
         raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
 
 
@@ -398,7 +402,7 @@ def handle_of(module: nn.Module) -> Handle:
 
 
 def set_managed(root: nn.Module, *plans: Plan) -> None:
-    """Tell other libraries that ranks call the modules of ``root`` together, if these gather."""
+    """Mark ``root`` for other libraries if its ranks must call its modules together."""
     gathers = any(unit.gathered_bytes for plan in plans for unit in plan.units)
     _private.set_managed(root, is_managed=gathers)
 
@@ -447,7 +451,7 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 
 
 def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
-    """Make room for gradients of the parameters ``names``, which were frozen."""
+    """Shard again with room for gradients of the parameters ``names``, which were frozen."""
     runtime = handle_of(root).runtime
     runtime.scheduler.check_convertible()
     with keeping_gradients(root):
@@ -455,7 +459,7 @@ def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
 
 
 def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:
-    """Shard ``module``, which is ``root`` or a copy of it, as ``root`` is, but by ``plan``."""
+    """Shard ``module``, which is ``root`` or a copy of it, like ``root`` but with ``plan``."""
     new = runtime.rebuild(module, plan)
     new.shard_again = runtime.shard_again
     for index, unit in enumerate(plan.units):
@@ -467,7 +471,7 @@ def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) 
 
 @contextlib.contextmanager
 def keeping_gradients(root: nn.Module) -> Iterator[None]:
-    """Have the parameters of ``root`` keep their gradients when it is sharded again."""
+    """Keep the gradients of ``root`` while it is sharded again."""
     gradients = {name: p.grad for name, p in root.named_parameters() if sharding_of(p) is not None}
     yield
     for name, gradient in gradients.items():
@@ -483,8 +487,8 @@ def keeping_gradients(root: nn.Module) -> Iterator[None]:
 
 
 def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":
-    inner = module.modules() if recurse else (module,)
-    return [unit for unit in inner if isinstance(unit, FSDPModule)]
+    modules = module.modules() if recurse else (module,)
+    return [unit for unit in modules if isinstance(unit, FSDPModule)]
 
 
 def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
@@ -492,6 +496,6 @@ def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
 
 
 def runtimes_in(module: nn.Module) -> list[Runtime]:
-    """The runtimes of the units in ``module``: several if it contains separate models."""
+    """The runtimes of the units in ``module``; several if it contains separate models."""
     handle_of(module)
     return list(dict.fromkeys(handle_of(unit).runtime for unit in _units_in(module, recurse=True)))

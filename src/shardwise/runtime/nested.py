@@ -1,4 +1,4 @@
-"""Tensors inside containers, objects and attributes of modules."""
+"""Tensors inside containers, objects, tensor subclasses and attributes of modules."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,37 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["tensors_in", "tensors_left_in"]
+from shardwise.runtime.structure import HANDLE
+
+__all__ = ["plain_tensors", "tensors_in", "tensors_left_in"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FIRST_PARTS = 64
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
-def tensors_left_in(module: nn.Module, mark: str, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors in attributes of ``module`` and of modules inside it, except those of other units.
+def tensors_left_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield tensors in attributes of ``module`` and of its submodules, except in other units.
 
-    A unit has an attribute named ``mark``, and others that begin with it are the engine's.
-
-    Tensors may be buffers, or up to three containers or objects deep in an attribute. Of long
-    containers that begin with something else only the first parts are looked at: this runs at every
-    call, and modules hold vocabularies, too. ``seen`` has the ids of attributes that were searched,
-    since all modules of a model may hold one configuration.
+    Tensors may be buffers, or up to three containers or objects deep in an attribute. Only the
+    first parts of a container are searched unless it begins with a tensor: this runs at every call,
+    and modules also hold things like vocabularies. ``seen`` has the ids of attributes that were
+    searched, as modules may share one configuration.
     """
     seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        is_own = name in _OF_EVERY_MODULE or name.startswith(mark)
-        if not is_own and id(value) not in seen and not isinstance(value, _LEAVES):
+        is_internal = name in _OF_EVERY_MODULE or name.startswith(HANDLE)  # torch's or the engine's
+        if not is_internal and id(value) not in seen and not isinstance(value, _LEAVES):
             seen.add(id(value))
             yield from _tensors_within(value, depth=3)
     for child in module.children():
-        if mark not in vars(child):
-            yield from tensors_left_in(child, mark, seen)
+        if HANDLE not in vars(child):
+            yield from tensors_left_in(child, seen)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects."""
+    """Yield every tensor in nested containers, dataclasses and plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -48,6 +48,16 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     seen.add(id(value))
     for part in _parts(value):
         yield from tensors_in(part, seen)
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield ``tensor``, or the tensors that it wraps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(tensor, name))
 
 
 def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
@@ -74,6 +84,6 @@ def _parts(value: Any) -> Iterator[Any]:
         return
     elif hasattr(value, "__dict__"):
         if not callable(value) or dataclasses.is_dataclass(value):
-            yield from vars(value).values()  # getattr could run the code of a property, and raise
+            yield from vars(value).values()  # getattr could run a property, which may raise
     elif dataclasses.is_dataclass(value):  # with slots
         yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))

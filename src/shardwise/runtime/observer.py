@@ -1,4 +1,4 @@
-"""What a feature may do in a backward: the scheduler calls an observer and knows none by name."""
+"""The interface through which features take part in a backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ __all__ = ["Backward", "StepObserver"]
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward that is about to end."""
+    """A backward that is about to end."""
 
-    units: Sequence[Unit]  # all of the model
-    complete: Sequence[Unit]  # those whose gradients wait for no later backward
+    units: Sequence[Unit]  # all units of the model
+    complete: Sequence[Unit]  # units whose gradients are reduced in this backward
     links: Communicator
 
 
 class StepObserver:
-    """Decides what becomes of reduced gradients. All ranks have observers of the same kind.
+    """Is called by the scheduler in each backward. All ranks have observers of the same class.
 
-    Its methods do nothing, for features that need only some of them.
+    The methods of this base class do nothing.
     """
 
-    steps_units = False  # whether an optimizer steps units in backward
+    steps_units = False  # whether it steps units in backward
 
     def before_reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` are about to be reduced."""
@@ -33,17 +33,17 @@ class StepObserver:
         """A reduction over all ranks was launched."""
 
     def collected(self, unit: Unit) -> None:
-        """The reduced gradients of ``unit`` are with its parameters, and more may come."""
+        """The parameters of ``unit`` have reduced gradients, to which more may be added."""
 
     def step(self, unit: Unit, links: Communicator) -> None:
-        """All gradients of ``unit`` are with its parameters; called if it ``steps_units``."""
+        """The gradients of ``unit`` are complete. Called only if it ``steps_units``."""
 
     def reductions_launched(self, backward: Backward) -> None:
-        """The last reduction was launched, at the same place among collectives on every rank."""
+        """The last reduction was launched; every rank may launch a collective here."""
 
     def step_end(self, backward: Backward) -> None:
-        """All reduced gradients are with the parameters."""
+        """All parameters have their reduced gradients."""
 
     def failed(self) -> Sequence[object]:
-        """The step raised; returns objects that own memory which other ranks may still write to."""
+        """The step raised. Returns the owners of memory to which other ranks may still write."""
         return ()

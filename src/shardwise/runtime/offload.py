@@ -1,13 +1,13 @@
-"""Shards in host memory: copies to the device, and of gradients back to the host.
+"""Copies of shards from host memory to the device, and of gradients back.
 
-On an accelerator each direction has a stream of its own, so copies queue behind no collective::
+On an accelerator each direction has its own stream, so copies do not queue behind collectives::
 
     to device  | shard 3 -> buffer | shard 4 -> buffer |
     gather             | all-gather 2 | all-gather 3 |
     compute                    | block 1    | block 2   |
     to host                 | gradients 1 -> host |
 
-On the CPU the thread of the collectives copies, as it does for shards that are on the device.
+On the CPU the thread of the collectives makes the copies, as for shards on the device.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,18 @@ class HostOffloader:
         self._to_host = DeviceStream(device)
 
     def allocate_shard(self, layout: Layout, dtype: str) -> Tensor:
-        """Zeros [S] on the host, to keep."""
+        """Allocate zeros [S] on the host, outside the pool."""
         size = layout.shard_elements
         of = getattr(torch, dtype)
         return torch.zeros(size, dtype=of, device="cpu", pin_memory=self._is_pinned)
 
     def to_device(self, to: Tensor, of: Tensor) -> Callable[[], None]:
-        """Begin to fill ``to`` on the device; what a collective has to call before it sends it."""
+        """Begin to copy to the device. Returns what a collective calls before it reads ``to``."""
         if not self._has_streams:
             return partial(copy_, to, of)
         work = self._to_device.submit(partial(copy_, to, of))
         return work.wait_on_device
 
     def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
-        """Begin to fill ``to`` on the host; `DeviceWork.synchronize` before it is read."""
+        """Begin to copy to the host; call `DeviceWork.synchronize` before reading ``to``."""
         return self._to_host.submit(partial(copy_, to, of))

@@ -1,8 +1,9 @@
-"""Hooks on every optimizer's step: for replaced parameters, and for steps without gradients.
+"""Hooks on the steps of all optimizers, for parameters that `fully_shard` replaced.
 
-A DTensor cannot take the place of a plain tensor in the same object, so the module has a new
-parameter. The old one, which somebody may hold from before `fully_shard`, has no memory any more.
-It shows the gradient of the new one, and an optimizer that holds it steps the new one.
+A plain tensor cannot become a DTensor in the same object, so the module gets a new parameter. The
+old parameter, which other code may still hold, has no memory any more. Its ``grad`` is that of the
+new parameter, and an optimizer that holds it steps the new one. Further hooks refuse optimizers
+that need whole parameters, and warn about steps without gradients.
 """
 
 import warnings
@@ -26,7 +27,7 @@ _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class ReplacedParameter(nn.Parameter):
-    """Stands for the sharded parameter where this is held."""
+    """A parameter that `fully_shard` replaced by a sharded one."""
 
     _sharded: nn.Parameter
 
@@ -40,7 +41,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Free the memory of ``original``, and have it stand for ``sharded``, with its hooks."""
+    """Free the memory of ``original``, move its hooks to ``sharded``, and link the two."""
     for hook in gradient_hooks(original):
         sharded.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in accumulated_gradient_hooks(original):
@@ -53,12 +54,12 @@ def replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
 
 
 def current(parameter: Tensor) -> Tensor:
-    """The parameter that ``parameter`` stands for, or else itself."""
+    """The parameter that replaced ``parameter``, or ``parameter`` itself."""
     return parameter._sharded if isinstance(parameter, ReplacedParameter) else parameter
 
 
 def restore_ties(root: nn.Module) -> None:
-    """Have modules of ``root`` that hold a replaced parameter hold the sharded one."""
+    """Make modules of ``root`` that hold a replaced parameter hold the sharded one."""
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, ReplacedParameter):
@@ -67,14 +68,14 @@ def restore_ties(root: nn.Module) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at every optimizer's steps from now on."""
+    """Install the hooks, once per process."""
     register_optimizer_step_pre_hook(_take_sharded)
     register_optimizer_step_pre_hook(_refuse_shards)
     register_optimizer_step_pre_hook(_warn_of_empty_step)
 
 
 def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """A step without any gradient would change nothing and say nothing."""
+    """Warn about a step in which no parameter has a gradient, as it would do nothing silently."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if optimizer in _warned or any(one.grad is not None for one in parameters):
         return
@@ -89,14 +90,14 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         _warned.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} steps, and none of its {len(parameters)} parameters has a "
-            f"gradient (the first is {names[0]}). loss.backward(inputs=...) gives none to sharded "
-            "parameters: call loss.backward()",
+            f"gradient (the first is {names[0]}). loss.backward(inputs=...) computes none for "
+            "sharded parameters: call loss.backward()",
             stacklevel=4,
         )
 
 
-# torch's optimizers that need whole parameters, and what to use for them.
-_OF_WHOLE = {
+# torch's optimizers that need whole parameters, and what to use instead.
+_NEED_WHOLE_PARAMETERS = {
     "Muon": "use shardwise.optim.Muon, which has its options and numbers",
     "Adafactor": "use shardwise.optim.Adam8bit, which saves memory, too",
     "LBFGS": 'pass granularity="dim" to fully_shard, with which torch gathers what it needs',
@@ -104,24 +105,25 @@ _OF_WHOLE = {
 
 
 def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Name the way out, which the error of a matrix product on a shard could not."""
+    """Refuse an optimizer that needs whole parameters, and say what to use instead."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _OF_WHOLE:
+    is_torch = kind.__module__.startswith("torch.optim")
+    if not is_torch or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sharding = sharding_of(parameter)
-            # Torch computes with its own DTensors, but in Adafactor it cannot (torch 2.13).
+            # torch can compute with its own DTensors, except in Adafactor (torch 2.13).
             is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
             if sharding is not None and is_refused:
                 raise PlanError(
                     f"{sharding.name}: torch.optim.{kind.__name__} needs whole parameters, and "
-                    f"each rank has a part; {_OF_WHOLE[kind.__name__]}"
+                    f"each rank has a part; {_NEED_WHOLE_PARAMETERS[kind.__name__]}"
                 )
 
 
 def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Have ``optimizer`` step the sharded parameters from now on."""
+    """Give ``optimizer`` the sharded parameters in place of the replaced ones."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if not isinstance(parameter, ReplacedParameter):

@@ -1,7 +1,7 @@
-"""A user's parameter: sharded between steps, unsharded while its modules compute."""
+"""Parameters, which are sharded between steps and dense while their modules compute."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
+from shardwise.runtime import hooks
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
 __all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
 
-STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # of a parameter whose gradient is dropped there
+STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
 
 class ParameterOwner:
@@ -23,12 +24,12 @@ class ParameterOwner:
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self._module = weakref.ref(module)
         self._attribute = attribute
-        # Recurrent layers keep a second list of their weights up to date in __setattr__.
+        # Recurrent layers have a second list of their weights, which __setattr__ updates.
         self._is_plain = type(module).__setattr__ is nn.Module.__setattr__
 
     @property
     def module(self) -> nn.Module | None:
-        """None if it was deleted."""
+        """The module; None if it was deleted."""
         return self._module()
 
     def get(self) -> Tensor | None:
@@ -56,15 +57,16 @@ class ParameterOwner:
 
 @dataclass(eq=False, slots=True)
 class FSDPParameter:
-    """One parameter: what the user sees between steps, and what the modules compute with."""
+    """One parameter in its sharded and its dense form."""
 
     sharding: Sharding
     sharded: nn.Parameter  # holds a DTensor
-    local: Tensor  # what this rank stores of it, a view of the shard
-    dense: nn.Parameter  # [shape], of the flat buffer; a DTensor with tensor parallelism
+    local: Tensor  # this rank's part, a view of the shard
+    dense: nn.Parameter  # [shape], a view of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
-    _version: int = 0  # of `dense`, when it was last known to be what was gathered
+    _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
+    on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
 
     @property
     def spec(self) -> ParameterSpec:
@@ -78,8 +80,13 @@ class FSDPParameter:
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 
+    def watch_gradient(self) -> None:
+        """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""
+        if self.on_gradient is not None:
+            hooks.on_gradient(self.dense, self.on_gradient)
+
     def forget_changes(self) -> bool:
-        """Whether the dense parameter was changed in place since the last call."""
+        """Return whether the dense parameter was changed in place since the last call."""
         before, self._version = self._version, self.dense._version
         return before != self._version
 
@@ -90,13 +97,13 @@ class FSDPParameter:
         self._put(self.dense)
 
     def take_gradient(self) -> Tensor:
-        """Take the gradient [shape] that autograd has put on the dense parameter."""
+        """Remove the gradient [shape] from the dense parameter and return it."""
         gradient, self.dense.grad = self.dense.grad, None
         assert gradient is not None
         local = self.sharding.local_of_dense(gradient)
         if type(local) is Tensor:
             return local
-        # As the gradients of plain parameters are where they meet those of other classes.
+        # The gradient of a tensor subclass is copied to a plain tensor, as buffers are plain.
         return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
 
     def use_tensor(self, tensor: Tensor) -> None:
@@ -106,15 +113,15 @@ class FSDPParameter:
         self._put(nn.Parameter(dense, requires_grad=self.sharded.requires_grad))
 
     def use_sharded(self) -> None:
-        """Put the sharded parameter back."""
+        """Put the sharded parameter back into the modules."""
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
-        """The dense tensor [shape] that modules hold since `use_tensor`; None without modules."""
+        """The dense tensor [shape] that the modules hold; None if they were deleted."""
         if self.sharded._version != self._shard_version:
             raise PlanError(
-                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), by an "
-                "optimizer perhaps, and the gathered value would replace it; step outside"
+                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), perhaps "
+                "by an optimizer, and the gathered value would overwrite the change; step outside"
             )
         held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
         if not held:
@@ -136,7 +143,7 @@ class FSDPParameter:
         return tensor.detach()
 
     def adopt(self, replacement: Tensor) -> None:
-        """Copy what the user put in place of the sharded parameter into the shard, if it fits."""
+        """Take over a parameter that the user put in place of the sharded one, if it fits."""
         if not isinstance(replacement, nn.Parameter):
             raise PlanError(
                 f"{self.name}: expected a parameter, got a {type(replacement).__name__}: "
@@ -170,7 +177,7 @@ class FSDPParameter:
     def _follow_requires_grad(self) -> None:
         if self.sharded.requires_grad and not self.spec.trainable:
             raise PlanError(
-                f"{self.name} was frozen when it was sharded and has no room for gradients; "
-                "set requires_grad before a forward of the whole model, which makes room"
+                f"{self.name} was frozen when it was sharded, so no memory is planned for its "
+                "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)

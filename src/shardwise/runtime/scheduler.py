@@ -1,4 +1,4 @@
-"""Performs the schedule: asks the sequencer what must follow, does it, and records it."""
+"""Performs the schedule: gets events from the sequencer, performs them, and records them."""
 
 import contextlib
 import threading
@@ -11,13 +11,12 @@ import torch
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
-from shardwise.runtime.checks import check_same_sums
 from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import ADVICE, changed_names, collect_changes, sums_of
+from shardwise.runtime.write_back import agreed_changes, collect_changes, sums_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
@@ -27,9 +26,8 @@ from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
 
-# What a thread of autograd takes at most to drop a graph task that raised.
-_DROP_SECONDS = 10.0
-_POLL_SECONDS = 0.0005
+_DROP_SECONDS = 10.0  # the longest that autograd's thread takes to drop a graph task that raised
+_DROP_POLL_SECONDS = 0.0005
 
 
 class Scheduler:
@@ -48,31 +46,32 @@ class Scheduler:
         self.units = tuple(units)
         self.observer = observer
         self._held_memory = held_memory
-        self.in_gathered = False  # by `gathered`
+        self.in_gathered = False
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
         self._device = here = device_of(device)
         self.ledger = Ledger(
             [unit.label for unit in plan.units], clock=lambda: here.record(here.current_stream())
         )
-        self._depth = 0  # of forwards
-        self._tasks: set[int] = set()  # autograd's graph tasks that have reached the model
-        self._finishing: int | None = None  # the task that has ended last
-        self._abandoning = threading.RLock()  # held while a graph task that died is cleaned up
-        # While events are performed, and after one failed: units are not in the sequencer's states.
+        self._depth = 0  # number of nested forwards that are running
+        self._tasks: set[int] = set()  # running graph tasks of autograd that have reached the model
+        self._finishing: int | None = None  # the graph task that ended last
+        self._abandoning = threading.RLock()  # held while a failed graph task is cleaned up
+        # True while events are performed, and after one raised: until `fail`, the units are not in
+        # the states that the sequencer says.
         self._events_incomplete = False
-        # After an exception, until `recover`: units with communication under way, and objects that
-        # own memory which other ranks may still write to.
+        # From an exception to `recover`: units with communication in flight, and objects that own
+        # memory to which other ranks may still write.
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
-        self._offloading: Unit | None = None
-        self._hidden: dict[int, Call] = {}
-        self._shows_dense = False  # by `taking_gradients`
+        self._offloading: Unit | None = None  # its gradients are on their way to the host
+        self._hidden: dict[int, Call] = {}  # by unit, see `hidden_call`
+        self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
 
     @cached_property
     def _links(self) -> Communicator:
-        """Made on first use, which all ranks reach together."""
+        """The model's communicator, created on first use, which all ranks reach together."""
         return communicator(self._mesh.world, self._device.torch_device)
 
     @property
@@ -82,11 +81,12 @@ class Scheduler:
 
     @property
     def is_between_steps(self) -> bool:
+        """Whether the model is idle and not inside `gathered`."""
         return self.is_idle and not self.in_gathered
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Have an exception end the step, unless a forward or backward around it will."""
+        """End the step on an exception that no running forward or backward will raise."""
         try:
             yield
         except BaseException as error:
@@ -97,7 +97,7 @@ class Scheduler:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, index: int, *, recomputed: bool) -> Call | None:
-        """Make a unit ready to compute; None inside `gathered`."""
+        """Prepare a unit for its forward. Returns None inside `gathered`."""
         if self.in_gathered:
             return None
         if not recomputed and self._depth == 0:
@@ -106,27 +106,24 @@ class Scheduler:
             if self.is_idle:
                 self._begin_step()
             if self._events_incomplete:
-                raise StepError("this step has failed; let its exception leave the model")
+                raise StepError("this step has failed; do not catch its exception in the model")
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:
                 self._links.enter(label)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
-            self._depth += 1
-            try:
-                self._perform(events)
-                self.units[index].use_unsharded()
-            except BaseException:
-                self._depth -= 1
-                events = self.sequencer.exit(call, Outcome.FAILED)
-                if not self.is_idle:
-                    self._perform(events)
-                raise
+        self._depth += 1
+        try:
+            self._perform(events)
+            self.units[index].use_unsharded()
+        except BaseException as error:
+            self.leave(call, Outcome.FAILED, error)
+            raise
         return call
 
     def leave(self, call: Call, outcome: Outcome, error: BaseException | None = None) -> None:
-        """A unit has computed, or raised ``error``."""
+        """End the forward of a unit, which may have raised ``error``."""
         if error is not None:
             self.explain(error)
         self._depth -= 1
@@ -140,7 +137,7 @@ class Scheduler:
             self._perform(events)
         if self.is_idle:
             self.ledger.end_forward(awaits_backward=call.forward_pass.is_differentiable)
-        self._conceal((call.unit,))
+        self._use_sharded((call.unit,))
 
     def _begin_step(self) -> None:
         self.recover()
@@ -155,10 +152,7 @@ class Scheduler:
     # -- backward --------------------------------------------------------------------------------
 
     def join_backward(self, task: int) -> None:
-        """Graph task ``task`` has reached something of this model, perhaps to recompute it.
-
-        Graph tasks may be nested.
-        """
+        """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
         hooks.at_end_of_backward(
@@ -170,7 +164,7 @@ class Scheduler:
         self.sequencer.begin_backward(task)
 
     def before_backward(self, call: Call) -> None:
-        """Make a unit ready for its backward."""
+        """Prepare the unit of ``call`` for its backward."""
         task = hooks.current_task()
         hooks.check_first_order()
         self.join_backward(task)
@@ -179,11 +173,11 @@ class Scheduler:
         self._perform(self.sequencer.before_backward(call, task))
 
     def hidden_call(self, index: int) -> Call | None:
-        """The call whose backward can be noticed only when its parameters receive gradients."""
+        """The call whose backward shows only when the unit's parameters receive gradients."""
         return None if self.units[index].expects_gradients else self._hidden.get(index)
 
     def finish_backward(self, task: int) -> None:
-        """Autograd has run the last node of a graph task."""
+        """Complete the backward of ``task``, whose last node autograd has run."""
         self._tasks.discard(task)
         self._finishing = task
         self.report("end of backward")
@@ -203,15 +197,15 @@ class Scheduler:
         self._hidden.clear()
         for unit in self.units:
             unit.end_backward()
-        if self.is_idle:  # not inside a forward, as when that takes gradients itself
+        if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
-        self._conceal(range(len(self.units)))
+        self._use_sharded(range(len(self.units)))
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
-        """A graph task died; on a device, its thread calls this."""
+        """Clean up after a graph task that raised. On a device, autograd's thread calls this."""
         with self._abandoning:
             if task not in self._tasks and task != self._finishing:
-                return  # `abandon` came first
+                return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
             self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
@@ -219,23 +213,24 @@ class Scheduler:
                 self.fail(error)
 
     def await_abandoned(self) -> None:
-        """Return when backwards that raised have been cleaned up.
+        """Wait until backwards that raised have been cleaned up.
 
-        On a device, the thread of autograd drops a graph task after `backward` has raised on the
-        thread that called it.
+        On a device, autograd's thread drops a graph task only after ``backward`` has raised in the
+        calling thread.
         """
         if self._tasks and hooks.current_task() == hooks.NO_TASK:
             until = time.monotonic() + _DROP_SECONDS
             while self._tasks and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_DROP_POLL_SECONDS)
         with self._abandoning:
             pass
 
     @contextlib.contextmanager
     def taking_gradients(self) -> Iterator[None]:
-        """Show the modules their dense parameters, and take what ``.grad`` of these has at the end.
+        """Put the dense parameters into the modules, and take their ``.grad`` at the end.
 
-        For backwards of parts of a graph, which begin where no hook is; all units are gathered.
+        For backwards of parts of a graph, which may begin where no hook is. All units must be
+        gathered.
         """
         self._shows_dense = True
         try:
@@ -247,10 +242,10 @@ class Scheduler:
                     unit.take_gradients()
         finally:
             self._shows_dense = False
-        self._conceal(range(len(self.units)))
+        self._use_sharded(range(len(self.units)))
 
     def finish_accumulation(self) -> None:
-        """Reduce the gradients that wait for it, as a backward would at its end, and free all."""
+        """Reduce accumulated gradients as the end of a backward would, and free all units."""
         with self.guarded():
             if self.sequencer.has_unreduced_gradients:
                 self.finish_backward(hooks.NO_TASK)
@@ -265,7 +260,7 @@ class Scheduler:
         return self.observer.steps_units
 
     def observe_with(self, observer: StepObserver) -> None:
-        """Exchange the observer, between steps."""
+        """Replace the observer, between steps."""
         self.check_idle(
             "sw.optimizer_in_backward cannot be turned on or off in the middle of a step"
         )
@@ -277,7 +272,7 @@ class Scheduler:
                 gradients.shard.step_in_backward(observer.steps_units)
 
     def check_convertible(self) -> None:
-        """Raise a PlanError if the model cannot be sharded again while units step in backward."""
+        """Raise a PlanError if units step in backward, so the model cannot be sharded again."""
         if self.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
@@ -288,13 +283,13 @@ class Scheduler:
     # -- between steps ---------------------------------------------------------------------------
 
     def check_idle(self, message: str) -> None:
-        """Raise a StepError with ``message`` in a forward, a backward or `gathered`."""
+        """Raise a StepError with ``message`` inside a forward, a backward or `gathered`."""
         self.await_abandoned()
         if not self.is_between_steps:
             raise StepError(message)
 
     def request(self, kind: EventKind, index: int) -> None:
-        """Gather a unit, wait for it or free it, for a user; all ranks have to do the same."""
+        """Gather a unit, wait for it or free it, as the user requested on every rank."""
         if self.in_gathered:
             return
         self.await_abandoned()
@@ -303,14 +298,14 @@ class Scheduler:
                 self.recover()
                 self.units[index].expect_changes()
             self._perform(self.sequencer.request(kind, [index]))
-            if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed meanwhile
+            if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed since
                 self.units[index].use_unsharded()
             elif kind is EventKind.FREE:
-                self._conceal([index])
+                self._use_sharded([index])
 
     @contextlib.contextmanager
     def gathered(self, *, write_back: bool) -> Iterator[None]:
-        """Keep every unit gathered, in separate tensors; see `module.gathered`."""
+        """Keep every unit gathered in separate buffers; see `module.gathered`."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         with self.guarded():
             self.recover()
@@ -320,23 +315,23 @@ class Scheduler:
                 unit.launch_hold(self._links.gather)
             for unit in self.units:
                 unit.await_hold(self._links)
-        self.in_gathered, is_agreed, changed = True, False, set[str]()
-        before = sums_of(self.units) if write_back else {}
+        self.in_gathered = True
+        changed: set[str] | None = None  # names of parameters, if changes are written back
         try:
+            before = sums_of(self.units) if write_back else {}
             try:
                 yield
-                sums = collect_changes(self.units) if write_back else {}
+                after = collect_changes(self.units) if write_back else {}
             except BaseException as error:
-                if write_back:  # the other ranks wait for this one at the end
+                if write_back:  # other ranks are waiting to compare checksums
                     self._links.abort(error)
                 raise
-            for mesh, of_mesh in sums.items():
-                check_same_sums(of_mesh, mesh, ADVICE)
-            is_agreed, changed = write_back, changed_names(before, sums)
+            if write_back:
+                changed = agreed_changes(before, after)
         finally:
             for index, unit in enumerate(self.units):
-                unit.release_hold(write_back=is_agreed)
-                names = [one.name for one in unit.parameters if one.name in changed]
+                unit.release_hold(write_back=changed is not None)
+                names = [one.name for one in unit.parameters if one.name in (changed or ())]
                 if names:
                     self._versions.note(index, self.sequencer.tick, names)
             self.in_gathered = False
@@ -344,29 +339,29 @@ class Scheduler:
     # -- errors ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """After an exception: bring the ranks back into step, and free what is left of the step."""
+        """After an exception: resynchronize the ranks, and free the memory of the failed step."""
         self._links.recover()
-        for unit in self._in_flight:  # the ranks are back in step, so all of it ends
+        for unit in self._in_flight:  # now all of its communication ends
             unit.quiesce(time.monotonic() + POLL_SECONDS)
             unit.reset()
         self._in_flight.clear()
         self._exchanges.clear()
 
     def abandon(self, error: BaseException) -> None:
-        """End the step where it is, backwards included."""
+        """End the step and its backwards, wherever they are."""
         self.await_abandoned()
         self._tasks.clear()
         self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks and go back to shards."""
+        """End the step after ``error``: notify the other ranks and free all units."""
         self.explain(error)
         self._links.abort(error)
         self.sequencer.abandon()
         self._offloading = None
         self._events_incomplete = False
         self._exchanges += self.observer.failed()
-        # Collectives that all ranks launched end in a moment; the others never will.
+        # Collectives that all ranks launched end within moments; the others never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
         until = time.monotonic() + patience
         for unit in self.units:
@@ -381,11 +376,11 @@ class Scheduler:
         self.ledger.abandon_step()
 
     def explain(self, error: BaseException) -> None:
-        """Note on an ``error`` of a failed allocation what holds memory."""
+        """Add a note about held memory to ``error`` if it is a failed allocation."""
         self._held_memory.note(error, f"step {self.ledger.step}, {self._links.where}")
 
     def report(self, where: str) -> None:
-        """Say where this rank is, for the error of ranks that wait for it."""
+        """Publish where this rank is, for the errors of ranks that wait for it."""
         links = self._links
         links.step, links.where = self.ledger.step, where
 
@@ -400,7 +395,7 @@ class Scheduler:
         try:
             for event in events:
                 record = Record(event, self.ledger.step, now)
-                if event.kind is not EventKind.FORWARD:  # which the caller runs
+                if event.kind is not EventKind.FORWARD:  # the caller runs it
                     unit = self.units[event.unit]
                     if works := self._do(event.kind, unit):
                         record.works, record.sent = works, unit.mesh.axis_bytes(works)
@@ -413,7 +408,7 @@ class Scheduler:
         self._events_incomplete = False
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
-        """Let an event take place; returns the communication that it launched."""
+        """Perform an event, and return the communication that it launched."""
         links = self._links
         match kind:
             case EventKind.GATHER:
@@ -448,13 +443,14 @@ class Scheduler:
             self.observer.after_reduce(unit, self._links)
         return works
 
-    def _conceal(self, indices: Sequence[int]) -> None:
+    def _use_sharded(self, indices: Sequence[int]) -> None:
+        """Put the sharded parameters back into units that are not in use."""
         for index in indices:
             if not self._shows_dense and not self.sequencer.is_in_use(index):
                 self.units[index].use_sharded()
 
     def _finish_offload(self) -> None:
-        """Hand over gradients that were reduced before, where they are on the host."""
+        """Hand over the gradients of the last reduction, which were copied to the host."""
         offloading, self._offloading = self._offloading, None
         if offloading is not None:
             for gradients in offloading.gradients:

@@ -1,4 +1,4 @@
-"""A unit's modules as `fully_shard` found them: parameters that came later are in no unit."""
+"""Detects parameters that were added after `fully_shard` and therefore are in no unit."""
 
 import warnings
 
@@ -7,28 +7,29 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["Structure"]
+__all__ = ["HANDLE", "Structure"]
+
+HANDLE = "_shardwise"  # the attribute of a unit's module that has its `Handle`
 
 
 class Structure:
-    """What a forward compares the modules of a unit with, those of units inside it excepted.
+    """The modules of a unit when it was sharded, without those of units inside it.
 
-    Comparing takes 0.4 microseconds per module; parameters are looked at only after a change.
+    A comparison takes 0.4 microseconds per module. Parameters are searched only after a change.
     """
 
-    def __init__(self, module: nn.Module, name: str, mark: str, *, warns: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, *, warns: bool) -> None:
         self._name = name
         self._warns = warns
-        self._mark = mark  # the name of an attribute that every unit has
         self._seen = self._fingerprint(module)
-        self._ignored = {name for name, _ in self._unsharded(module)}
+        self._ignored = set(self._unsharded(module))
 
     def check(self, module: nn.Module) -> None:
-        """Raise a PlanError that names parameters that no unit manages, or warn of them."""
+        """Raise a PlanError that names parameters that no unit manages, or warn about them."""
         found = self._fingerprint(module)
         if found == self._seen:
             return
-        added = [name for name, _ in self._unsharded(module) if name not in self._ignored]
+        added = [name for name in self._unsharded(module) if name not in self._ignored]
         if added:
             message = (
                 f"{', '.join(added)}: added or replaced after fully_shard, so gradients would not "
@@ -50,10 +51,10 @@ class Structure:
             modules += [
                 child
                 for child in module._modules.values()
-                if child is not None and self._mark not in vars(child)
+                if child is not None and HANDLE not in vars(child)
             ]
         return found
 
-    def _unsharded(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _unsharded(self, module: nn.Module) -> list[str]:
         named = module.named_parameters(self._name)
-        return [(name, p) for name, p in named if sharding_of(p) is None]
+        return [name for name, parameter in named if sharding_of(parameter) is None]

@@ -1,12 +1,12 @@
-"""A unit at work: its parameters whole or in shards, its gradients on their way to the shards.
+"""Units: parameters that are gathered and freed together, and their gradients.
 
-For every layout of its plan it has a `FlatParameters`: the persistent ``shard`` [S] that the
-parameters view, and the buffers that come and go::
+A unit has one `FlatParameters` per layout: the persistent ``shard`` [S] that the parameters view,
+and buffers that have memory only while they are used::
 
     between steps   shard [S]   p = ShardedTensor(run of shard)
     in use          buffer [world_size * S], dense parameters view it    <- all-gather of shards
     gathered again  part [world_size * S / subgroup]                     -> all-gather in subgroup
-    in backward     gradients [world_size * S], one slot a parameter     -> reduce-scatter
+    in backward     gradients [world_size * S], one extent per parameter -> reduce-scatter
     after it        gradient shard [S]   p.grad = ShardedTensor(run of it)
 """
 
@@ -22,8 +22,8 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime import hooks
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
+from shardwise.runtime.extensions import ExtendedBuffer
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
@@ -55,67 +55,56 @@ class FlatParameters:
         offloader: HostOffloader | None = None,
     ) -> None:
         self.layout = layout
+        self.mesh = mesh
+        self.offloader = offloader  # if the shard is on the host
+        self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
+        self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
+        self.device_copy_is_stale = True
+        self._device_copy: Tensor | None = None  # [S], of a shard on the host
         self._plan = plan
         self._pools = pools
-        self.offloader = offloader  # if the shard is on the host
-        self.mesh = mesh
-        self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
-        self._device_copy: Tensor | None = None  # [S], of a shard on the host
-        self.device_copy_is_stale = True
-        self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
-        self._allocate()
+        self._blocks = plan.gathers(layout)
+        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
+        is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
+        self._pool = pools.own if is_private else pools.gathered
+        self._part: Tensor | None = None  # [world_size * S / subgroup]
+        self._part_owner = f"part for {layout.extents[0].parameter.name}"
+        self.buffer = self._make_buffer()
+        # In the dtype of the shard, between steps.
+        self._held: FlatBuffer | ChunkedBuffer | None = None
+        self.shard = self._allocate_shard()
         self.gradients: GradientBuffer | None = None
         if layout.trainable:
             self.gradients = GradientBuffer(
                 layout, self.parameters, mesh, pools, plan, settings, offloader
             )
 
-    def _allocate(self) -> None:
-        """Make the shard and the buffer."""
-        layout, plan, pools = self.layout, self._plan, self._pools
-        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
-        self._blocks = plan.gathers(layout)
-        # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
-        is_own = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
-        pool = self._pool = pools.own if is_own else pools.gathered
-        self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_owner = f"part for {layout.extents[0].parameter.name}"
-        compute_dtype = layout.cast.compute_dtype
-        self.buffer = flat_buffer(
-            layout, pool, pools.own, dtype=compute_dtype, owns_memory=self.is_whole
-        )
-        # In the dtype of the shard, between steps.
-        self._held: FlatBuffer | ChunkedBuffer | None = None
-        self.shard = self._allocate_shard()
-
     @cached_property
     def _own_slot(self) -> Tensor:
-        """This rank's part [S] of the buffer, from the first time that it has memory."""
+        """This rank's part [S] of the buffer; cached once the buffer has had memory."""
+        assert not isinstance(self.buffer, ExtendedBuffer)
         return self.buffer.slot_of(self.mesh.rank)
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """The gathered parameters."""
+        """The gathered parameters; empty if their classes define what is gathered."""
         return self.buffer.views
 
     @property
     def gathered_bytes(self) -> int:
-        """What gathered parameters take now, those that are held between steps included."""
+        """Bytes of gathered parameters now, including those that `sw.gathered` holds."""
         buffers = (self.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
 
-    def listen(self, position: int, callback: Callable[[], None]) -> None:
-        """Call ``callback`` for each gradient that autograd has put on a dense parameter."""
-        hooks.on_gradient(self.parameters[position].dense, callback)
-
     def expect(self, kind: EventKind) -> None:
-        """Tell the arenas what an event of the imagined step allocates or frees."""
+        """Tell the arenas what an event of the planned step allocates or frees."""
         buffer, arenas = self.buffer, (self._pool, self._pools.own)
         match kind:
             case EventKind.BACKWARD | EventKind.REDUCE | EventKind.FINISH_REDUCE:
                 if self.gradients is not None:
                     self.gradients.expect(kind)
-            case _ if self.is_whole:
+            case _ if self.is_whole or isinstance(buffer, ExtendedBuffer):
                 pass
             case EventKind.GATHER:
                 self._pool.expect(buffer.owners[0], buffer.num_bytes)
@@ -131,20 +120,24 @@ class FlatParameters:
                 self._pool.expect_free(self._part_owner)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
+        part = self._part
+        if part is None:
+            self.reclaim_locals()
         self.buffer.acquire()
-        flat, part = self.buffer.flat, self._part
+        flat, shards = self.buffer.flat, self.mesh.shards
         if part is not None:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
             own = flat.view(subgroup.size, -1)[subgroup.index]
             return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
-        self.reclaim_locals()
-        fill, shards = self._copy_shard(self._own_slot), self.mesh.shards
+        if isinstance(self.buffer, ExtendedBuffer):
+            return collectives.all_gather(flat, shards, label, self.buffer.copy_inputs())
+        fill = self._copy_shard(self._own_slot)
         if self._blocks is not None:
             return quantized_gather(collectives, self._blocks, flat, shards, label, fill)
         return collectives.all_gather(flat, shards, label, fill, self.buffer.shared_range())
 
     def finish_gather(self) -> None:
-        """The collective has ended: have the dense parameters show the gathered values."""
+        """Make the gathered values visible in the dense parameters, after the collective."""
         self.buffer.unpack()
 
     def free(self) -> None:
@@ -153,7 +146,9 @@ class FlatParameters:
             self.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
-        """Get the part from which the subgroup gathers: from the buffer, or from the other rows."""
+        """Copy the part that the subgroup gathers from the buffer, or gather it over the column."""
+        if isinstance(self.buffer, ExtendedBuffer):
+            return None  # all ranks gather these parameters again
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
             self.buffer.flat.dtype,
@@ -178,37 +173,61 @@ class FlatParameters:
             self._pool.free(self._part.untyped_storage())
             self._part = None
 
+    # -- for `sw.gathered` -----------------------------------------------------------------------
+
     def launch_hold(self, collectives: Collectives, label: str) -> Work:
+        """Gather into a separate buffer, in the dtype of the shard."""
+        if self.layout.is_extended:
+            return self.launch_gather(collectives, label)
         self.reclaim_locals()
         held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
         held.acquire()
-        own_slot = held.slot_of(self.mesh.rank)
-        fill = partial(copy_, own_slot, self.shard)
+        fill = partial(copy_, held.slot_of(self.mesh.rank), self.shard)
         return collectives.all_gather(held.flat, self.mesh.shards, label, fill)
 
     def use_held(self) -> None:
-        if self._held is not None:
+        """Put the gathered parameters into the modules, after the collective."""
+        if self._held is None:
+            self.finish_gather()
+            for parameter in self.parameters:
+                parameter.use_unsharded()
+        else:
             self._held.unpack()
-        for parameter, view in self.held_parameters():
-            parameter.use_tensor(view)
+            for parameter, view in zip(self.parameters, self._held.views, strict=True):
+                parameter.use_tensor(view)
 
     def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
-        """Every parameter with its view [shape] of the held buffer."""
+        """Every parameter that can be written back, with its view [shape] of the held buffer."""
         if self._held is not None:
             yield from zip(self.parameters, self._held.views, strict=True)
+        elif isinstance(self.buffer, ExtendedBuffer):
+            self.buffer.check_unchanged()
 
     def release_hold(self, *, write_back: bool) -> None:
-        """Drop the changes to held parameters, or write them back."""
-        if self._held is not None:
-            if write_back:
-                self._held.pack()
-                copy_(self.shard, self._held.slot_of(self.mesh.rank))
-            self._held.release()
-            self._held = None
+        """Write changes to the held parameters back, or drop them."""
+        if self._held is None:
+            self.free()
+            return
+        if write_back:
+            self._held.pack()
+            copy_(self.shard, self._held.slot_of(self.mesh.rank))
+        self._held.release()
+        self._held = None
+
+    # -- construction and copies -----------------------------------------------------------------
+
+    def _make_buffer(self) -> FlatBuffer | ChunkedBuffer | ExtendedBuffer:
+        layout, pool, own_pool = self.layout, self._pool, self._pools.own
+        if layout.is_extended:
+            return ExtendedBuffer(self.parameters, self.mesh, own_pool, self._plan.precision)
+        dtype = layout.cast.compute_dtype
+        return flat_buffer(layout, pool, own_pool, dtype=dtype, owns_memory=self.is_whole)
 
     def _allocate_shard(self) -> Tensor:
         if self.is_whole:
             return self.buffer.flat
+        if self.layout.is_extended:
+            return torch.empty(0)  # each parameter has its own
         size, device = self.layout.shard_elements, self._pool.device
         if self.offloader is None or self._plan.offload is None:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
@@ -217,7 +236,7 @@ class FlatParameters:
         return self.offloader.allocate_shard(self.layout, self.layout.dtype)
 
     def _copy_shard(self, to: Tensor) -> Callable[[], None]:
-        """What a collective has to call before it sends ``to`` [S], this rank's part."""
+        """Return a function that fills ``to`` [S], this rank's part of what a collective sends."""
         if self.offloader is None:
             return partial(copy_, to, self.shard)
         if self._device_copy is None:
@@ -230,7 +249,7 @@ class FlatParameters:
         return lambda: (refresh(), copy_on_device())[1]
 
     def reclaim_locals(self) -> None:
-        """Notice parameters whose memory was replaced, as `Module.to` and `assign=True` do."""
+        """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
         for parameter in self.parameters:
             current = parameter.owners[0].get()
             if isinstance(current, DTensor) and local_of(current) is parameter.local:
@@ -248,11 +267,11 @@ class Unit:
         self.plan = plan
         self.settings = settings
         self.flats = tuple(flats)
-        self._cut = [flat for flat in flats if not flat.is_whole]
         self.expects_gradients = False
+        self._gathered_flats = [flat for flat in flats if not flat.is_whole]
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
-        self._is_exposed = False
+        self._is_unsharded = False  # modules hold the dense parameters
 
     @property
     def parameters(self) -> Iterator[FSDPParameter]:
@@ -265,23 +284,20 @@ class Unit:
 
     @property
     def mesh(self) -> DataParallelMesh:
-        """Its ranks, as numbered in collectives; of a unit with parameters."""
+        """The ranks of a unit that has parameters, as numbered in collectives."""
         return self.flats[0].mesh
 
     # -- parameters ------------------------------------------------------------------------------
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"gather {self.plan.label}"
-        works = tuple(flat.launch_gather(collectives, label) for flat in self._cut)
-        self._gathering += works
-        return works
+        launches = (flat.launch_gather(collectives, label) for flat in self._gathered_flats)
+        return _launch(launches, self._gathering)
 
     def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
         label = f"keep {self.plan.label}"
-        launched = [flat.launch_subgroup_part(collectives, label) for flat in self._cut]
-        works = tuple(work for work in launched if work is not None)
-        self._gathering += works
-        return works
+        parts = (flat.launch_subgroup_part(collectives, label) for flat in self._gathered_flats)
+        return _launch(parts, self._gathering)
 
     def free_subgroup_part(self) -> None:
         for flat in self.flats:
@@ -289,28 +305,28 @@ class Unit:
 
     def await_gather(self, links: Communicator) -> None:
         self._await_all(self._gathering, links)
-        for flat in self._cut:
+        for flat in self._gathered_flats:
             flat.finish_gather()
 
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
-        if not self._is_exposed:
+        if not self._is_unsharded:
             for flat in self.flats:
-                if flat.is_whole:  # otherwise the gather did it
+                if flat.is_whole:  # the gather has done it for the others
                     flat.reclaim_locals()
             for parameter in self.parameters:
                 parameter.use_unsharded()
-            self._is_exposed = True
+            self._is_unsharded = True
 
     def use_sharded(self) -> None:
-        """Put the sharded parameters back."""
-        if self._is_exposed:
+        """Put the sharded parameters back into the modules."""
+        if self._is_unsharded:
             for parameter in self.parameters:
                 parameter.use_sharded()
-            self._is_exposed = False
+            self._is_unsharded = False
 
     def free(self, links: Communicator) -> None:
-        """Drop the gathered parameters, unchanged; a gather under way is waited for first."""
+        """Free the gathered parameters, which must not have changed, after a gather in flight."""
         self._await_all(self._gathering, links)
         self.use_sharded()
         for flat in self.flats:
@@ -318,20 +334,19 @@ class Unit:
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
         if changed:
             raise StepError(
-                f"{', '.join(changed)}: changed in place while gathered, which is lost when "
-                f"{self.plan.label} is freed; change the sharded parameter between steps, or "
-                "whole ones in sw.gathered(model, write_back=True)"
+                f"{', '.join(changed)}: changed in place while gathered, but the change is lost as "
+                f"{self.plan.label} is freed; change the sharded parameter between steps, or the "
+                "whole one in sw.gathered(model, write_back=True)"
             )
 
     def launch_hold(self, collectives: Collectives) -> None:
-        """Gather the parameters as they are kept, for use between steps."""
-        self._gathering = [
-            flat.launch_hold(collectives, f"hold {self.plan.label}") for flat in self.flats
-        ]
+        """Gather the parameters in the dtype of the shards, for use between steps."""
+        label = f"hold {self.plan.label}"
+        _launch((flat.launch_hold(collectives, label) for flat in self.flats), self._gathering)
 
     def await_hold(self, links: Communicator) -> None:
         self._await_all(self._gathering, links)
-        self._is_exposed = True
+        self._is_unsharded = True
         for flat in self.flats:
             flat.use_held()
 
@@ -351,7 +366,7 @@ class Unit:
         return flat.gradients.claim(position, in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
-        """Take the gradient that autograd has just put on a dense parameter."""
+        """Take the gradient that autograd has put on a dense parameter."""
         assert flat.gradients is not None
         parameter = flat.parameters[position]
         if parameter.dense.grad is None:
@@ -360,12 +375,12 @@ class Unit:
             parameter.dense.grad = None
             raise StepError(
                 f"{parameter.name}: received a gradient, but {self.plan.label} is not part of this "
-                "backward; was something kept from a forward that raised, or from another model?"
+                "backward; was a tensor kept from a forward that raised, or from another model?"
             )
         flat.gradients.accept(position)
 
     def take_gradients(self) -> None:
-        """`accept` all gradients that there are on dense parameters, outside of a backward."""
+        """Take the gradients of all dense parameters, outside of a backward."""
         self.expects_gradients = True
         for flat in self.flats:
             for position in range(len(flat.parameters) if flat.gradients is not None else 0):
@@ -373,25 +388,24 @@ class Unit:
         self.end_backward()
 
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
-        """Reduce the gradients over the row, and over the column if the settings say so."""
+        """Reduce the gradients over the row, and also over the column if the settings say so."""
         label = f"reduce {self.plan.label}"
-        self._reducing = [
-            gradients.launch_reduce(collectives, label) for gradients in self.gradients
-        ]
+        launches = (gradients.launch_reduce(collectives, label) for gradients in self.gradients)
+        works = _launch(launches, self._reducing)
         self.expects_gradients = False
-        return tuple(self._reducing)
+        return works
 
     def end_backward(self) -> None:
-        """Move what a later reduction gets to its buffer, so that it adds up in that dtype."""
+        """Move gradients that await a later reduction to its buffer, to add up in its dtype."""
         for gradients in self.gradients:
             gradients.write_kept()
         self.expects_gradients = False
 
     def expect_changes(self) -> None:
-        """Between steps the shards may have been changed, or their memory replaced."""
+        """Prepare for shards that were changed or replaced since the last step."""
         for flat in self.flats:
             flat.device_copy_is_stale = True
-            if not self._is_exposed:  # `Module.to` before a step is no change within it
+            if not self._is_unsharded:  # `Module.to` before a step is no change within it
                 flat.reclaim_locals()
 
     def collect(self, links: Communicator) -> None:
@@ -402,14 +416,14 @@ class Unit:
     # -- after an exception ----------------------------------------------------------------------
 
     def quiesce(self, until: float) -> bool:
-        """Wait for its communication to end, successfully or not, until that time; if it has."""
+        """Wait until time ``until`` for communication to end or fail. Returns whether it has."""
         works = (*self._gathering, *self._reducing)
         for work in works:
             work.wait(max(0.0, until - time.monotonic()))
         return all(work.done for work in works)
 
     def reset(self) -> None:
-        """Return to shards from any state; no communication is under way."""
+        """Return to shards from any state, with no communication in flight."""
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.use_sharded()
@@ -429,8 +443,18 @@ class Unit:
         works.clear()
 
 
+def _launch(launches: Iterable[Work | None], in_flight: list[Work]) -> tuple[Work, ...]:
+    """Return the works of ``launches``; each is in flight even if the next launch raises."""
+    works = []
+    for work in launches:
+        if work is not None:
+            in_flight.append(work)
+            works.append(work)
+    return tuple(works)
+
+
 def plan_memory(units: Sequence[Unit], events: Iterable[Event]) -> None:
-    """Plan offsets for what ``events``, one imagined step of ``units``, allocate and free."""
+    """Plan memory offsets from ``events``, the schedule of one step of ``units``."""
     for event in events:
         for flat in units[event.unit].flats:
             flat.expect(event.kind)

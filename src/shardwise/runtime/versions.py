@@ -1,7 +1,7 @@
-"""Parameters that change between a forward and its backward, which no gradient would be right for.
+"""Detects parameters that change between a forward and its backward.
 
-Autograd compares versions of the tensors that it saved. Those are the gathered parameters here,
-which get new memory and the version of the old in each gather, so the shards are compared instead.
+Autograd compares the versions of tensors that it saved. Here it saved gathered parameters, whose
+versions do not change when they are gathered again, so the versions of the shards are compared.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ __all__ = ["ShardVersions"]
 
 
 class ShardVersions:
-    """When the shards of each unit were last seen to have changed, by the sequencer's ticks."""
+    """Records at which tick of the sequencer the shards of a unit were last found changed."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._versions = [_versions_of(unit) for unit in units]
-        self._changed: dict[int, tuple[int, str]] = {}  # unit to tick and names of parameters
+        self._changed: dict[int, tuple[int, str]] = {}  # by unit: tick, names of parameters
 
     def update(self, tick: int) -> list[int]:
-        """Look for changes since the last call; returns the units that have any."""
+        """Look for changes since the last call, and return the indices of changed units."""
         changed = []
         for index, unit in enumerate(self._units):
             before, after = self._versions[index], _versions_of(unit)
@@ -34,11 +34,11 @@ class ShardVersions:
         return changed
 
     def note(self, unit: int, tick: int, names: Sequence[str]) -> None:
-        """Parameters changed in a way that their versions do not show."""
+        """Record a change that versions do not show."""
         self._changed[unit] = tick, ", ".join(names)
 
     def check(self, call: Call, *, steps_in_backward: bool) -> None:
-        """Raise a StepError if parameters have changed since ``call``, whose backward begins."""
+        """Raise a StepError if parameters have changed since ``call``, at its backward."""
         tick, names = self._changed.get(call.unit, (-1, ""))
         if call.entered > tick:
             return

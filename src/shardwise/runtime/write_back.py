@@ -1,20 +1,20 @@
-"""Takes over changes to whole parameters at the end of `sw.gathered(write_back=True)`."""
+"""Collects changes to whole parameters at the end of `sw.gathered(write_back=True)`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.runtime.checks import checksum
+from shardwise.runtime.checks import check_same_sums, checksum
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["ADVICE", "Sums", "changed_names", "collect_changes", "sums_of"]
+__all__ = ["agreed_changes", "collect_changes", "sums_of"]
 
 Sums = dict[DataParallelMesh, dict[str, Tensor]]  # checksums by the ranks that share a parameter
 
-ADVICE = (
+_ADVICE = (
     "every rank has to make the same change inside sw.gathered(write_back=True); for random values "
     "call torch.manual_seed with one seed on every rank"
 )
@@ -22,9 +22,9 @@ ADVICE = (
 
 @torch.no_grad()
 def collect_changes(units: Sequence[Unit]) -> Sums:
-    """Copy what the modules hold into the held buffers; returns checksums of these.
+    """Copy the tensors of the modules into the held buffers, and return their checksums.
 
-    Shards are left alone, so that nothing is written if this raises or if ranks differ.
+    Shards do not change, so nothing is written if this raises or if ranks differ.
     """
     assigned = [(view, _assigned(parameter, view)) for parameter, view in _held(units)]
     for view, tensor in assigned:
@@ -42,8 +42,14 @@ def sums_of(units: Sequence[Unit]) -> Sums:
     return sums
 
 
-def changed_names(before: Sums, after: Sums) -> set[str]:
-    """The parameters with different checksums."""
+def agreed_changes(before: Sums, after: Sums) -> set[str]:
+    """Return the names of parameters whose checksums have changed.
+
+    Raises:
+        PlanError: ranks have different checksums.
+    """
+    for mesh, of_mesh in after.items():
+        check_same_sums(of_mesh, mesh, _ADVICE)
     return {
         name
         for mesh, of_mesh in after.items()
@@ -57,7 +63,7 @@ def _held(units: Sequence[Unit]) -> list[tuple[FSDPParameter, Tensor]]:
 
 
 def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
-    """A tensor other than ``view`` that the modules hold."""
+    """The tensor that the modules hold, if it is not ``view``."""
     tensor = parameter.assigned_tensor()
     if tensor is None:
         return None
@@ -69,5 +75,5 @@ def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
 
 
 def _position_checksum(tensor: Tensor) -> Tensor:
-    """A checksum that also differs, almost surely, if only the order of elements does."""
+    """A checksum that almost surely also detects a different order of elements."""
     return checksum(tensor) + 31 * checksum(tensor.reshape(-1)[::2])

@@ -1,4 +1,4 @@
-"""Traps: when a unit's backward begins and ends."""
+"""Traps: when the backward of a unit begins and ends."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.runtime.buffers import FlatBuffer
-from shardwise.runtime.memory import Arena, Pool
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.unit import FlatParameters
 from shardwise.transport.host.handshake import Host
 from tests.models import CASES, WIDTH, Block, Stack, build
@@ -31,8 +31,8 @@ from tests.runtime.one_process import (
 
 @on_ranks(2)
 def test_inputs_that_need_no_gradients() -> None:
-    """Module backward hooks fire before the parameters' gradients then, and hooks on inputs never
-    do: the first unit would be reduced too early, or not at all.
+    """Module backward hooks then run before the parameters' gradients, and hooks on inputs never
+    run, so the first unit would be reduced too early, or not at all.
     """
     reference, model = _pair("stack, every layer")
     for step in range(3):
@@ -60,8 +60,8 @@ def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) -> None:
-    """A recomputation is a forward inside backward. One that gathers ahead in the order of forward,
-    frees what its backward needs, or registers its hooks again moves more than it has to.
+    """A recomputation is a forward inside backward. It would move too much if it prefetched in the
+    order of forward, freed units that its backward needs, or registered its hooks again.
     """
     reference = Recomputing(reentrant).double()
     model = copy.deepcopy(reference)
@@ -73,7 +73,7 @@ def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) ->
         assert_equal_models(model, reference, step)
     counts = _counts(model)
     for layer in range(4):
-        # The last one's backward, and so its recomputation, may follow while it is still there.
+        # The backward of the last unit, with its recomputation, may begin before it is freed.
         stays = layer == 3 and not reentrant  # reentrant checkpointing hides it from autograd
         assert counts[f"gather layers.{layer}"] == (1 if stays else 2), counts
         assert counts[f"forward layers.{layer}"] == 2
@@ -84,7 +84,7 @@ def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) ->
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["one after the other", "reversed", "1F1B"])
 def test_several_forwards_before_their_backwards(way: str) -> None:
-    """Pipelines run several forwards first: each backward is reduced, and none is left gathered."""
+    """As in pipelines: every backward is reduced, and no unit stays gathered."""
     reference, model = _pair()
     for step in range(3):
         batches = [torch.randn(BATCH, WIDTH).double() for _ in range(4)]
@@ -113,7 +113,7 @@ def test_several_forwards_before_their_backwards(way: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["detached", "retained"])
 def test_a_loss_in_chunks(way: str) -> None:
-    """Long sequences: a loss whose parts go back one by one."""
+    """A loss for long sequences, with a separate backward for each chunk."""
     reference, model = _pair()
     for step in range(3):
         batch = torch.randn(BATCH, WIDTH).double()
@@ -133,7 +133,7 @@ def test_a_loss_in_chunks(way: str) -> None:
 
 @on_ranks(2)
 def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
-    """A pass that goes another way than the last one leaves what it gathered ahead."""
+    """A pass in another order than the last one does not use the units that it prefetched."""
     reference = Turns().double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block, prefetch=2)
@@ -153,29 +153,25 @@ def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
 
 @on_ranks(2, thorough=(4,))
 def test_memory_that_was_given_back_is_used_by_nobody() -> None:
-    """A reduce buffer that is let go before its work is done, or parameters that are freed before
-    the last use: silently wrong in peers, now and then. Here all that is given back is spoilt.
+    """In peers, a reduce buffer that is freed before its work has ended, or parameters that are
+    freed before their last use, sometimes give wrong results. Here freed memory is overwritten.
     """
+    free = Pool.free
 
-    def spoiling(kind: type[Pool]) -> Any:
-        free = kind.free
+    def free_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
+        spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
+        spoilt.fill_(0xFF)  # every number is a NaN
+        free(pool, storage)
 
-        def free_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
-            spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
-            spoilt.fill_(0xFF)  # every number is a NaN
-            free(pool, storage)
-
-        return mock.patch.object(kind, "free", free_spoilt)
-
-    # Shared memory may still be in use by others; see `_spoil_before_filling`.
-    alone = mock.patch.object(Host, "can_share", return_value=False)
-    with alone, spoiling(Pool), spoiling(Arena):
+    # Other ranks may still use shared memory; the next test covers it.
+    without_sharing = mock.patch.object(Host, "can_share", return_value=False)
+    with without_sharing, mock.patch.object(Pool, "free", free_spoilt):
         _train_in_many_ways()
 
 
 @on_ranks(2, thorough=(4,))
 def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
-    """Here it is spoilt first, for long enough that another rank would compute with that."""
+    """Memory is overwritten before it is filled, long enough for other ranks to read it."""
     bring = FlatParameters._copy_shard
     spoilt = 0
 
@@ -244,7 +240,7 @@ class Recomputing(nn.Module):
 
 
 class Turns(Stack):
-    """Runs its blocks in the order that it is told."""
+    """Runs its blocks in the order that is set."""
 
     order: tuple[int, ...] = (0, 1, 2)
 

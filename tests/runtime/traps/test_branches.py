@@ -1,4 +1,4 @@
-"""Traps: what a rank runs, or uses, depends on its data."""
+"""Traps: the data of a rank determine which units it runs and which parameters it uses."""
 
 import copy
 from typing import Any
@@ -19,6 +19,7 @@ from tests.runtime.one_process import (
     assert_equal_models,
     own_part,
     rank,
+    step_all,
     world_size,
 )
 
@@ -26,7 +27,7 @@ from tests.runtime.one_process import (
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
 def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: str) -> None:
-    """FSDP2 adds up gradients of unlike parameters: 1.5 where 0.5 is right, and says nothing."""
+    """FSDP2 silently sums gradients of different parameters: 1.5 instead of 0.5."""
     torch.manual_seed(0)
     reference = nn.Sequential(Block(), Experts(), Experts()).double()
     model = copy.deepcopy(reference)
@@ -41,9 +42,7 @@ def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: 
         model(own_part(batch)).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     everywhere: list[Any] = [None] * world_size()
     dist.all_gather_object(everywhere, used)
     assert any(other != used for other in everywhere), "the ranks used the same: a weak test"
@@ -51,9 +50,7 @@ def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: 
 
 @on_ranks(2)
 def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
-    """Megatron-FSDP v2 waits for the missing gradient and never reduces the unit; so would any
-    count of gradients.
-    """
+    """Megatron-FSDP v2 counts gradients, so it waits for the missing one and never reduces."""
     reference = nn.Sequential(Pair(), Pair(), Pair()).double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Pair)
@@ -65,7 +62,7 @@ def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
 
 @on_ranks(2)
 def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
-    """A trigger that sits on gradients never fires on the rank that has none."""
+    """A hook on gradients never runs on a rank that has none."""
     reference = Cuttable().double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block)
@@ -80,7 +77,7 @@ def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
 
 @on_ranks(3)
 def test_only_one_rank_may_have_gradients_at_all() -> None:
-    """A loss that does not depend on a rank's data: its part of every gradient is zero."""
+    """The loss does not depend on the data of one rank, whose gradients are all zero."""
     reference = nn.Sequential(Block(), Block()).double()
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=Block)
@@ -112,7 +109,7 @@ def _train(reference: nn.Module, model: nn.Module, steps: int = 3) -> None:
 
 
 class Cuttable(nn.Module):
-    """Runs all of its blocks, and may cut the graph behind the first ones."""
+    """Runs all of its blocks, and may detach the output of the first ones."""
 
     def __init__(self) -> None:
         super().__init__()

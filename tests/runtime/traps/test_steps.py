@@ -1,4 +1,4 @@
-"""Traps: what happens to a model between its forwards, backwards and steps."""
+"""Traps: changes to a model between its forwards, backwards and steps."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ def batch() -> Tensor:
 
 
 def check_step(model: nn.Module) -> None:
-    """A step gives what one process on the same parameters computes."""
+    """Compare a step with that of one process on the same parameters."""
     reference = build("stack")
     with torch.no_grad():
         for whole, own in zip(reference.parameters(), model.parameters(), strict=True):
@@ -239,7 +239,7 @@ def test_an_embedding_that_rescales_rows_in_forward_is_refused() -> None:
 
 
 def test_fully_shard_under_torchrun_joins_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group each rank would train a model of its own."""
+    """Without a process group, each rank would train a separate model."""
     joined: list[bool] = []
     monkeypatch.setattr(dist, "init_process_group", lambda: joined.append(True))
     for size in ("1", "2"):
@@ -256,7 +256,7 @@ def test_fully_shard_in_inference_mode_is_refused() -> None:
 
 @on_ranks(2)
 def test_the_gradient_accumulator_of_a_sharded_parameter_is_not_revealed() -> None:
-    """Zero-bubble pipeline schedules take it for the way to the weight gradients."""
+    """Zero-bubble pipeline schedules find the weight gradients through it."""
     model = sharded()
     x = own_part(batch()).requires_grad_()
     loss = model(x).square().mean()

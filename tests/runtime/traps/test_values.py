@@ -1,4 +1,4 @@
-"""Traps: averages, ties, odd dtypes and sizes, and what a model brings along."""
+"""Traps: averages, ties, unusual dtypes and sizes, buffers, optimizers and copies."""
 
 import copy
 import warnings
@@ -22,14 +22,15 @@ from tests.runtime.one_process import (
     full,
     own_part,
     rank,
+    step_all,
     world_size,
 )
 
 
 @on_ranks(3)
 def test_a_loss_per_token_of_the_global_batch() -> None:
-    """Ranks with unlike numbers of tokens: the mean over ranks of their means is another number.
-    A loss that is weighted by the ranks' share gives one process' gradients.
+    """If ranks have different numbers of tokens, the mean of their means is not the global mean.
+    A loss that is weighted by each rank's share gives the gradients of one process.
     """
     reference = nn.Sequential(Block(), Block()).double()
     model = copy.deepcopy(reference)
@@ -46,7 +47,7 @@ def test_a_loss_per_token_of_the_global_batch() -> None:
 
 @on_ranks(2)
 def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
-    """Tied across units: peers count them twice, or untie them."""
+    """Peers count parameters that are tied across units twice, or untie them."""
     for name in ("gpt", "tied"):
         model = assert_equal_training(name, clip=0.01)  # the norm is compared as well
         parameters = list(model.parameters())
@@ -64,7 +65,7 @@ def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
 
 @on_ranks(1, 2, 4)
 def test_trainable_float32_and_float64_in_one_unit() -> None:
-    """FSDP2 refuses mixed dtypes in one unit; here each has a buffer."""
+    """FSDP2 refuses mixed dtypes in one unit; here each dtype has a buffer."""
     reference = nn.Sequential(MixedTrainable(), MixedTrainable())
     model = copy.deepcopy(reference)
     sw.fully_shard(model, units=MixedTrainable)
@@ -81,15 +82,13 @@ def test_trainable_float32_and_float64_in_one_unit() -> None:
             bound = 1e-12 if p.dtype == torch.float64 else 1e-6
             error = (full(p.grad).double() - q.grad.double()).norm().item()
             assert error <= bound, f"{name}: {error:.1e}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
 def test_ranks_without_any_elements(kind: str) -> None:
-    """Empty shards break foreach kernels, clipping and CPU Adam in peers; scalars are refused."""
+    """In peers, empty shards break foreach kernels, clipping and CPU Adam; scalars are refused."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -99,7 +98,7 @@ def test_ranks_without_any_elements(kind: str) -> None:
     model = assert_equal_training("tiny", make_optimizer=make, clip=0.01)
     empty = [p for p in model.parameters() if isinstance(p, sw.ShardedTensor)]
     assert any(not p.to_local().numel() for p in empty), "no rank is without elements: a weak test"
-    some = [p for p in empty if p.numel()]  # torch has no infinity norm of nothing
+    some = [p for p in empty if p.numel()]  # torch has no infinity norm of empty tensors
     for order in (1.0, 2.0, float("inf")):
         found = nn.utils.get_total_norm([p.detach() for p in some], order)
         wanted = nn.utils.get_total_norm([p.full_tensor() for p in some], order)
@@ -108,7 +107,7 @@ def test_ranks_without_any_elements(kind: str) -> None:
 
 @on_ranks(2)
 def test_buffers_are_whole_and_each_ranks_own() -> None:
-    """Neither sharded nor synchronised: what a rank's data made of them stays there."""
+    """Buffers are neither sharded nor synchronized; each rank keeps its own values."""
     model = nn.Sequential(Counting(), Counting()).double()
     alone = copy.deepcopy(model)
     sw.fully_shard(model, units=Counting)
@@ -126,7 +125,7 @@ def test_buffers_are_whole_and_each_ranks_own() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["stack", "recurrent", "gpt"])
 def test_an_optimizer_that_was_built_too_early_trains(name: str) -> None:
-    """In FSDP2 it holds the parameters of before, and trains nothing."""
+    """In FSDP2 it holds the old parameters, and trains nothing."""
     case = CASES[name]
     model, reference = build(name), build(name)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
@@ -138,9 +137,7 @@ def test_an_optimizer_that_was_built_too_early_trains(name: str) -> None:
         case.loss(model(own_part(batch))).backward()  # type: ignore[no-untyped-call]
         for p, old in zip(model.parameters(), held, strict=True):
             assert old.grad is p.grad
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_equal_models(model, reference, 2)
 
 
@@ -166,7 +163,7 @@ def test_a_copy_of_a_recurrent_model_is_sharded() -> None:
 
 @on_ranks(2)
 def test_seeds_by_rank_are_refused_for_any_unit() -> None:
-    """They would stitch different initialisations into one weight."""
+    """They would combine different initializations into one weight."""
     model = build("stack")
     with torch.no_grad():
         model.get_parameter("layers.2.down.bias")[0] += 1e-16 + 1e-9 * rank()
@@ -179,7 +176,7 @@ def test_seeds_by_rank_are_refused_for_any_unit() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
 def test_a_deep_copy_trains_on_its_own(when: str) -> None:
-    """Copies share memory, or hooks, with the original in peers."""
+    """In peers, copies share memory or hooks with the original."""
     reference = build("gpt")
     tokens = torch.randint(0, 11, (4, 7))
     if when == "before":
@@ -200,9 +197,7 @@ def test_a_deep_copy_trains_on_its_own(when: str) -> None:
         model(own_part(tokens)).backward()
         reference(tokens).backward()
         assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for p, old in zip(original.parameters(), kept, strict=True):
         assert torch.equal(full(p.detach()), old), "the original is left alone"
 
