@@ -1,8 +1,5 @@
-from dataclasses import replace
-
 import pytest
 
-from shardwise.errors import ConfigError
 from shardwise.forecast.hardware import accelerators, parse_cluster
 from shardwise.forecast.machine import Constants, Group, Machine
 from shardwise.forecast.work import Kind, Operation
@@ -88,12 +85,3 @@ def test_the_slowest_of_more_ranks_is_slower() -> None:
     assert factors[0] == 1
     assert factors == sorted(factors)
     assert factors[-1] < 1 + 5 * machine.constants.straggler
-
-
-def test_measured_constants_are_checked() -> None:
-    constants = Constants.of("hopper")
-    assert constants.updated({"matmul": 0.5}) == replace(constants, matmul=0.5)
-    with pytest.raises(ConfigError, match=r"matmull=0\.5: expected a number of 0 or more"):
-        constants.updated({"matmull": 0.5})
-    with pytest.raises(ConfigError, match="link='fast'"):
-        constants.updated({"link": "fast"})

@@ -25,7 +25,7 @@ from tests.ranks import on_ranks
 RANKS, WIDTH = 8, 8192
 LOCAL = Configuration(shard_size=RANKS, sequence=8192)
 _A100 = Machine.of(parse_cluster("8xA100"))
-MACHINE = replace(_A100, constants=_A100.constants.updated({"link": 0.01}))  # a slow one
+MACHINE = replace(_A100, constants=replace(_A100.constants, link=0.01))  # with slow links
 
 
 def plan_of_squares(count: int, granularity: Any = "element") -> Plan:

@@ -181,19 +181,17 @@ class CalibratedMachine(Machine):
     def measured_on(cls, calibration: Calibration, ranks: int) -> "CalibratedMachine":
         """Return the machine with one of the measured numbers of ranks."""
         device = calibration.device
-        constants = Constants.of(_GENERATION).updated(
-            {
-                "interference": _PAUSED if calibration.cores else 0.0,
-                "operation_seconds": 0.0
-                if calibration.cores
-                else calibration.ranks[ranks].operation_seconds,
-                "unit_seconds": 0.0,
-                "straggler": 0.0,
-            }
+        on_cpu, measured = calibration.cores > 0, calibration.ranks[ranks]
+        constants = replace(
+            Constants.of(_GENERATION),
+            interference=_PAUSED if on_cpu else 0.0,
+            operation_seconds=0.0 if on_cpu else measured.operation_seconds,
+            unit_seconds=0.0,
+            straggler=0.0,
         )
-        word = "rank" if calibration.cores else "GPU"
+        word = "rank" if on_cpu else "GPU"
         cluster = Cluster(device, ranks, ranks, device.node_bandwidth, word)
-        return cls(cluster, constants, calibration, calibration.ranks[ranks])
+        return cls(cluster, constants, calibration, measured)
 
     def under(self, configuration: Configuration) -> "CalibratedMachine":
         """Return the machine with the dtypes of ``configuration``."""
@@ -226,9 +224,6 @@ class CalibratedMachine(Machine):
     def update_seconds(self, shard_bytes: float, passes: float) -> float:
         seconds = self.measured.updates["adamw"] / _ADAMW_PASSES
         return shard_bytes * passes * seconds * self._sharing
-
-    def straggler_factor(self, num_ranks: int) -> float:  # noqa: ARG002
-        return 1.0
 
     @property
     def _sharing(self) -> float:

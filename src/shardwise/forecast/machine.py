@@ -16,14 +16,12 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.hardware import Accelerator, Cluster, accelerators
 from shardwise.forecast.work import Kind, Operation
@@ -64,21 +62,6 @@ class Constants:
         """Return the package's constants for a generation of devices."""
         data = _data()
         return cls(**data["common"], **data["generations"][generation])
-
-    def updated(self, changes: dict[str, Any]) -> "Constants":
-        """Replace some constants by measured values.
-
-        Raises:
-            ConfigError: a name is not known, or a value is not a number of 0 or more.
-        """
-        names = {field.name for field in fields(self)}
-        for name, value in changes.items():
-            if name not in names or not isinstance(value, (int, float)) or value < 0:
-                raise ConfigError(
-                    f"{name}={value!r}: expected a number of 0 or more for one of "
-                    f"{', '.join(sorted(names))}"
-                )
-        return replace(self, **changes)
 
 
 @cache
@@ -128,20 +111,9 @@ class Machine:
     constants: Constants
 
     @classmethod
-    def of(cls, cluster: Cluster, measured: Path | None = None) -> "Machine":
-        """Return the machine model of a cluster, with constants measured on it, if any.
-
-        Args:
-            cluster: the cluster.
-            measured: JSON file with values for some of `Constants`.
-
-        Raises:
-            ConfigError: the file has unknown entries or invalid values.
-        """
-        constants = Constants.of(cluster.accelerator.generation)
-        if measured is not None:
-            constants = constants.updated(json.loads(measured.read_text(encoding="utf-8")))
-        return cls(cluster, constants)
+    def of(cls, cluster: Cluster) -> "Machine":
+        """Return the machine model of a cluster, with the package's constants."""
+        return cls(cluster, Constants.of(cluster.accelerator.generation))
 
     @property
     def computes_on_cpu(self) -> bool:
