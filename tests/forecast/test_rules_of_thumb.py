@@ -6,7 +6,7 @@ import torch
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models import known_models, resolve_model
 from shardwise.forecast.rules_of_thumb import (
-    RULES,
+    Rule,
     accelerate_bytes,
     deepspeed_stage2_bytes,
     deepspeed_stage3_bytes,
@@ -36,6 +36,6 @@ def test_each_strategy_has_the_estimator_of_its_stage() -> None:
             Configuration(strategy="ddp", replicas=4),
         )
     }
-    assert found["fsdp"] == {RULES.accelerate: 8000, RULES.deepspeed: 4900}
-    assert found["zero2"] == {RULES.accelerate: 8000, RULES.deepspeed: 6500}
-    assert found["ddp"] == {RULES.accelerate: 8000}
+    assert found["fsdp"] == {Rule.ACCELERATE: 8000, Rule.DEEPSPEED: 4900}
+    assert found["zero2"] == {Rule.ACCELERATE: 8000, Rule.DEEPSPEED: 6500}
+    assert found["ddp"] == {Rule.ACCELERATE: 8000}

@@ -144,9 +144,10 @@ class _StepReplay:
         self._others = round(self._kept.device_bytes * self._micro_batches_before(stage))
         self._buffers = buffer_bytes + 2 * _LABEL_BYTES * workload.tokens
         self._offloaded_states = offloaded
-        self._copies = _STACKS[configuration.stack].gather_copies * max(
-            (unit.gathered_bytes for unit in plan.units if unit.reshard), default=0
-        )
+        # fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
+        # all-gather ends (`AllGatherState` in torch's _fully_shard/_fsdp_param_group.py).
+        gathered = (unit.gathered_bytes for unit in plan.units if unit.reshard)
+        self._copies = max(gathered, default=0) if configuration.stack == "fsdp2" else 0
         self._activations = 0
         # Waiting gradients that need no extra count: the trace has those of tied parameters until
         # its end, and those of embeddings appear in its last segment.
@@ -315,24 +316,6 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
     largest: int = max(sizes, default=0)
     return 2 * largest
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """Additional buffers of a stack."""
-
-    gather_copies: int = 0  # gathered units besides those of the schedule
-
-
-# fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
-# all-gather ends (`AllGatherState` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
-_STACKS = {
-    "shardwise": _Stack(),
-    "fsdp1": _Stack(),
-    "fsdp2": _Stack(gather_copies=1),
-    "ddp": _Stack(),
-    "deepspeed": _Stack(),
-}
 
 
 def _stream_bytes(timeline: tuple[Moment, ...]) -> int:

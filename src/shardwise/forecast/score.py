@@ -24,7 +24,7 @@ from shardwise.forecast.row_configuration import (
     is_flash1,
     shape_of,
 )
-from shardwise.forecast.rules_of_thumb import RULES, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.forecast.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.plan import Plan
@@ -278,8 +278,8 @@ def _peers(
     device = row.cluster().accelerator
     if tokens is not None and found.counts:
         parameters = row.model.params or 0
-        yield RULES.six_nd, six_nd_tokens(device, parameters) / tokens - 1
-        yield RULES.roofline, roofline_tokens(device, workload) / tokens - 1
+        yield Rule.SIX_ND, six_nd_tokens(device, parameters) / tokens - 1
+        yield Rule.ROOFLINE, roofline_tokens(device, workload) / tokens - 1
     measured = row.measured.peak_mem_gib
     if measured is not None and found.counts:
         model = row.model
@@ -315,7 +315,7 @@ def _lines(score: Score) -> Iterable[str]:
         yield f"correct predictions of whether a run fits: {right} of {known}"
     yield ""
     yield "Rules of thumb on the same rows"
-    for rule in RULES.all():
+    for rule in Rule:
         errors = score.peer(rule)
         if errors:
             yield _line(errors)

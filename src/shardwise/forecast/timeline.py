@@ -7,7 +7,7 @@ runs.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 
@@ -114,12 +114,10 @@ class _Step:
         """Combine ``seconds`` and ``exposed`` of all micro-batches with the rest of the step."""
         configuration = self.configuration
         micro_batches = configuration.accumulation
-        work = self._work()
-        compute = {
-            name: getattr(work, name) * micro_batches
-            for name in ("matmul", "attention", "memory", "collective")
-        }
-        host = (work.host - work.device) * micro_batches
+        costs = self._costs
+        work = SegmentCost(**{kind: sum(getattr(one, kind) for one in costs) for kind in Kind})
+        compute = {kind.value: getattr(work, kind) * micro_batches for kind in Kind}
+        host = (sum(cost.seconds for cost in costs) - work.device) * micro_batches
         sends = self._send_seconds() * micro_batches
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
@@ -221,14 +219,6 @@ class _Step:
         copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
         return replace(cost, host=max(cost.host, copied))
 
-    def _work(self) -> SegmentCost:
-        """Sum the costs of all segments; ``host`` is the sum of the segments' total seconds."""
-        sums = {
-            field.name: sum(getattr(cost, field.name) for cost in self._costs)
-            for field in fields(SegmentCost)
-        }
-        return SegmentCost(**sums | {"host": sum(cost.seconds for cost in self._costs)})
-
     def _send_seconds(self) -> float:
         """Predict a micro-batch's sends between stages: activations, and then their gradients."""
         configuration = self.configuration
@@ -302,7 +292,7 @@ class _Pricing:
     def cost(self, operations: Sequence[Operation]) -> SegmentCost:
         """Predict the operations of a segment."""
         constants = self._machine.constants
-        totals = dict.fromkeys(("matmul", "attention", "memory", "collective"), 0.0)
+        totals = {kind.value: 0.0 for kind in Kind}
         launches = 0
         for kind, group in groupby(operations, key=lambda operation: operation.kind):
             run = list(group)
