@@ -13,9 +13,9 @@ from statistics import median
 
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import Model, workload_of
-from shardwise.forecast.planned import plan_of
+from shardwise.forecast.models import Model
 from shardwise.forecast.published import Row, read_rows
 from shardwise.forecast.row_configuration import (
     UnscoredError,
@@ -27,7 +27,6 @@ from shardwise.forecast.row_configuration import (
 from shardwise.forecast.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
-from shardwise.plan.plan import Plan
 
 __all__ = ["Errors", "Prediction", "Score", "is_held_out", "score"]
 
@@ -195,11 +194,10 @@ def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) ->
 
 
 class _Predictor:
-    """Predicts rows, with cached plans and traces."""
+    """Predicts rows; rows of one model share its plans and traces."""
 
     def __init__(self) -> None:
-        self._workloads: dict[object, Workload] = {}
-        self._plans: dict[object, Plan] = {}
+        self._forecasters: dict[Model, Forecaster] = {}
 
     def predict(self, row: Row) -> Prediction:
         try:
@@ -208,32 +206,21 @@ class _Predictor:
             return Prediction(row, str(error))
 
     def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
-        plan = self._plan(model, configuration)
+        machine = Machine.of(row.cluster())
+        forecaster = self._forecasters.setdefault(model, Forecaster(model, machine))
+        plan = forecaster.plan(configuration, stage=0)
         for checkpointing in checkpointings_of(row):
             configuration = replace(configuration, checkpointing=checkpointing)
-            workload = self._workload(model, configuration)
+            try:
+                workload = forecaster.workload(configuration, stage=0)
+            except RuntimeError as error:  # raised by torch; the other rows are still predicted
+                raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
                 break
-        machine = Machine.of(row.cluster())
         time = step_time(plan, workload, machine, configuration, is_flash1=is_flash1(row))
         found = Prediction(row, time=time, memory=memory)
         return replace(found, peers=tuple(_peers(found, workload, configuration)))
-
-    def _plan(self, model: Model, configuration: Configuration) -> Plan:
-        key = (model, replace(configuration, micro_batch=1, accumulation=1, checkpointing="none"))
-        if key not in self._plans:
-            self._plans[key] = plan_of(model.build(configuration), configuration)
-        return self._plans[key]
-
-    def _workload(self, model: Model, configuration: Configuration) -> Workload:
-        key = (model, replace(configuration, strategy="ddp", shard_size=1, replicas=1))
-        if key not in self._workloads:
-            try:
-                self._workloads[key] = workload_of(model, configuration)
-            except RuntimeError as error:  # raised by torch; the other rows are still predicted
-                raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
-        return self._workloads[key]
 
 
 # -- what rows measure ---------------------------------------------------------------------------
