@@ -15,6 +15,8 @@ from torch.utils.flop_counter import (
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.parallel import ModelPart
 from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.replay import Costs, Part, Program, replay
 from shardwise.forecast.tracing import trace
@@ -160,11 +162,12 @@ class _Saved:
 @SHAPES
 @pytest.mark.parametrize("attention", ["flash", "math"])
 def test_what_is_kept_for_backward_is_what_autograd_saves(shape: Shape, attention: Any) -> None:
-    model, batch = real(build(shape, attention=attention)), tokens()
+    part = ModelPart(Configuration(attention=attention))
+    model, batch = real(build(shape, part)), tokens()
     saved = _Saved([*model.parameters(), *batch])
     with saved.hooks:
         loss = model(*batch)
-    traced = trace(build(shape, attention=attention), batch, units=UNITS)
+    traced = trace(build(shape, part), batch, units=UNITS)
     kept = traced.segments[traced.forward_segments - 1].end_bytes
     assert kept == saved.num_bytes + 2 * loss.nbytes  # with the gradient that backward starts with
 
