@@ -210,7 +210,7 @@ class CalibratedMachine(Machine):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:  # noqa: ARG002
+    def operation_seconds(self, operation: Operation) -> float:
         rate = self._rate_of(operation)
         seconds = rate.seconds(operation.flops, operation.num_bytes)
         if self.calibration.cores:  # the cores launch operations as well as compute

@@ -16,7 +16,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from statistics import NormalDist
@@ -129,15 +129,25 @@ class Machine:
         del configuration
         return self
 
+    def with_flash1(self) -> "Machine":
+        """Return the machine with attention kernels older than FlashAttention-2."""
+        old = self.constants
+        constants = replace(
+            old,
+            flash_forward=old.flash_forward * old.flash1,
+            flash_backward=old.flash_backward * old.flash1,
+        )
+        return replace(self, constants=constants)
+
     # -- operations ------------------------------------------------------------------------------
 
-    def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
+    def operation_seconds(self, operation: Operation) -> float:
         """Predict an operation that is not a collective."""
         match operation.kind:
             case Kind.MATMUL:
                 return self.matmul_seconds(operation.shape, operation.itemsize, operation.num_bytes)
             case Kind.ATTENTION:
-                return self.attention_seconds(operation, is_flash1=is_flash1)
+                return self.attention_seconds(operation)
             case _:
                 return self.memory_seconds(operation.num_bytes) + self.constants.kernel_seconds
 
@@ -154,11 +164,10 @@ class Machine:
                 best = min(best, waves * 2 * rows * columns * depth / (quality * tile_rate))
         return max(best, self.memory_seconds(num_bytes)) + self.constants.kernel_seconds
 
-    def attention_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
+    def attention_seconds(self, operation: Operation) -> float:
         """Predict one attention kernel, forward or backward."""
         is_backward = "backward" in operation.name
         share = self.constants.flash_backward if is_backward else self.constants.flash_forward
-        share *= self.constants.flash1 if is_flash1 else 1.0
         _, _, queries, keys, _ = operation.shape
         flops = float(operation.flops)
         if operation.is_causal:

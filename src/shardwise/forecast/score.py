@@ -218,7 +218,9 @@ class _Predictor:
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
                 break
-        time = step_time(plan, workload, machine, configuration, is_flash1=is_flash1(row))
+        if is_flash1(row):
+            machine = machine.with_flash1()
+        time = step_time(plan, workload, machine, configuration)
         found = Prediction(row, time=time, memory=memory)
         return replace(found, peers=tuple(_peers(found, workload, configuration)))
 

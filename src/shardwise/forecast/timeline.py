@@ -72,12 +72,7 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan,
-    workload: Workload,
-    machine: Machine,
-    configuration: Configuration,
-    *,
-    is_flash1: bool = False,
+    plan: Plan, workload: Workload, machine: Machine, configuration: Configuration
 ) -> StepTime:
     """Predict one training step.
 
@@ -86,9 +81,8 @@ def step_time(
         workload: one micro-batch on that rank.
         machine: the machine that runs it.
         configuration: how the model is trained.
-        is_flash1: whether attention kernels are older than FlashAttention-2.
     """
-    return _Step(plan, workload, machine.under(configuration), configuration, is_flash1).result()
+    return _Step(plan, workload, machine.under(configuration), configuration).result()
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,6 @@ class _Step:
     workload: Workload
     machine: Machine
     configuration: Configuration
-    is_flash1: bool
 
     def result(self) -> StepTime:
         passes = min(self.configuration.accumulation, _REPLAYED_PASSES)
@@ -204,7 +197,7 @@ class _Step:
     @cached_property
     def _costs(self) -> tuple[SegmentCost, ...]:
         """Costs of all segments; copies of a block share their operations."""
-        pricing = _Pricing(self.machine, self.configuration, self.is_flash1, self.workload)
+        pricing = _Pricing(self.machine, self.configuration, self.workload)
         found: dict[int, SegmentCost] = {}
         for segment in self.workload.segments:
             if id(segment.operations) not in found:
@@ -274,11 +267,8 @@ def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
 class _Pricing:
     """Predicts the seconds of operations."""
 
-    def __init__(
-        self, machine: Machine, configuration: Configuration, is_flash1: bool, workload: Workload
-    ) -> None:
-        self._machine, self._is_flash1 = machine, is_flash1
-        self._compiled = configuration.compiled
+    def __init__(self, machine: Machine, configuration: Configuration, workload: Workload) -> None:
+        self._machine, self._compiled = machine, configuration.compiled
         self._groups = {
             "tensor": Group(configuration.tensor),
             "context": Group(configuration.context, configuration.tensor),
@@ -311,7 +301,7 @@ class _Pricing:
     def _seconds(self, operation: Operation) -> float:
         if operation.kind is Kind.COLLECTIVE:
             return self._collective_seconds(operation)
-        return self._machine.operation_seconds(operation, is_flash1=self._is_flash1)
+        return self._machine.operation_seconds(operation)
 
     def _collective_seconds(self, operation: Operation) -> float:
         group = self._groups[operation.axis]
