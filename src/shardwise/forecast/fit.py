@@ -4,7 +4,6 @@ For every strategy, prefetch and micro-batch, the first blocks are recomputed, a
 budget allows. The fastest of these candidates wins. Memory is predicted by the certificate.
 """
 
-import copy
 import gc
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from shardwise.forecast.process import (
     set_mmap_threshold,
 )
 from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.saving import on_meta
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import Units, choose_units
@@ -143,7 +143,7 @@ def fit(
     base = replace(given, shard_size=num_ranks, micro_batch=batch, sequence=sequence)
     machine = machine_of(cluster) if cluster else local_machine(num_ranks)
     on_cpu = not torch.cuda.is_available()
-    search = Search(Model(type(model).__name__, factory=partial(_on_meta, model)), machine, on_cpu)
+    search = Search(Model(type(model).__name__, factory=partial(on_meta, model)), machine, on_cpu)
     if on_cpu:
         search.overhead_bytes = _overhead_bytes(search, base)
     fitted = choose(search, base, bytes_of(budget))
@@ -331,17 +331,6 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = find_stacks(model)
     return stacks[0].blocks if len(stacks) == 1 else ()
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Copy ``model`` to the meta device, without copying data."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def _offload_in_forward(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "save_plan"]
+__all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "on_meta", "save_plan"]
 
 _Integers = NDArray[np.int64]  # [ranks]
 _SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.encode_parts`
@@ -351,7 +352,7 @@ def save_plan(
             own.
     """
     extents = _extents_of(plan)
-    model = _on_meta(module, {name: layout.dtype for name, (layout, _) in extents.items()})
+    model = on_meta(module, {name: layout.dtype for name, (layout, _) in extents.items()})
     values: dict[str, Any] = {"model": model}
     if optimizer is not None:
         values["optimizer"] = _stepped(optimizer(model), model)
@@ -368,15 +369,13 @@ def save_plan(
     return CheckpointPlan(components, owners, plan)
 
 
-def _on_meta(module: nn.Module, dtypes: Mapping[str, str]) -> nn.Module:
-    """Copy ``module`` to the meta device, with parameters in the dtypes of their shards."""
+def on_meta(module: nn.Module, dtypes: Mapping[str, str] = MappingProxyType({})) -> nn.Module:
+    """Copy ``module`` to the meta device, with new dtypes for the named parameters."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
         dtype = getattr(torch, dtypes[name]) if name in dtypes else parameter.dtype
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty(parameter.shape, dtype=dtype, device="meta"),
-            requires_grad=parameter.requires_grad,
-        )
+        meta = torch.empty_like(parameter, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)
