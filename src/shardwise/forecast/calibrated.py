@@ -68,7 +68,7 @@ class Curve(_Strict):
 
 
 class RanksCalibration(_Strict):
-    """Measurements with a number of local ranks running at once.
+    """Measurements of several local ranks that run at once.
 
     Keys end with the bytes of an element: "mm/4", "gather/2". Operations without an entry of their
     own use the entry of their kind. "cast" is a gather within one rank.
@@ -257,7 +257,7 @@ class CalibratedMachine(Machine):
         return self._collective("all_reduce", self.reduce_itemsize, num_bytes)
 
     def all_to_all_seconds(self, num_bytes: float, group: Group) -> float:
-        """Take as long as a gather in which each rank receives as many bytes."""
+        """Predict the time of a gather in which each rank receives as many bytes."""
         return self._collective("gather", 4, num_bytes) if group.size > 1 else 0.0
 
     def _collective(self, kind: str, itemsize: int, num_bytes: float) -> float:

@@ -222,7 +222,7 @@ class _Predictor:
             machine = machine.with_flash1()
         time = step_time(plan, workload, machine, configuration)
         found = Prediction(row, time=time, memory=memory)
-        return replace(found, peers=tuple(_peers(found, workload, configuration)))
+        return replace(found, peers=tuple(_rule_errors(found, workload, configuration)))
 
 
 # -- what rows measure ---------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _flops_per_token(row: Row) -> float:
     return flops * (4 / 3 if definition.includes_recompute else 1)
 
 
-def _peers(
+def _rule_errors(
     found: Prediction, workload: Workload, configuration: Configuration
 ) -> Iterable[tuple[str, float]]:
     row = found.row
