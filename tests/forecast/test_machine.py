@@ -28,7 +28,7 @@ def test_large_products_reach_the_sustained_rate_and_small_ones_do_not() -> None
     sustained = machine.device.peak_flops * machine.constants.matmul
     assert rate_of(machine, 16384, 12288, 12288) == pytest.approx(sustained, rel=0.05)
     assert rate_of(machine, 512, 512, 512) < 0.3 * sustained
-    assert rate_of(machine, 16384, 12288, 64) < 0.6 * sustained  # bound by the memory
+    assert rate_of(machine, 16384, 12288, 64) < 0.6 * sustained  # memory-bound
 
 
 def test_a_lower_power_limit_slows_products() -> None:
@@ -51,20 +51,20 @@ def test_attention_is_faster_for_longer_sequences_and_slower_backward() -> None:
     )
 
 
-def test_collectives_are_bound_by_the_links_within_a_node_and_by_its_network_beyond() -> None:
+def test_collectives_are_bound_by_links_within_a_node_and_by_the_network_between_nodes() -> None:
     machine = machine_of("64xH100:800")
     inside = machine.all_gather_seconds(8e9, Group(8))
     beyond = machine.all_gather_seconds(8e9, Group(64))
     constants = machine.constants
     assert inside == pytest.approx(7e9 / (450e9 * constants.link), rel=0.01)
     assert beyond == pytest.approx(63 / 64 * 8e9 / (100e9 * constants.network), rel=0.02)
-    # The eight groups with one rank in each node share the network.
+    # Eight groups with one rank per node share the network.
     assert machine.all_gather_seconds(1e9, Group(8, 8)) == pytest.approx(
         7 / 8 * 8e9 / (100e9 * constants.network), rel=0.02
     )
 
 
-def test_the_latency_of_rings_grows_with_the_ranks_and_that_of_trees_with_their_logarithm() -> None:
+def test_latency_grows_linearly_for_rings_and_logarithmically_for_trees() -> None:
     machine = machine_of("16384xH100")
     rings = [machine.all_gather_seconds(1, Group(size)) for size in (512, 16384)]
     trees = [machine.all_reduce_seconds(1, Group(size)) for size in (512, 16384)]

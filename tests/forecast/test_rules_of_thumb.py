@@ -1,4 +1,4 @@
-"""Rules of thumb against the packages whose formulas they are."""
+"""Compares rules of thumb with the packages that define them."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from shardwise.forecast.rules_of_thumb import (
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", known_models())
-def test_accelerate_estimates_as_much(name: str) -> None:
+def test_accelerate_estimates_the_same_bytes(name: str) -> None:
     estimate = pytest.importorskip("accelerate.commands.estimate")
     parameters = resolve_model(name).num_parameters
     for dtype, word in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
@@ -25,7 +25,7 @@ def test_accelerate_estimates_as_much(name: str) -> None:
 
 
 def test_each_strategy_has_the_estimator_of_its_stage() -> None:
-    """The figures are those of DeepSpeed 0.17.0 for 7e9 parameters, the largest layer with 1e8."""
+    """DeepSpeed 0.17.0 gives these figures for 7e9 parameters and a largest layer of 1e8."""
     assert deepspeed_stage3_bytes(7_000_000_000, 100_000_000, 64) == 2_368_750_000
     assert deepspeed_stage2_bytes(7_000_000_000, 64) == 15_968_750_000
     found = {
