@@ -234,11 +234,10 @@ class CalibratedMachine(Machine):
         return max(1.0, threads / self.calibration.cores)
 
     def _rate_of(self, operation: Operation) -> Rate:
-        """Look up the rate by name, then by kind; for each, by itemsize first, then in float32."""
-        names = (operation.name, operation.kind.value)
-        keys = [f"{name}/{size}" for name in names for size in (operation.itemsize, 4)]
-        known = self.measured.operations
-        return next(known[key] for key in (keys[0], keys[2], keys[1], keys[3]) if key in known)
+        """Look up the rate of the name, or of the kind; in the operation's dtype, or in float32."""
+        names, known = (operation.name, operation.kind.value), self.measured.operations
+        keys = (f"{name}/{size}" for size in (operation.itemsize, 4) for name in names)
+        return next(known[key] for key in keys if key in known)
 
     # -- collectives -----------------------------------------------------------------------------
 

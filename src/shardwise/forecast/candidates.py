@@ -124,7 +124,7 @@ def _of_degrees(
 
 
 def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuration]:
-    """Yield variants of ``configuration`` that keep more and more on the host."""
+    """Yield variants of ``configuration`` with increasing amounts of offload."""
     host = [kind for kind in goal.offload if kind != "none"]
     if configuration.checkpointing == "full" and goal.offload != ("none",):
         yield replace(configuration, activation_offload=True)

@@ -319,7 +319,7 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
 def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
     """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions have streams of their own, so each reserves its own peak.
+    Gathers and reductions run on separate streams, so each kind reserves its own peak.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]

@@ -86,7 +86,7 @@ class Forecaster:
         return self.timed(self.memory(configuration))
 
     def memory(self, configuration: Configuration) -> Forecast:
-        """Predict memory alone, which is cheaper, for the pipeline stage that needs the most."""
+        """Predict only memory, which is cheaper, for the pipeline stage that needs the most."""
         # The first stage holds the most micro-batches, and the last one has the head and the loss.
         certificates = [
             memory_certificate(

@@ -40,7 +40,7 @@ class Model:
     factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
 
     def is_built_in(self, configuration: Configuration) -> bool:
-        """Whether `build` uses the shape: always for several model-parallel ranks."""
+        """Whether `build` uses the shape, as it always does with model parallelism."""
         return self.factory is None or (
             self.shape is not None and not ModelPart(configuration).is_whole
         )

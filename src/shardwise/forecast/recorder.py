@@ -13,7 +13,7 @@ from shardwise._private import OpOverload, TorchDispatchMode, pytree, without_to
 from shardwise.forecast.work import Kind, Operation, Segment
 from shardwise.schedule.events import EventKind
 
-__all__ = ["COLLECTIVES", "Recorder"]
+__all__ = ["COLLECTIVES", "Recorder", "tensors_in"]
 
 COLLECTIVES = "shardwise_forecast"  # namespace of the operators that represent collectives
 
@@ -81,8 +81,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         self._end_sum()
-        inputs = list(_tensors((args, kwargs)))
-        outputs = list(_tensors(result))
+        inputs = list(tensors_in((args, kwargs)))
+        outputs = list(tensors_in(result))
         reads = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in inputs]
         known, peak, least_peak = self._num_storages, self._peak, self._least_peak
         writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
@@ -153,7 +153,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocated -= size
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
     return (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
 
 
@@ -204,7 +205,7 @@ def _work(
     if count is None:
         return Kind.MEMORY, 0, ()
     flops = int(count(*args, **kwargs, out_val=result))
-    output = next(_tensors(result))
+    output = next(tensors_in(result))
     n = output.shape[1]  # a convolution: channels
     m = output.numel() // n
     return Kind.MATMUL, flops, (1, m, n, flops // (2 * m * n))

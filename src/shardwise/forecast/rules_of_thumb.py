@@ -70,7 +70,7 @@ def accelerate_bytes(num_parameters: int, dtype: torch.dtype) -> float:
     """Return what ``accelerate estimate-memory`` (1.15) prints as "Training using Adam".
 
     That is its largest part: in float32 the step, with parameters, gradients and two states; with
-    mixed precision the two states alone.
+    mixed precision only the two states.
     """
     return (16.0 if dtype == torch.float32 else 8.0) * num_parameters
 

@@ -62,7 +62,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What ranks write or read, by rank."""
+    """The bytes, ranges and files that each rank writes or reads."""
 
     tensor_bytes: _Integers
     other_bytes: _Integers  # headers, indices and manifest
@@ -142,14 +142,14 @@ class CheckpointPlan:
 
     @cached_property
     def save(self) -> Traffic:
-        """What ranks write. Replicas divide shards, and rank 0 writes all bytes but tensors."""
+        """Writes. Replicas divide shards, and rank 0 writes all bytes that are not tensors."""
         others = np.zeros(self.num_ranks, np.int64)
         others[0] = self.num_bytes - self.tensor_bytes
         return self._traffic(self._written, others)
 
     @cached_property
     def load(self) -> Traffic:
-        """What ranks read: their own elements, and all bytes that are not tensors."""
+        """Reads. Each rank reads its own elements, and all bytes that are not tensors."""
         others = np.full(self.num_ranks, self.num_bytes - self.tensor_bytes)
         return self._traffic(self._read, others)
 
@@ -171,7 +171,7 @@ class CheckpointPlan:
     def _written(self, entry: _Entry) -> tuple[_Integers, _Integers]:
         """Return the first element that each rank writes, and the number of elements.
 
-        It is `checkpoint.slices.slice_to_write` for all ranks at once.
+        This is `checkpoint.slices.slice_to_write`, vectorized over ranks.
         """
         start, length = self._read(entry)
         if entry.starts is None:
@@ -275,7 +275,7 @@ class _Ranks:
         return lambda: self._even_starts(prod(shape)), False
 
     def _starts_of_runs(self, layout: Layout, extent: ParameterExtent) -> _Integers:
-        """`Layout.run` for all shards."""
+        """Return the first element of each shard, as `Layout.run` does for one shard."""
         starts = np.arange(self.num_shards) * layout.shard_elements - extent.offset
         return starts.clip(0, extent.parameter.num_elements)
 
@@ -288,7 +288,7 @@ class _Ranks:
 
 
 def _starts_of_chunks(size: int, num_chunks: int) -> _Integers:
-    """`plan.chunks.chunk_of` for all chunks."""
+    """Return the first row of each chunk, as `plan.chunks.chunk_of` does for one chunk."""
     return np.minimum(np.arange(num_chunks) * -(-size // num_chunks), size)
 
 
@@ -318,7 +318,7 @@ def _other_files(components: Mapping[str, Component]) -> dict[str, int]:
         for name, part in components.items()
         if len(part.files) > 1
     }
-    sums = {  # as many as a save computes
+    sums = {  # as many checksums as a save computes
         name: {key: [0] * -(-spec.num_bytes // BLOCK_BYTES) for key, spec in part.specs.items()}
         for name, part in components.items()
     }

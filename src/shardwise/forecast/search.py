@@ -39,7 +39,7 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
     """Compare the configurations of a model on a cluster.
 
     Micro-batches above the first that does not fit are skipped. Candidates that do not fit are
-    tried again with more and more on the host. The objective "memory" tries this for all of them.
+    tried again with offload, in increasing amounts; with the objective "memory", all are.
 
     Args:
         forecaster: predicts steps of the model on the cluster.
@@ -175,7 +175,7 @@ def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]
 
 
 def frontier(ranking: Ranking) -> list[Forecast]:
-    """Return the candidates such that no other is both faster and smaller, fastest first."""
+    """Return the candidates that no other beats in both speed and memory, fastest first."""
     found: list[Forecast] = []
     by_speed = lambda forecast: (forecast.gpu_hours(1.0), forecast.missing_bytes)  # noqa: E731
     for forecast in sorted(ranking.fitting, key=by_speed):
