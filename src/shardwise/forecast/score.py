@@ -141,14 +141,12 @@ class Score:
 
     def throughput(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
         """Return throughput errors of some rows; None if there are none."""
-        values = [one.error for one in self.predictions if one.error is not None and which(one)]
-        return Errors(name, tuple(values)) if values else None
+        return _errors(name, (one.error for one in self.predictions if which(one)))
 
     def memory(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
         """Return peak-memory errors of some rows; None if there are none."""
-        found = [one for one in self.predictions if one.memory_error is not None and which(one)]
-        values = tuple(one.memory_error for one in found if one.memory_error is not None)
-        return Errors(name, values, _MEMORY_CLOSE) if values else None
+        found = (one.memory_error for one in self.predictions if which(one))
+        return _errors(name, found, _MEMORY_CLOSE)
 
     def families(self, which: Callable[[Prediction], bool]) -> list[Errors]:
         """Return throughput errors by family, the worst first."""
@@ -167,12 +165,16 @@ class Score:
 
     def peer(self, rule: str) -> Errors | None:
         """Return the errors of a rule of thumb on the core rows."""
-        values = tuple(dict(one.peers)[rule] for one in self.predictions if rule in dict(one.peers))
-        return Errors(rule, values) if values else None
+        return _errors(rule, (dict(one.peers).get(rule) for one in self.predictions))
 
     def text(self) -> str:
         """Format errors of core rows by family, of other rows, and of rules of thumb."""
         return "\n".join(_lines(self))
+
+
+def _errors(name: str, found: Iterable[float | None], close: float = _CLOSE) -> Errors | None:
+    values = tuple(value for value in found if value is not None)
+    return Errors(name, values, close) if values else None
 
 
 def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) -> Score:
