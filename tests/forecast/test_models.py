@@ -84,7 +84,7 @@ def test_a_trace_of_a_few_blocks_equals_that_of_all(name: str, mode: Any, autoca
 
 
 def flops(workload: Workload) -> int:
-    return sum(one.flops for segment in workload.segments for one in segment.operations)
+    return sum(one.flops for one in workload.operations)
 
 
 def test_each_block_may_have_its_own_checkpointing_mode() -> None:

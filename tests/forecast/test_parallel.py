@@ -21,8 +21,7 @@ ONE = Configuration(sequence=TIME, micro_batch=BATCH, shard_size=4)
 
 @cache
 def operations(shape: Shape, stage: int = 0, **degrees: Any) -> list[Operation]:
-    workload = workload_of(Model("", shape), replace(ONE, **degrees), stage)
-    return [one for segment in workload.segments for one in segment.operations]
+    return list(workload_of(Model("", shape), replace(ONE, **degrees), stage).operations)
 
 
 def flops(found: list[Operation]) -> int:

@@ -1,6 +1,7 @@
 """Compares traces with PyTorch: its FLOP counter, and the tensors that autograd saves."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -94,8 +95,7 @@ def test_flops_are_those_that_pytorch_counts(shape: Shape, mode: str) -> None:
     checkpoint_blocks(model, dict.fromkeys(UNITS, mode))
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
         model(*tokens()).backward()
-    operations = [one for segment in trace_of(shape, mode).segments for one in segment.operations]
-    assert sum(one.flops for one in operations) == counter.get_total_flops()
+    assert sum(one.flops for one in trace_of(shape, mode).operations) == counter.get_total_flops()
 
 
 @SHAPES
@@ -105,12 +105,7 @@ def test_recomputed_operations_are_marked(shape: Shape) -> None:
     blocks = sum(
         one.flops for segment in plain.segments[1:BLOCKS] for one in segment.operations
     )  # forward of all blocks but the last, whose segment has the head
-    again = [
-        one
-        for segment in recomputed.segments
-        for one in segment.operations
-        if one.is_recomputed and one.kind in kinds
-    ]
+    again = [one for one in recomputed.operations if one.is_recomputed and one.kind in kinds]
     assert {one.name for one in again} == {"mm", "scaled_dot_product_attention"}
     last_product = 2 * BATCH * TIME * shape.ffn * shape.hidden  # nothing needs its result
     assert (
@@ -119,12 +114,7 @@ def test_recomputed_operations_are_marked(shape: Shape) -> None:
 
 
 def test_attention_is_one_causal_operation() -> None:
-    found = [
-        one
-        for segment in trace_of(LLAMA).segments
-        for one in segment.operations
-        if one.kind is Kind.ATTENTION
-    ]
+    found = [one for one in trace_of(LLAMA).operations if one.kind is Kind.ATTENTION]
     assert len(found) == 2 * BLOCKS
     assert {one.shape for one in found} == {(BATCH, 4, TIME, TIME, 8)}
     assert all(one.is_causal for one in found)
@@ -217,11 +207,7 @@ def test_checkpointing_keeps_the_inputs_of_blocks(shape: Shape) -> None:
 
 
 def test_autocast_computes_norms_and_the_loss_in_float32_as_on_a_gpu() -> None:
-    operations = [
-        one
-        for segment in trace_of(GPT, autocast=torch.bfloat16).segments
-        for one in segment.operations
-    ]
+    operations = trace_of(GPT, autocast=torch.bfloat16).operations
     sizes = {one.name: one.itemsize for one in operations if not one.is_recomputed}
     assert sizes["native_layer_norm"] == sizes["_log_softmax"] == 4
     assert sizes["mm"] == sizes["gelu"] == sizes["scaled_dot_product_attention"] == 2
@@ -268,13 +254,9 @@ def test_segments_are_the_events_of_the_engine(shape: Shape, mode: str) -> None:
 
 
 def of_depth(shape: Shape, layers: int) -> Callable[[dict[str, str]], Workload]:
-    model = build(Shape(**{**_fields(shape), "layers": layers}))
+    model = build(replace(shape, layers=layers))
     units = [f"layers.{number}" for number in range(layers)]
     return lambda modes: trace(model, tokens(), units=units, checkpointing=modes)
-
-
-def _fields(shape: Shape) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in shape.__slots__}
 
 
 @CASES

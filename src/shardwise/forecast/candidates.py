@@ -187,12 +187,7 @@ def _batch_problem(goal: Goal, num_replicas: int) -> str:
         f"global_batch={goal.global_batch:,} does not divide evenly over {num_replicas:,} "
         f"data-parallel ranks; use {multiples}"
     )
-    degree = next(
-        (
-            n
-            for n in (2, 4, 8)
-            if num_replicas % n == 0 and goal.global_batch % (num_replicas // n) == 0
-        ),
-        0,
-    )
-    return f"{problem}, or tensor={degree}" if degree and goal.tensor == 1 else problem
+    for degree in (2, 4, 8) if goal.tensor == 1 else ():
+        if num_replicas % degree == 0 and goal.global_batch % (num_replicas // degree) == 0:
+            return f"{problem}, or tensor={degree}"
+    return problem

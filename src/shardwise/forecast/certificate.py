@@ -336,7 +336,7 @@ def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -
     """
     states = timeline[0].optimizer
     shards = [layout.shard_bytes for layout in trained_layouts(plan, offloaded=False)]
-    written = [size for one in workload.segments for op in one.operations for _, size in op.writes]
+    written = [size for one in workload.operations for _, size in one.writes]
     if not states or not written:
         return 0
     typical = sum(size * size for size in shards) / sum(shards)  # shard size of an average byte

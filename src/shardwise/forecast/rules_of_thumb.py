@@ -41,8 +41,7 @@ def roofline_tokens(device: Accelerator, workload: Workload) -> float:
     """Return tokens per second if each operation ran at peak FLOPs or full memory bandwidth."""
     seconds = sum(
         max(operation.flops / device.peak_flops, operation.num_bytes / device.memory_bandwidth)
-        for segment in workload.segments
-        for operation in segment.operations
+        for operation in workload.operations
     )
     return workload.tokens / seconds
 

@@ -6,7 +6,7 @@ runs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -129,7 +129,7 @@ class _Step:
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
         tokens = configuration.tokens_per_step / configuration.world_size
-        model, hardware = (flops * micro_batches for flops in _flops(self.workload.segments))
+        model, hardware = (flops * micro_batches for flops in _flops(self.workload.operations))
         return StepTime(
             seconds=total,
             tokens_per_second=tokens / total,
@@ -251,14 +251,12 @@ _HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last
 _NEEDED_BACKWARD = 4 / 5
 
 
-def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
+def _flops(operations: Iterable[Operation]) -> tuple[float, float]:
     """Return FLOPs without recomputation and with it."""
     model = hardware = 0.0
-    for segment in segments:
-        for operation in segment.operations:
-            hardware += operation.flops
-            if operation.is_recomputed:
-                continue
+    for operation in operations:
+        hardware += operation.flops
+        if not operation.is_recomputed:
             recomputes = operation.kind is Kind.ATTENTION and "backward" in operation.name
             model += operation.flops * (_NEEDED_BACKWARD if recomputes else 1.0)
     return model, hardware

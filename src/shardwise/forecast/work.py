@@ -83,6 +83,11 @@ class Workload:
     tokens: int
     sent_bytes: int = 0  # sent from a pipeline stage to the next one
 
+    @property
+    def operations(self) -> Iterator[Operation]:
+        """All operations, in the order of their segments."""
+        return (operation for segment in self.segments for operation in segment.operations)
+
     def repeated(self, stack: str, blocks: Sequence[int]) -> "Workload":
         """Return the workload of a deeper model that consists of copies of this one's blocks.
 
