@@ -28,7 +28,6 @@ from shardwise.checkpoint.checksums import BLOCK_BYTES
 from shardwise.checkpoint.collect import collect
 from shardwise.checkpoint.format import MAX_FILE_BYTES, Spec, index_of
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
-from shardwise.checkpoint.upload import assign_files
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
@@ -155,16 +154,13 @@ class CheckpointPlan:
 
     def writes(self, rank: int) -> list[FileRange]:
         """Return the ranges of tensors that ``rank`` writes."""
-        return list(self._ranges(self._written, rank))
-
-    def reads(self, rank: int) -> list[FileRange]:
-        """Return the ranges of tensors that ``rank`` reads."""
-        return list(self._ranges(self._read, rank))
-
-    def uploads(self) -> _Integers:
-        """Return the bytes that each rank uploads to a store that takes whole files."""
-        assigned = assign_files(self.files, self.num_ranks)
-        return np.array([sum(file.num_bytes for file in files) for files in assigned])
+        found = []
+        for entry in self._entries:
+            first, length = (int(n[rank]) * entry.spec.itemsize for n in self._written(entry))
+            if length:
+                file = self.files[entry.file].name
+                found.append(FileRange(file, entry.offset + first, length, entry.spec.name))
+        return found
 
     # -- elements --------------------------------------------------------------------------------
 
@@ -216,15 +212,6 @@ class CheckpointPlan:
             num_blocks,
             max(by_file, default=0),
         )
-
-    def _ranges(
-        self, part: Callable[[_Entry], tuple[_Integers, _Integers]], rank: int
-    ) -> Iterator[FileRange]:
-        for entry in self._entries:
-            first, length = (int(n[rank]) * entry.spec.itemsize for n in part(entry))
-            if length:
-                file = self.files[entry.file].name
-                yield FileRange(file, entry.offset + first, length, entry.spec.name)
 
     def _entries_of(
         self,
