@@ -16,7 +16,7 @@ Degree = int | Literal["auto"]
 
 _ONE_AXIS = ("fsdp", "zero2", "zero1", "ddp")
 _TWO_AXES = ("hsdp", "hfsdp")
-MAX_MICRO_BATCH = 64
+_MAX_MICRO_BATCH = 64
 _AUTO_CHUNKS = (1, 2, 4)
 MODEL_AXES = ("tensor", "pipeline", "context", "expert")
 
@@ -171,7 +171,7 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
                 f"rank: {', '.join(map(str, fitting))}"
             )
         return list(goal.micro_batches)
-    powers = [1 << power for power in range(MAX_MICRO_BATCH.bit_length())]
+    powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
     return [size for size in powers if rank_batch % size == 0]
 
 

@@ -11,9 +11,9 @@ from shardwise.forecast.forecast import Forecast, Forecaster
 
 __all__ = ["Progress", "Ranking", "best_alternatives", "frontier", "search"]
 
-REFINED = 4  # number of best candidates that are also tried with a larger prefetch
-PREFETCHES = (2, 3)
-WORTHWHILE = 1.001  # minimum speedup for a larger prefetch
+_NUM_REFINED = 4  # number of best candidates that are also tried with a larger prefetch
+_PREFETCHES = (2, 3)
+_MIN_SPEEDUP = 1.001  # minimum speedup for a larger prefetch
 
 Progress = Callable[[str], None]
 
@@ -99,7 +99,7 @@ def _search_cluster(
         progress(f"time of {number} of {len(in_memory)} configurations that fit {name}")
         timed.append(forecaster.timed(forecast))
     timed.sort(key=_key(goal))
-    for forecast in timed[:REFINED]:
+    for forecast in timed[:_NUM_REFINED]:
         timed += _refined(forecaster, forecast)
     return timed, too_large
 
@@ -140,12 +140,12 @@ def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[F
 
 
 def _refined(forecaster: Forecaster, forecast: Forecast) -> Iterator[Forecast]:
-    for prefetch in PREFETCHES:
+    for prefetch in _PREFETCHES:
         found = forecaster.memory(replace(forecast.configuration, prefetch=prefetch))
         if not found.fits:
             return
         found = forecaster.timed(found)
-        if found.tokens_per_second < WORTHWHILE * forecast.tokens_per_second:
+        if found.tokens_per_second < _MIN_SPEEDUP * forecast.tokens_per_second:
             return
         yield found
 
