@@ -36,6 +36,7 @@ from shardwise.plan.plan import Plan
 __all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "on_meta", "save_plan"]
 
 _Integers = NDArray[np.int64]  # [ranks]
+_Place = tuple[Layout, ParameterExtent]  # where the parameter is that a tensor is sharded like
 _SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.encode_parts`
 
 
@@ -94,8 +95,15 @@ class _Entry:
     number: int
     file: int
     offset: int
-    starts: Callable[[], _Integers] | None  # first element by shard; None: all ranks have all
-    is_run: bool = True  # False: a rank's elements are not contiguous, so a save gathers it
+    place: _Place | None  # None: every rank has all elements
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a rank's elements are contiguous; otherwise a save gathers the tensor."""
+        if self.place is None or not isinstance(self.place[0], ChunkedLayout):
+            return True
+        granularity = self.place[1].parameter.granularity
+        return granularity.dim == 0  # type: ignore[union-attr] # a `Dim` in a chunked layout
 
 
 class CheckpointPlan:
@@ -170,7 +178,7 @@ class CheckpointPlan:
         This is `checkpoint.slices.slice_to_write`, vectorized over ranks.
         """
         start, length = self._read(entry)
-        if entry.starts is None:
+        if entry.place is None:
             return start, np.where(np.arange(self.num_ranks) == 0, length, 0)
         copies, replica = self._ranks.num_replicas, self._ranks.replica
         if copies == 1 or not entry.is_run:
@@ -183,9 +191,9 @@ class CheckpointPlan:
     def _read(self, entry: _Entry) -> tuple[_Integers, _Integers]:
         """Return the first element that each rank has, and the number of elements."""
         num_elements = entry.spec.num_elements
-        if entry.starts is None:
+        if entry.place is None:
             return np.zeros(self.num_ranks, np.int64), np.full(self.num_ranks, num_elements)
-        starts = entry.starts()
+        starts = self._ranks.starts(entry)
         shard = self._ranks.shard if entry.is_run else np.arange(self.num_ranks)
         return starts[shard], np.diff(starts, append=num_elements)[shard]
 
@@ -217,22 +225,19 @@ class CheckpointPlan:
         self,
         components: Mapping[str, Component],
         owners: Mapping[tuple[str, str], str],
-        extents: Mapping[str, tuple[Layout, ParameterExtent]],
+        extents: Mapping[str, _Place],
     ) -> Iterator[_Entry]:
         ids = tensor_ids(components)
         number_of = {file.name: number for number, file in enumerate(self.files)}
         for name, component in components.items():
             for file in component.files:
                 for spec in file.specs:
-                    found = extents.get(owners.get((name, spec.name), ""))
-                    starts, is_run = (None, True) if found is None else self._ranks.starts(*found)
                     yield _Entry(
                         spec=spec,
                         number=ids[name, spec.name],
                         file=number_of[file.name],
                         offset=file.offsets[spec.name],
-                        starts=starts,
-                        is_run=is_run,
+                        place=extents.get(owners.get((name, spec.name), "")),
                     )
 
 
@@ -250,21 +255,17 @@ class _Ranks:
             self.shard = number % plan.world_size
         self.replica = number // plan.world_size
 
-    def starts(
-        self, layout: Layout, extent: ParameterExtent
-    ) -> tuple[Callable[[], _Integers], bool]:
-        """Return a function for the first element of each shard, and whether shards are runs."""
-        shape = extent.parameter.shape
-        if not isinstance(layout, ChunkedLayout):
-            return lambda: self._starts_of_runs(layout, extent), True
-        if extent.parameter.granularity.dim == 0:  # type: ignore[union-attr]
-            return lambda: _starts_of_chunks(shape[0], self.num_shards) * prod(shape[1:]), True
-        return lambda: self._even_starts(prod(shape)), False
-
-    def _starts_of_runs(self, layout: Layout, extent: ParameterExtent) -> _Integers:
-        """Return the first element of each shard, as `Layout.run` does for one shard."""
-        starts = np.arange(self.num_shards) * layout.shard_elements - extent.offset
-        return starts.clip(0, extent.parameter.num_elements)
+    def starts(self, entry: _Entry) -> _Integers:
+        """Return the first element of each shard, or of each rank's part of a gathered tensor."""
+        assert entry.place is not None
+        layout, extent = entry.place
+        shape, size = extent.parameter.shape, extent.parameter.num_elements
+        if not entry.is_run:
+            return self._even_starts(size)
+        if isinstance(layout, ChunkedLayout):
+            return _starts_of_chunks(shape[0], self.num_shards) * prod(shape[1:])
+        # As `Layout.run` for every shard.
+        return (np.arange(self.num_shards) * layout.shard_elements - extent.offset).clip(0, size)
 
     def _even_starts(self, num_elements: int) -> _Integers:
         """Return the first element that each rank writes of a gathered tensor."""
@@ -279,13 +280,13 @@ def _starts_of_chunks(size: int, num_chunks: int) -> _Integers:
     return np.minimum(np.arange(num_chunks) * -(-size // num_chunks), size)
 
 
-def _extents_of(plan: Plan) -> dict[str, tuple[Layout, ParameterExtent]]:
+def _extents_of(plan: Plan) -> dict[str, _Place]:
     """Map every name of a parameter to its layout and extent.
 
     Raises:
         PlanError: a unit is not sharded over the same ranks as the model.
     """
-    found: dict[str, tuple[Layout, ParameterExtent]] = {}
+    found: dict[str, _Place] = {}
     for unit in plan.units:
         for layout in unit.layouts:
             if layout.world_size != plan.world_size:
