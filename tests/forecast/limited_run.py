@@ -1,6 +1,6 @@
-"""A training run of `sw.fit` in a memory cgroup: ``python -m tests.forecast.limited_run MODEL``.
+"""Trains a model with `sw.fit`: ``python -m tests.forecast.limited_run MODEL [CGROUP]``.
 
-Prints by how many bytes the resident memory of the process grew at its peak.
+Prints the growth of the process's resident memory at its peak, in bytes.
 """
 
 import os
@@ -39,18 +39,18 @@ MODELS = {
 
 
 def resident(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main() -> None:
-    """Train some steps."""
+    """Train for a few steps."""
     (shape, budget), group = MODELS[sys.argv[1]], sys.argv[2:]
     torch.set_num_threads(1)
-    sw.fit  # noqa: B018 - is imported now
+    sw.fit  # noqa: B018 - imports it before memory is measured
     before = resident("VmRSS")
-    for folder in group:  # what is allocated from now on counts
+    for folder in group:  # later allocations count towards its limit
         (Path(folder) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     model = build(shape).to_empty(device="cpu")
     for parameter in model.parameters():

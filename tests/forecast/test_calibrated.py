@@ -1,4 +1,4 @@
-"""Machines that were measured."""
+"""Tests of machines with measured rates."""
 
 from pathlib import Path
 
@@ -75,14 +75,14 @@ def operation(name: str, kind: Kind = Kind.MEMORY, flops: int = 0, itemsize: int
 
 def test_an_operation_has_the_rate_of_its_name_or_kind(tmp_path: Path) -> None:
     found = machine(tmp_path, 2)
-    around = 1e-5
+    overhead = 1e-5  # per operation, on the host
     mm = operation("mm", Kind.MATMUL, 10**6)
     half = operation("mm", Kind.MATMUL, 10**6, itemsize=2)
-    assert found.operation_seconds(mm) == pytest.approx(around + 1e-6 + 1e-5)
-    assert found.operation_seconds(half) == pytest.approx(around + 1e-6 + 1e-4)
-    assert found.operation_seconds(operation("gelu")) == pytest.approx(around + 1e-6)
-    assert found.operation_seconds(operation("tanh")) == pytest.approx(around + 1e-7)
-    assert found.operation_seconds(operation("gelu", itemsize=2)) == pytest.approx(around + 1e-6)
+    assert found.operation_seconds(mm) == pytest.approx(overhead + 1e-6 + 1e-5)
+    assert found.operation_seconds(half) == pytest.approx(overhead + 1e-6 + 1e-4)
+    assert found.operation_seconds(operation("gelu")) == pytest.approx(overhead + 1e-6)
+    assert found.operation_seconds(operation("tanh")) == pytest.approx(overhead + 1e-7)
+    assert found.operation_seconds(operation("gelu", itemsize=2)) == pytest.approx(overhead + 1e-6)
 
 
 def test_ranks_share_the_cores(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_collectives_follow_their_curve_and_dtype(tmp_path: Path) -> None:
     assert found.reduce_scatter_seconds(MB, Group(1)) == 0
 
 
-def test_ranks_that_were_not_measured_are_an_error(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"measured on 2, 4 ranks, not on 3; .* --ranks 3"):
         machine(tmp_path, 3)
 

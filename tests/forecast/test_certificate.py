@@ -1,4 +1,4 @@
-"""The memory certificate, on activations made by hand."""
+"""Tests of the memory certificate with handmade activations."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def model_of(depth: int) -> nn.Module:
 
 
 def workload_of(depth: int) -> Workload:
-    """Each forward takes 1500 bytes and keeps 1000, each backward frees them again."""
+    """Each forward peaks at 1500 bytes and keeps 1000, which its backward frees."""
     forward = [
         Segment(EventKind.FORWARD, 0, (), 0, 0, 0),
         *(
@@ -63,9 +63,9 @@ def test_every_category_is_in_the_peak() -> None:
     peak = certificate.peak
     assert peak.label == "backward layers.3"
     assert (peak.parameters, peak.optimizer) == (shards, 2 * shards)
-    assert peak.gathered == 2 * 4 * BLOCK, "the one that computes and the next one"
-    assert peak.communication == 2 * 4 * BLOCK, "its gradients, and those before, being reduced"
-    assert peak.gradients == 4 * BLOCK // 4, "where those are reduced to"
+    assert peak.gathered == 2 * 4 * BLOCK, "the unit that computes and the next one"
+    assert peak.communication == 2 * 4 * BLOCK, "its gradients, and those that are being reduced"
+    assert peak.gradients == 4 * BLOCK // 4, "the output of that reduction"
     assert peak.activations == 5 * KEPT
     assert peak.buffers == 2 * 8 * 8, "tokens and labels"
     assert peak.total == certificate.peak_bytes == sum(peak.by_category().values())
@@ -77,14 +77,14 @@ def test_a_wire_takes_memory_to_encode_and_decode() -> None:
     wire = Wire(gather="int8", reduce="int4", block=16)
     plan = replace(plan, units=tuple(replace(unit, wire=wire) for unit in plan.units))
     peak = memory_certificate(plan, workload_of(5), CONFIGURATION).peak
-    gather = 4 * (64 + 4 * 4) + 8 * 4 * 64  # codes, and the numbers of all of them, twice
+    gather = 4 * (64 + 4 * 4) + 8 * 4 * 64  # codes, and two buffers with their numbers
     sent_and_received = 2 * 4 * (64 // 2 + 4 * 4)
-    reduction = sent_and_received + (4 + 4 + 1) * 4 * 64  # scaled, rounded, and a byte each
+    reduction = sent_and_received + (4 + 4 + 1) * 4 * 64  # scaled, rounded, and as bytes
     assert peak.label == "backward layers.3"
     assert peak.communication == 2 * 4 * BLOCK + gather + reduction
 
 
-def test_without_activations_it_is_the_memory_of_the_plan() -> None:
+def test_without_activations_the_peak_is_that_of_the_plan() -> None:
     plan = plan_of(model_of(5), CONFIGURATION)
     bare = [
         replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
@@ -108,7 +108,7 @@ def test_adafactor_keeps_a_mean_of_each_row_and_column() -> None:
     assert certificate.peak.optimizer == 5 * 4 * (16 // 4 + 16)
 
 
-def test_a_foreach_update_makes_roots_of_all_second_moments() -> None:
+def test_a_foreach_update_allocates_roots_of_all_second_moments() -> None:
     certificate = certificate_of(replace(CONFIGURATION, optimizer_loop="foreach"))
     assert certificate.timeline[-1].label == "update"
     assert certificate.timeline[-1].temporaries == 4 * BLOCK * 5 // 4
@@ -121,13 +121,13 @@ def test_offload_moves_shards_and_states_to_the_host() -> None:
     assert certificate.host_bytes == 4 * 4 * BLOCK * 5 // 4, "gradients too"
 
 
-def test_activations_on_the_host_leave_those_of_one_block() -> None:
+def test_activation_offload_leaves_activations_of_one_block() -> None:
     certificate = certificate_of(replace(CONFIGURATION, activation_offload=True))
     assert max(moment.activations for moment in certificate.timeline) == 2 * KEPT
     assert certificate.host_bytes == 5 * KEPT
 
 
-def test_a_stage_keeps_micro_batches_of_those_after_it() -> None:
+def test_a_stage_keeps_one_micro_batch_per_later_stage() -> None:
     configuration = replace(CONFIGURATION, pipeline=4, accumulation=8)
     for stage in range(4):
         peak = certificate_of(configuration, stage=stage).peak
@@ -136,7 +136,7 @@ def test_a_stage_keeps_micro_batches_of_those_after_it() -> None:
 
 
 def test_chunks_keep_more_micro_batches() -> None:
-    """On the first stage (p - 1) / (p * chunks) of a pipeline's more (arXiv 2205.05198)."""
+    """The first stage keeps (p - 1) / (p * chunks) more micro-batches (arXiv 2205.05198)."""
     for chunks in (2, 4):
         configuration = replace(CONFIGURATION, pipeline=4, accumulation=8, chunks=chunks)
         kept = 5 * KEPT * 4 * (1 + 3 / (4 * chunks))
@@ -145,7 +145,7 @@ def test_chunks_keep_more_micro_batches() -> None:
         certificate_of(replace(configuration, accumulation=6))
 
 
-def test_gathers_and_reductions_reserve_memory_of_their_own() -> None:
+def test_gathers_and_reductions_reserve_separate_memory() -> None:
     certificate = certificate_of(CONFIGURATION)
     assert certificate.device_bytes > certificate.reserved_bytes > certificate.peak_bytes
 

@@ -1,4 +1,4 @@
-"""The memory certificate against training steps of real ranks on the CPU."""
+"""Compares the memory certificate with training steps of ranks on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("shape", "word", "options"),
+    ("shape", "mode", "options"),
     [
         (LLAMA, "none", {}),
         pytest.param(LLAMA, "full", {}, marks=pytest.mark.thorough),
@@ -47,22 +47,22 @@ TOLERANCE = 0.05
     ids=str,
 )
 def test_a_step_allocates_what_is_certified(
-    shape: Shape, word: str, options: dict[str, Any]
+    shape: Shape, mode: str, options: dict[str, Any]
 ) -> None:
     configuration = replace(BASE, **options)
     tokens = torch.zeros(4, 64, dtype=torch.long)
     precision = precision_of(configuration)
     meta = build(shape)
     plan = plan_of(meta, configuration)
-    words = dict.fromkeys((unit.name for unit in plan.units if unit.name), word)
-    workload = trace(meta, [tokens] * 2, units=[*words], precision=precision, checkpointing=words)
+    modes = dict.fromkeys((unit.name for unit in plan.units if unit.name), mode)
+    workload = trace(meta, [tokens] * 2, units=[*modes], precision=precision, checkpointing=modes)
     certificate = memory_certificate(plan, workload, configuration, on_cpu=True)
 
     torch.manual_seed(0)
     model = meta.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    checkpoint_blocks(model, words)
+    checkpoint_blocks(model, modes)
     sw.fully_shard(
         model,
         units="auto",
@@ -82,7 +82,7 @@ def test_a_step_allocates_what_is_certified(
     step()
     with profile(profile_memory=True) as profiled:
         step()
-    # The memory of shards, states and gathered units is not allocated anew.
+    # Shards, states and gathered units keep their memory from step to step.
     predicted = max(
         moment.activations + moment.communication + moment.gradients + moment.temporaries
         for moment in certificate.timeline
@@ -101,12 +101,12 @@ MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_states_take_what_is_certified(name: str) -> None:
-    """The mean over ranks: owners of whole matrices do not have the same bytes."""
+    """Compares the mean over ranks, because owners of whole matrices differ in bytes."""
     torch.manual_seed(0)
     configuration = replace(BASE, optimizer=name)  # type: ignore[arg-type] # it is one of them
     tokens = torch.zeros(4, 64, dtype=torch.long)
     meta = build(LLAMA)
-    predicted = state_bytes(plan_of(meta, configuration), configuration, None)
+    predicted = state_bytes(plan_of(meta, configuration), configuration, offloaded=False)
     model = meta.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -1,4 +1,4 @@
-"""Tests of `Configuration`: its mesh, and what it refuses."""
+"""Tests of `Configuration`: its mesh and its errors."""
 
 import pytest
 
@@ -30,6 +30,6 @@ def test_mesh() -> None:
         ({"shard_size": 4, "expert": 3}, r"expert=3: expected a divisor of the 4"),
     ],
 )
-def test_refuses(options: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Configuration(**options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`sw.fit` against an exhaustive search, and against the memory of real steps."""
+"""Compares `sw.fit` with an exhaustive search, and with the memory of real steps."""
 
 import gc
 from dataclasses import replace
@@ -58,7 +58,7 @@ def all_of(search: Search, base: Configuration) -> list[Fit]:
     ids=lambda model: model.name,
 )
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_the_step_is_near_the_best_of_all(model: Model, on_cpu: bool) -> None:
+def test_the_chosen_step_is_nearly_the_fastest(model: Model, on_cpu: bool) -> None:
     search = search_of(model, on_cpu=on_cpu)
     everything = all_of(search, BASE)
     sizes = sorted(one.num_bytes for one in everything)
@@ -96,13 +96,13 @@ def test_bytes_are_refused(text: str) -> None:
         bytes_of(text)
 
 
-def test_without_a_gpu_ranks_share_a_usual_cpu() -> None:
+def test_without_a_gpu_ranks_share_a_typical_cpu() -> None:
     machine = local_machine(2)
     assert (machine.cluster.num_devices, machine.cluster.device_word) == (2, "rank")
-    assert machine.constants.interference > 1000, "collectives take the cores"
+    assert machine.constants.interference > 1000, "collectives occupy the cores"
 
 
-def test_a_gpu_without_data_has_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_gpu_must_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machines, "name_of", lambda _device: "NVIDIA H100 80GB HBM3")
     assert str(local_machine(8).cluster) == "8xH100-SXM-80GB"
@@ -127,7 +127,7 @@ def test_a_step_stays_within_the_budget(share: float) -> None:
     model: Any = build(LLAMA).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    # Tensors alone: what libraries take is in `test_hard_limit`.
+    # Only tensors; `test_hard_limit` includes the memory of libraries.
     with mock.patch("shardwise.forecast.fit._overhead_bytes", return_value=0):
         fitted = fit(
             model, budget=budget, batch=4, sequence=32, configuration=replace(BASE, shard_size=1)
@@ -146,7 +146,7 @@ def test_a_step_stays_within_the_budget(share: float) -> None:
     gc.collect()
     with profile(profile_memory=True) as profiled:
         step()
-    # Shards, states and gathered units are not allocated anew.
+    # Shards, states and gathered units keep their memory from step to step.
     most = max(
         fitted.certificate.timeline,
         key=lambda one: one.activations + one.communication + one.gradients + one.temporaries,

@@ -1,4 +1,4 @@
-"""`sw.fit` under a limit that the kernel enforces, where this process may set one."""
+"""Tests `sw.fit` under a memory limit that the kernel enforces, if this process may set one."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ _V1 = _ALL / "memory"  # v2 has all controllers in one folder
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[list[str]]:
-    """A cgroup whose processes are killed beyond a limit; none if this process may not make it."""
+    """Yield the folder of a cgroup with a memory limit, or nothing if it cannot be created."""
     group = (_V1 if _V1.is_dir() else _ALL) / f"shardwise-{os.getpid()}"
     try:
         group.mkdir()
@@ -40,7 +40,7 @@ def train(model: str, group: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_survives_in_its_budget_and_not_in_less_than_it_needs(model: str) -> None:
+def test_a_run_survives_within_its_budget_and_is_killed_below_its_need(model: str) -> None:
     _, budget = MODELS[model]
     with limited(int(1.03 * budget)) as group:
         done = train(model, group)

@@ -18,7 +18,7 @@ from shardwise.forecast.hardware import (
         ("8xV100-16GB/4:25", "V100-SXM-16GB", 8, 2, 3.125),
     ],
 )
-def test_a_cluster_has_a_name(
+def test_clusters_are_parsed(
     text: str, name: str, devices: int, nodes: int, gigabytes: float
 ) -> None:
     cluster = parse_cluster(text)
@@ -37,7 +37,7 @@ def test_a_cluster_has_a_name(
         ("8xH100/0", "0 per node"),
     ],
 )
-def test_a_wrong_cluster_is_refused(text: str, message: str) -> None:
+def test_invalid_clusters_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_cluster(text)
 
@@ -72,6 +72,6 @@ def test_data_sheets_are_consistent() -> None:
         ("NVIDIA A1000", None),
     ],
 )
-def test_a_device_is_found_by_the_name_that_torch_has_for_it(device: str, name: str | None) -> None:
+def test_accelerators_are_found_by_the_device_names_of_torch(device: str, name: str | None) -> None:
     found = accelerator_of_device(device)
     assert (found.name if found else None) == name

@@ -1,4 +1,4 @@
-"""Models by name, by configuration file and by function, and their workloads."""
+"""Tests of models by name, from configuration files and from functions, and their workloads."""
 
 import json
 import sys
@@ -41,30 +41,30 @@ SHAPES = {
         ("mixtral-8x7b", 46_702_792_704),
     ],
 )
-def test_parameters_are_those_that_were_published(name: str, parameters: int) -> None:
+def test_numbers_of_parameters_are_the_published_ones(name: str, parameters: int) -> None:
     assert resolve_model(name).num_parameters == parameters
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("word", [pytest.param("none", marks=pytest.mark.thorough), "full"])
-def test_a_workload_has_the_units_of_the_plan(name: str, word: Any) -> None:
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.thorough), "full"])
+def test_a_workload_has_the_units_of_the_plan(name: str, mode: Any) -> None:
     model = Model(name, SHAPES[name])
-    configuration = replace(SMALL, checkpointing=word, shard_size=8)
+    configuration = replace(SMALL, checkpointing=mode, shard_size=8)
     plan = plan_of(model.build(configuration), configuration)
     workload = workload_of(model, configuration)
     assert workload.units == tuple(unit.name for unit in plan.units)
     assert (workload.sequences, workload.tokens) == (2, 32)
     assert workload.segments[0].start_bytes == workload.segments[-1].end_bytes == 0
     forwards = [one for one in workload.segments if one.kind is EventKind.FORWARD]
-    assert len(forwards) == len(plan.units) + model.layers * (word == "full")
+    assert len(forwards) == len(plan.units) + model.layers * (mode == "full")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("word", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_few_blocks_stand_for_all(name: str, word: Any, autocast: bool) -> None:
-    configuration = replace(SMALL, checkpointing=word, autocast=autocast)
+def test_a_trace_of_a_few_blocks_equals_that_of_all(name: str, mode: Any, autocast: bool) -> None:
+    configuration = replace(SMALL, checkpointing=mode, autocast=autocast)
     model = Model(name, SHAPES[name])
     module = model.build(configuration)
     units = choose_units(module, "auto")
@@ -74,7 +74,7 @@ def test_a_few_blocks_stand_for_all(name: str, word: Any, autocast: bool) -> Non
         units=units,
         precision=precision_of(configuration),
         autocast=torch.bfloat16 if autocast else None,
-        checkpointing=dict.fromkeys(units[1:], word),
+        checkpointing=dict.fromkeys(units[1:], mode),
     )
     found = workload_of(model, configuration)
     assert found.units == whole.units
@@ -84,14 +84,14 @@ def test_a_few_blocks_stand_for_all(name: str, word: Any, autocast: bool) -> Non
 
 
 def flops(workload: Workload) -> int:
-    return sum(one.flops for segment in workload.segments for one in segment.operations)
+    return sum(one.flops for one in workload.operations)
 
 
-def test_blocks_have_words_of_their_own() -> None:
+def test_each_block_may_have_its_own_checkpointing_mode() -> None:
     model = Model("gpt", SHAPES["gpt"])
     plain, every_other, full = (
-        workload_of(model, replace(SMALL, checkpointing=words))
-        for words in ("none", ("none", "full") * 3, "full")
+        workload_of(model, replace(SMALL, checkpointing=modes))
+        for modes in ("none", ("none", "full") * 3, "full")
     )
     assert flops(full) - flops(every_other) == flops(every_other) - flops(plain)
     with pytest.raises(ConfigError, match="a mode for each of the 6 blocks, got 2"):
@@ -106,7 +106,7 @@ def test_experts_compute_for_the_tokens_that_they_get() -> None:
     )
 
 
-def test_a_fused_loss_keeps_logits_alone() -> None:
+def test_a_fused_loss_keeps_only_logits() -> None:
     llama = Shape(arch="llama", layers=2, hidden=8, heads=2, vocab=1_000)
     peaks = {
         loss: max(
@@ -126,7 +126,7 @@ def test_a_fused_loss_keeps_logits_alone() -> None:
 
 
 class Logits(nn.Module):
-    """A user's model, which returns logits."""
+    """A user's model that returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ HUGGING_FACE = {
 THE_SAME = Shape(arch="llama", layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=50)
 
 
-def test_without_transformers_a_hugging_face_configuration_is_a_shape(
+def test_without_transformers_a_hugging_face_configuration_makes_a_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -175,7 +175,7 @@ def test_without_transformers_a_hugging_face_configuration_is_a_shape(
 
 
 @pytest.mark.thorough  # the import takes ten seconds
-def test_a_hugging_face_configuration_is_the_model_that_it_names(tmp_path: Path) -> None:
+def test_a_hugging_face_configuration_makes_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE), encoding="utf-8")
     model = resolve_model(str(tmp_path))
     same = Model("the same", THE_SAME)
@@ -192,7 +192,7 @@ def test_a_hugging_face_configuration_is_the_model_that_it_names(tmp_path: Path)
     assert found == expected
 
 
-def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_name_the_problem(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'lama-3-8b': .*; did you mean 'llama-3-8b'\?"):
         resolve_model("lama-3-8b")
     with pytest.raises(ConfigError, match="No module named 'nowhere'"):

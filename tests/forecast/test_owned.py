@@ -1,4 +1,4 @@
-"""The work of owners of matrices: against arithmetic, and against optimizers on ranks."""
+"""Compares the work of matrix owners with arithmetic, and with optimizers on ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from tests.ranks import on_ranks
 RANKS, WIDTH = 8, 8192
 LOCAL = Configuration(shard_size=RANKS, sequence=8192)
 _A100 = Machine.of(parse_cluster("8xA100"))
-MACHINE = replace(_A100, constants=_A100.constants.updated({"link": 0.01}))  # a slow one
+MACHINE = replace(_A100, constants=replace(_A100.constants, link=0.01))  # with slow links
 
 
 def plan_of_squares(count: int, granularity: Any = "element") -> Plan:
@@ -35,7 +35,7 @@ def plan_of_squares(count: int, granularity: Any = "element") -> Plan:
 
 
 def step_of(plan: Plan, configuration: Configuration) -> StepTime:
-    """Of a model that computes nothing."""
+    """Predict a step of a model that computes nothing."""
     names = tuple(unit.name for unit in plan.units)
     order = range(len(names))
     forward = [Segment(EventKind.FORWARD, unit, (), 0, 0, 0) for unit in order]
@@ -46,13 +46,13 @@ def step_of(plan: Plan, configuration: Configuration) -> StepTime:
 
 @pytest.mark.parametrize(("count", "most"), [(8, 1), (9, 2)])
 def test_the_slowest_owner_and_the_exchange_are_in_the_step(count: int, most: int) -> None:
-    """Five Newton-Schulz steps of three products each; parts travel to one rank and back."""
+    """Muon has five Newton-Schulz steps of three products; parts go to the owner and back."""
     constants, device = MACHINE.constants, MACHINE.device
     plan = plan_of_squares(count)
     step = step_of(plan, replace(LOCAL, optimizer="muon"))
     flops = most * 5 * 3 * 2 * WIDTH**3
     work = flops / (device.peak_flops * constants.matmul)
-    # An owner receives 7/8 of each of its matrices, and returns as much; one is in a batch.
+    # An owner receives 7/8 of each matrix and returns as much; a batch has one matrix.
     transfer = 2 * WIDTH * WIDTH * (RANKS - 1) // RANKS
     owners = PlannedOwners(plan, "muon", 2)
     assert owners.exchanged_bytes(owners.loads(MACHINE)) == (most * transfer,) * 2

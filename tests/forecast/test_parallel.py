@@ -1,4 +1,4 @@
-"""What one rank of several computes: its share, and the collectives between them."""
+"""Tests of model parallelism: one rank's share of the work, and its collectives."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,8 +21,7 @@ ONE = Configuration(sequence=TIME, micro_batch=BATCH, shard_size=4)
 
 @cache
 def operations(shape: Shape, stage: int = 0, **degrees: Any) -> list[Operation]:
-    workload = workload_of(Model("", shape), replace(ONE, **degrees), stage)
-    return [one for segment in workload.segments for one in segment.operations]
+    return list(workload_of(Model("", shape), replace(ONE, **degrees), stage).operations)
 
 
 def flops(found: list[Operation]) -> int:
@@ -41,7 +40,7 @@ def parameters(shape: Shape, stage: int = 0, **degrees: Any) -> int:
 def test_tensor_parallelism_divides_work_and_gathers_sequences() -> None:
     found = operations(LLAMA, tensor=2)
     assert flops(found) == flops(operations(LLAMA)) // 2
-    # Before attention, perceptron and head, and after; the other way round in backward.
+    # Gathers before attention, MLP and head, and reductions after them; in backward, the reverse.
     times = 2 * BLOCKS + 1
     names = {("tensor", "all_gather"): 2 * times, ("tensor", "reduce_scatter"): 2 * times}
     assert collectives(found) == names
@@ -55,10 +54,10 @@ def test_tensor_parallelism_divides_work_and_gathers_sequences() -> None:
     assert parameters(LLAMA, tensor=2) - norms == (parameters(LLAMA) - norms) // 2
 
 
-def test_without_sequence_parallelism_sums_are_reduced_where_sequences_were_scattered() -> None:
+def test_without_sequence_parallelism_all_reduces_replace_scatters() -> None:
     found = operations(LLAMA, tensor=2, sequence_parallel=False)
     assert flops(found) == flops(operations(LLAMA, tensor=2))
-    # After the embedding, attention and perceptron, and in backward before them and the head.
+    # After the embedding, attention and MLP; in backward, also before the head.
     assert collectives(found) == {("tensor", "all_reduce"): 2 * (2 * BLOCKS + 1)}
     workloads = [
         workload_of(Model("", LLAMA), replace(ONE, tensor=2, sequence_parallel=sequence))
@@ -77,12 +76,12 @@ def test_a_whole_vocabulary_gathers_the_logits() -> None:
     }
     more = parameters(LLAMA, tensor=2, split_vocabulary=False) - parameters(LLAMA, tensor=2)
     assert more == 48 * HIDDEN // 2
-    tied = replace(LLAMA, tied_embeddings=True)  # so the head is whole, too
+    tied = replace(LLAMA, tied_embeddings=True)  # so the head is not split either
     found = operations(tied, tensor=2, split_vocabulary=False)
     assert collectives(found)["tensor", "all_gather"] == products + 2 * BLOCKS
 
 
-def test_logits_that_the_training_loop_keeps_are_there_in_backward() -> None:
+def test_logits_that_the_training_loop_keeps_are_alive_in_backward() -> None:
     shape = replace(LLAMA, vocab=4800, loss="compute")
     peaks = [
         max(segment.peak_bytes for segment in workload_of(Model("", one), ONE).segments)
@@ -111,7 +110,7 @@ def test_expert_parallelism_divides_experts_and_exchanges_tokens() -> None:
     assert parameters(EXPERTS) - parameters(EXPERTS, expert=2) == experts // 2
 
 
-def test_stages_of_a_pipeline_are_the_model_together() -> None:
+def test_pipeline_stages_add_up_to_the_model() -> None:
     shape = replace(LLAMA, layers=7)
     stages = [operations(shape, stage, pipeline=3) for stage in range(3)]
     assert sum(map(flops, stages)) == flops(operations(shape))
@@ -124,7 +123,7 @@ def test_stages_of_a_pipeline_are_the_model_together() -> None:
     assert divided.sent_bytes == middle.sent_bytes // 4
 
 
-def test_selective_checkpointing_keeps_what_was_reduced() -> None:
+def test_selective_checkpointing_keeps_results_of_reduce_scatters() -> None:
     found = operations(LLAMA, tensor=2, checkpointing="selective")
     again = Counter(one.name for one in found if one.kind is Kind.COLLECTIVE and one.is_recomputed)
     assert again == {"all_gather": 2 * BLOCKS}

@@ -1,4 +1,4 @@
-"""The plan of a configuration is that of the call which is printed for it."""
+"""Tests that the printed call of `fully_shard` makes the plan of its configuration."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_the_call_makes_the_plan(configuration: Configuration) -> None:
     ],
     ids=str,
 )
-def test_the_call_trains_on_the_mesh_of_other_kinds_of_parallelism(
+def test_the_call_trains_on_a_mesh_with_model_parallelism(
     configuration: Configuration,
 ) -> None:
     model: Any = build(configuration.master_dtype)
@@ -107,7 +107,7 @@ def test_the_call_is_written_as_a_user_would() -> None:
     )
 
 
-def test_other_kinds_of_parallelism_have_a_mesh() -> None:
+def test_model_parallelism_has_a_mesh() -> None:
     call = call_of(Configuration(shard_size=4, tensor=8, pipeline=2))
     assert call.startswith(
         "from torch.distributed.device_mesh import init_device_mesh\n\n"

@@ -84,7 +84,7 @@ ROW: dict[str, Any] = {
 
 
 def row_with(changes: dict[str, Any]) -> dict[str, Any]:
-    """`ROW` with fields changed; "model.layers" is a field within one."""
+    """Return `ROW` with changed fields; "model.layers" is a nested field."""
     row = copy.deepcopy(ROW)
     for path, value in changes.items():
         *parents, name = path.split(".")
@@ -132,7 +132,7 @@ def read(tmp_path: Path, changes: dict[str, Any]) -> Any:
         ("interconnect.inter_node_gbps_per_node", 0, "greater than 0, got 0"),
     ],
 )
-def test_nonsense_is_an_error_that_names_the_row_and_the_field(
+def test_invalid_values_are_errors_that_name_the_row_and_the_field(
     field: str, value: object, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="row 'example-7b-64': ") as raised:
@@ -155,7 +155,7 @@ def test_a_missing_field_and_a_repeated_row_are_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": 3}', '{"row": []}'])
-def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="rows"):
@@ -184,7 +184,7 @@ def test_degrees_and_strategies_of_rows(tmp_path: Path) -> None:
     assert (replicated.shard_size, replicated.replicas) == (1, 64)
 
 
-def test_what_frameworks_imply(tmp_path: Path) -> None:
+def test_frameworks_imply_settings(tmp_path: Path) -> None:
     assert configuration_of(read(tmp_path, {"framework": "MaxText (JAX/XLA)"})).compiled
     assert is_flash1(read(tmp_path, {"framework": "llm-foundry/Composer (PyTorch FSDP1)"}))
     every = {

@@ -19,7 +19,7 @@ def plan_of(prefetch: int = 1) -> Plan:
 
 
 def program_of(plan: Plan, seconds: float = COMPUTE, num_passes: int = 1) -> Program:
-    """Every block computes for ``seconds``, in forward and in backward."""
+    """Return compute of ``seconds`` for every block, in forward and in backward."""
     computes = (EventKind.FORWARD, EventKind.BACKWARD)
     parts = tuple(
         Part(event.kind, event.unit, seconds if event.unit else 0.0)
@@ -38,7 +38,7 @@ def transfer(kind: EventKind, unit: int) -> float:
 def run(
     plan: Plan, programs: Sequence[Program], *, holds_gradients: bool = False
 ) -> tuple[float, float]:
-    """Seconds of the update, and those that the first rank waits."""
+    """Return the seconds of the update, and the seconds that the first rank waits."""
     found = replay(
         plan.units,
         programs,
@@ -105,10 +105,10 @@ def test_compute_is_slower_while_a_collective_runs() -> None:
         replace(plain, interference=0.5),
         prefetch=1,
     )
-    # Hidden are two gathers in forward, one in backward (the last block was kept) and all
-    # reductions but the last; during each second of these, compute loses a third of one.
+    # Two gathers in forward, two in backward and all reductions but the last are hidden. Compute
+    # loses a third of each second of these.
     hidden = 2 * GATHER + 2 * GATHER + 2 * REDUCE
-    overlapping = REDUCE  # of a reduction and a gather, which begin together
+    overlapping = REDUCE  # a reduction and a gather begin together
     assert slowed.seconds - alone.seconds == pytest.approx((hidden - overlapping) / 3)
 
 

@@ -1,4 +1,4 @@
-"""Rules of thumb against the packages whose formulas they are."""
+"""Compares rules of thumb with the packages that define them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models import known_models, resolve_model
 from shardwise.forecast.rules_of_thumb import (
-    RULES,
+    Rule,
     accelerate_bytes,
     deepspeed_stage2_bytes,
     deepspeed_stage3_bytes,
@@ -16,7 +16,7 @@ from shardwise.forecast.rules_of_thumb import (
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", known_models())
-def test_accelerate_estimates_as_much(name: str) -> None:
+def test_accelerate_estimates_the_same_bytes(name: str) -> None:
     estimate = pytest.importorskip("accelerate.commands.estimate")
     parameters = resolve_model(name).num_parameters
     for dtype, word in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
@@ -25,7 +25,7 @@ def test_accelerate_estimates_as_much(name: str) -> None:
 
 
 def test_each_strategy_has_the_estimator_of_its_stage() -> None:
-    """The figures are those of DeepSpeed 0.17.0 for 7e9 parameters, the largest layer with 1e8."""
+    """DeepSpeed 0.17.0 gives these figures for 7e9 parameters and a largest layer of 1e8."""
     assert deepspeed_stage3_bytes(7_000_000_000, 100_000_000, 64) == 2_368_750_000
     assert deepspeed_stage2_bytes(7_000_000_000, 64) == 15_968_750_000
     found = {
@@ -36,6 +36,6 @@ def test_each_strategy_has_the_estimator_of_its_stage() -> None:
             Configuration(strategy="ddp", replicas=4),
         )
     }
-    assert found["fsdp"] == {RULES.accelerate: 8000, RULES.deepspeed: 4900}
-    assert found["zero2"] == {RULES.accelerate: 8000, RULES.deepspeed: 6500}
-    assert found["ddp"] == {RULES.accelerate: 8000}
+    assert found["fsdp"] == {Rule.ACCELERATE: 8000, Rule.DEEPSPEED: 4900}
+    assert found["zero2"] == {Rule.ACCELERATE: 8000, Rule.DEEPSPEED: 6500}
+    assert found["ddp"] == {Rule.ACCELERATE: 8000}

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint against what ranks really write and read."""
+"""Compares the plan of a checkpoint with the ranges that ranks write and read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.checkpoint.training import Training, adamw, options_for
 from tests.models import CASES, build
 from tests.ranks import run_on
 
-SMALL = 100  # bytes: several files
+SMALL = 100  # bytes per file, for several files
 
 
 def plan_of(name: str, ranks: int, strategy: str, **options: Any) -> CheckpointPlan:
@@ -111,7 +111,7 @@ def test_thousands_of_ranks_write_every_byte_once() -> None:
 
 @pytest.mark.thorough
 def test_thousands_of_ranks_with_tensor_and_pipeline_degrees_write_their_parts() -> None:
-    """2,816 ranks: 88 data-parallel ones share each of 8 x 4 parts, and gather no tensor."""
+    """Of 2,816 ranks, 88 data-parallel ones share each of 8 x 4 parts, and gather no tensor."""
     machine = Machine.of(parse_cluster("2816xH100"))
     forecaster = Forecaster(resolve_model("llama-3.2-1b"), machine)
     divided = Configuration(shard_size=88, tensor=8, pipeline=4, sequence=8)
@@ -119,7 +119,7 @@ def test_thousands_of_ranks_with_tensor_and_pipeline_degrees_write_their_parts()
     whole = forecaster.checkpoint(Configuration(shard_size=2816, sequence=8))
     parts = [forecaster.checkpoint(divided, stage) for stage in range(4)]
     total = 8 * sum(part.tensor_bytes for part in parts)
-    # Tensor-parallel ranks all hold norms, and the last stage has a head of its own.
+    # All tensor-parallel ranks have the norms, and the last stage has a separate head.
     assert whole.tensor_bytes < total < 1.25 * whole.tensor_bytes
     for stage, part in enumerate(parts):
         assert part.num_ranks == 88
@@ -130,7 +130,7 @@ def test_thousands_of_ranks_with_tensor_and_pipeline_degrees_write_their_parts()
         assert part.save.num_files.max() <= len(part.files)
 
 
-def test_time_is_that_of_the_narrowest_part() -> None:
+def test_the_slowest_part_of_the_storage_determines_the_time() -> None:
     save = plan_of("gpt", 4, "fsdp").save
     sizes = save.num_bytes.tolist()
     assert save.seconds(Storage(per_rank=10)) == max(sizes) / 10
@@ -140,7 +140,7 @@ def test_time_is_that_of_the_narrowest_part() -> None:
     assert save.seconds(Storage()) == 0
 
 
-def test_states_are_those_of_the_master() -> None:
+def test_states_have_the_dtype_of_the_master() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     planned = save_plan(model, make_plan(model, world_size=2), optimizer=_sgd)
     assert planned.tensor_bytes == 2 * 20 * 4
@@ -210,7 +210,7 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _written(run: Callable[[], object]) -> list[FileRange]:
-    """What this rank writes to which place, by the job of the save that ``run`` makes."""
+    """Return the ranges that this rank writes during ``run``, which saves."""
     jobs: list[WriteJob] = []
 
     def spy(job: WriteJob, ranks: Coordinator) -> None:

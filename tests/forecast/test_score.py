@@ -28,7 +28,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Score:
     return score(write(tmp_path_factory.mktemp("score"), *ROWS))
 
 
-def test_every_row_is_predicted_or_says_why(scored: Score) -> None:
+def test_every_row_is_predicted_or_has_a_reason(scored: Score) -> None:
     by_id = {one.row.id: one for one in scored.predictions}
     assert list(by_id) == [row["id"] for row in ROWS]
     assert by_id["adapted"].reason == "adapters are not modelled (LoRA)"
@@ -43,13 +43,13 @@ def test_every_row_is_predicted_or_says_why(scored: Score) -> None:
 
 def test_predictions_are_in_the_units_of_the_row(scored: Score) -> None:
     one = scored.predictions[2]
-    per_token = 6 * 100_000_000 + 12 * 4 * 1024 * 2048  # the formula of the row
+    per_token = 6 * 100_000_000 + 12 * 4 * 1024 * 2048  # as the row counts FLOPs
     assert one.tflops == pytest.approx(one.tokens_per_second * per_token / 1e12)
     assert one.mfu == pytest.approx(one.tflops / 312)
     assert one.error == pytest.approx(one.tflops / 100.0 - 1)
 
 
-def test_the_table_keeps_legacy_stacks_apart_and_names_the_worst_family(scored: Score) -> None:
+def test_the_table_separates_legacy_stacks_and_names_the_worst_family(scored: Score) -> None:
     families = {one.name: len(one.values) for one in scored.families(lambda one: one.counts)}
     assert families == {"example": 2, "other": 1}
     legacy = scored.throughput("legacy", lambda one: one.row.is_legacy)
@@ -78,7 +78,7 @@ def test_a_quarter_of_the_rows_is_held_out() -> None:
     assert 200 < held < 300
 
 
-def test_nonsense_is_refused_before_anything_is_predicted(tmp_path: Path) -> None:
+def test_invalid_rows_are_refused_before_any_row_is_predicted(tmp_path: Path) -> None:
     path = write(tmp_path, *ROWS, row_with({"id": "wrong", "model.layers": -1}))
     with pytest.raises(ConfigError, match=r"row 'wrong': model\.layers: "):
         score(path, progress=lambda _row: pytest.fail("a row was predicted"))

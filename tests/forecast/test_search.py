@@ -1,4 +1,4 @@
-"""What a search compares and how it ranks, on a machine of which every number is known."""
+"""Tests which configurations a search compares and how it ranks them, with a fake forecaster."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,11 +23,11 @@ CLUSTER = parse_cluster("64xH100")
 
 
 class Fake:
-    """Parameters of 90 GB, activations of 12 GB for a sequence, and a second for a sequence."""
+    """Predicts 90 GB of parameters, and 12 GB of activations and one second per sequence."""
 
     def __init__(self, cluster: Cluster = CLUSTER) -> None:
         self.cluster = cluster
-        self.asked: list[Configuration] = []
+        self.queried: list[Configuration] = []
 
     def with_devices(self, num_devices: int) -> "Fake":
         return Fake(replace(self.cluster, num_devices=num_devices))
@@ -41,7 +41,7 @@ class Fake:
         return SimpleNamespace(units=units, world_size=one.shard_size)
 
     def memory(self, one: Configuration) -> Forecast:
-        self.asked.append(one)
+        self.queried.append(one)
         if one.tensor > 4:
             raise PlanError("8 heads do not divide by tensor=8")
         kept = {"none": 12, "products": 6, "full": 1}[cast("str", one.checkpointing)]
@@ -75,13 +75,13 @@ def rank(goal: Goal, fake: Fake | None = None) -> Ranking:
     return search(cast("Forecaster", fake or Fake()), goal)
 
 
-def test_the_best_fits_and_is_the_fastest_of_those() -> None:
+def test_the_winner_is_the_fastest_that_fits() -> None:
     ranking = rank(Goal(global_batch=512))
     speeds = [one.tokens_per_second for one in ranking.fitting]
     assert speeds == sorted(speeds, reverse=True)
     assert all(one.fits for one in ranking.fitting)
     best = ranking.winner.configuration
-    # Small shards wait longest, of those that fit; 8 sequences are too large.
+    # Smaller shard groups are faster; 8 sequences do not fit.
     assert (best.strategy, best.shard_size, best.checkpointing) == ("hsdp", 8, "none")
     assert (best.micro_batch, best.accumulation, best.prefetch) == (4, 2, 2)
     assert ranking.too_large
@@ -89,24 +89,24 @@ def test_the_best_fits_and_is_the_fastest_of_those() -> None:
     assert ranking.num_compared == len(ranking.fitting) + len(ranking.too_large)
 
 
-def test_memory_is_asked_before_time_and_not_beyond_what_is_too_large() -> None:
+def test_larger_micro_batches_than_the_first_misfit_are_skipped() -> None:
     fake = Fake()
     ranking = rank(Goal(global_batch=2048, strategies=("fsdp",), checkpointing=("none",)), fake)
-    plain = [one.micro_batch for one in fake.asked if one.offload == "none" and one.prefetch == 1]
-    assert plain == [1, 2, 4, 8]  # of 32 sequences a rank; 8 take 96 GB
+    plain = [one.micro_batch for one in fake.queried if one.offload == "none" and one.prefetch == 1]
+    assert plain == [1, 2, 4, 8]  # of 32 sequences per rank; 8 need 96 GB
     assert [one.configuration.micro_batch for one in ranking.too_large] == [8]
 
 
-def test_offload_is_tried_only_where_it_may_be_enough() -> None:
+def test_offload_is_tried_only_if_it_may_suffice() -> None:
     ranking = rank(Goal(global_batch=64, strategies=("ddp",)), Fake())
     assert not ranking.fitting  # 90 GB of parameters
     ranking = rank(Goal(global_batch=64, strategies=("hsdp",)), Fake(parse_cluster("16xA100-40GB")))
     offloaded = [one for one in ranking.fitting if one.configuration.offload == "optimizer"]
-    assert offloaded  # 31 GB a rank and 12 of activations do not fit in 39
+    assert offloaded  # 31 GB per rank and 12 of activations do not fit into 39
     assert ranking.winner.configuration.offload == "none"
 
 
-def test_the_objective_memory_takes_least_and_cost_the_fewest_gpus() -> None:
+def test_the_objectives_memory_and_cost_minimize_memory_and_gpus() -> None:
     least = rank(Goal(global_batch=512, objective="memory")).winner
     assert all(
         least.memory.device_bytes <= one.memory.device_bytes
@@ -114,11 +114,11 @@ def test_the_objective_memory_takes_least_and_cost_the_fewest_gpus() -> None:
     )
     assert least.configuration.offload != "none"
     cheapest = rank(Goal(global_batch=512, objective="cost")).winner
-    assert cheapest.cluster.num_devices == 8  # where the fewest ranks exchange shards
+    assert cheapest.cluster.num_devices == 8  # the smallest group that exchanges shards
     assert cheapest.gpu_hours(1e12) < rank(Goal(global_batch=512)).winner.gpu_hours(1e12)
 
 
-def test_the_frontier_has_no_candidate_that_another_one_beats() -> None:
+def test_no_candidate_of_the_frontier_is_dominated() -> None:
     ranking = rank(Goal(global_batch=512))
     found = frontier(ranking)
     assert found[0].tokens_per_second == ranking.winner.tokens_per_second
@@ -151,7 +151,7 @@ def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
         ({"micro_batches": (3,)}, "micro_batch=3: expected a divisor of the 8 sequences per rank"),
     ],
 )
-def test_what_cannot_be_divided_says_what_could(change: dict[str, object], message: str) -> None:
+def test_errors_suggest_sizes_that_divide_evenly(change: dict[str, object], message: str) -> None:
     goal = Goal(**{"global_batch": 512} | change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         configurations(goal, 64, 8)
@@ -166,7 +166,7 @@ def test_configurations_divide_ranks_and_batch() -> None:
     assert all(one.chunks == 1 or one.accumulation % 4 == 0 for one in chunked)
 
 
-def test_curves_grow_with_the_batch_and_show_where_they_bend() -> None:
+def test_scaling_curves_have_a_bend() -> None:
     found = rank(Goal(global_batch=512, strategies=("fsdp",))).winner.configuration
     over_all, hybrid = scaling_curves(cast("Forecaster", Fake()), found)
     assert [one.cluster.num_devices for one in over_all.points][-1] == 16_384

@@ -29,7 +29,7 @@ def elementwise(read: int, write: int, size: int = 1 << 20) -> Operation:
 
 
 def workload_of(tokens: int, extra: tuple[Operation, ...] = (), kept: int = 0) -> Workload:
-    """A product in each block's forward, and two in its backward; each keeps ``kept`` bytes."""
+    """Each block has a product in forward and two in backward, and keeps ``kept`` bytes."""
     one = (product(tokens), *extra)
     forward = [
         Segment(EventKind.FORWARD, unit, one if unit else (), 0, kept, kept) for unit in _units()
@@ -83,13 +83,13 @@ def test_a_step_adds_up() -> None:
     assert step.bound == "matmul"
 
 
-def test_recomputation_counts_for_the_hardware_alone() -> None:
+def test_recomputation_counts_only_as_hardware_flops() -> None:
     again = replace(product(8192), is_recomputed=True)
     step = predict(LOCAL, extra=(again,))
     assert step.hardware_flops == 2 * step.model_flops
 
 
-def test_scores_that_attention_computes_again_count_for_the_hardware_alone() -> None:
+def test_scores_recomputed_by_attention_count_only_as_hardware_flops() -> None:
     flops, shape = 5 * (1 << 40), (1, 16, 8192, 8192, 128)
     attention = Operation(
         "scaled_dot_product_attention_backward", Kind.ATTENTION, flops, shape, 2, (), (), True
@@ -152,7 +152,7 @@ def test_tensor_parallel_collectives_are_not_hidden() -> None:
     assert step.seconds - without.seconds > 0.9 * step.breakdown["collective"]
 
 
-def test_sixteen_thousand_ranks_take_a_moment() -> None:
+def test_sixteen_thousand_ranks_are_predicted_in_seconds() -> None:
     began = time.process_time()
     near = predict(replace(LOCAL, shard_size=512), "512xH100")
     far = predict(replace(LOCAL, shard_size=16384), "16384xH100")
@@ -162,7 +162,7 @@ def test_sixteen_thousand_ranks_take_a_moment() -> None:
 
 def test_compiled_operations_keep_intermediate_results_in_registers() -> None:
     run = [elementwise(1, 2, 10), elementwise(2, 3, 10), elementwise(2, 4, 10)]
-    reads = {1: 1, 2: 2, 3: 1}  # 3 is read elsewhere, and 4 by none: a gradient
+    reads = {1: 1, 2: 2, 3: 1}  # 3 is also read elsewhere; 4 is never read, as a gradient
     assert fused_bytes(run, reads) == 10 + 10 + 10
     assert fused_bytes(run[:1], reads) == 10 + 10
 
@@ -172,7 +172,7 @@ def test_offloaded_activations_are_copied_while_compute_goes_on() -> None:
     assert predict(configuration, kept=1 << 20).seconds == pytest.approx(predict(LOCAL).seconds)
     kept = 1 << 30
     bound = predict(configuration, kept=kept).seconds
-    assert bound > 2 * BLOCKS * kept / 31e9  # PCIe's rate, each way
+    assert bound > 2 * BLOCKS * kept / 31e9  # the rate of PCIe, in both directions
 
 
 def test_offloaded_shards_are_copied() -> None:

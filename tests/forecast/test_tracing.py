@@ -1,6 +1,7 @@
-"""A trace against what really runs: operations counted by PyTorch, memory that autograd keeps."""
+"""Compares traces with PyTorch: its FLOP counter, and the tensors that autograd saves."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils.flop_counter import (
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.parallel import ModelPart
+from shardwise.forecast.recomputing import MODES, checkpoint_blocks
 from shardwise.forecast.replay import Costs, Part, Program, replay
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Block, Shape, build
@@ -28,26 +31,25 @@ BATCH, TIME, BLOCKS = 2, 16, 3
 GPT = Shape(arch="gpt", layers=BLOCKS, hidden=32, heads=4, vocab=50, positions=TIME)
 LLAMA = Shape(arch="llama", layers=BLOCKS, hidden=32, heads=4, kv_heads=2, vocab=50, ffn=48)
 SHAPES = pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
-WORDS = ("none", "full", "selective", "products")
 CASES = pytest.mark.parametrize(
-    ("shape", "word"),
+    ("shape", "mode"),
     [
         pytest.param(
             shape,
-            word,
-            id=f"{shape.arch}-{word}",
-            # Half of the pairs have every shape and every word.
+            mode,
+            id=f"{shape.arch}-{mode}",
+            # The half that is always tested has every shape and every mode.
             marks=pytest.mark.thorough if (shape is GPT) == (number % 2 == 0) else (),
         )
         for shape in (GPT, LLAMA)
-        for number, word in enumerate(WORDS)
+        for number, mode in enumerate(MODES)
     ],
 )
 UNITS = [f"layers.{number}" for number in range(BLOCKS)]
 
 
 def attention_flops(query: Any, key: Any, _value: Any, *_args: Any, **_options: Any) -> int:
-    shared = (*query[:2], *key[2:])  # each query has a key of its own, whatever heads share
+    shared = (*query[:2], *key[2:])  # one key per query: grouped queries do not save FLOPs
     return int(sdpa_flop_count(query, shared, shared))  # type: ignore[no-untyped-call]
 
 
@@ -59,7 +61,7 @@ def attention_backward_flops(
 
 
 _aten = torch.ops.aten
-COUNTED = {  # the counter knows the flash attention of GPUs alone
+COUNTED = {  # FlopCounterMode supports flash attention only on GPUs
     _aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
 }
@@ -78,8 +80,8 @@ def real(module: nn.Module) -> nn.Module:
 
 
 @cache
-def trace_of(shape: Shape, word: str = "none", **options: Any) -> Workload:
-    checkpointing = dict.fromkeys(UNITS[: shape.layers], word)
+def trace_of(shape: Shape, mode: str = "none", **options: Any) -> Workload:
+    checkpointing = dict.fromkeys(UNITS[: shape.layers], mode)
     units = [f"layers.{number}" for number in range(shape.layers)]
     return trace(build(shape), tokens(), units=units, checkpointing=checkpointing, **options)
 
@@ -88,28 +90,22 @@ def trace_of(shape: Shape, word: str = "none", **options: Any) -> Workload:
 
 
 @CASES
-def test_flops_are_those_that_pytorch_counts(shape: Shape, word: str) -> None:
+def test_flops_are_those_that_pytorch_counts(shape: Shape, mode: str) -> None:
     model = real(build(shape))
-    checkpoint_blocks(model, dict.fromkeys(UNITS, word))
+    checkpoint_blocks(model, dict.fromkeys(UNITS, mode))
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
         model(*tokens()).backward()
-    operations = [one for segment in trace_of(shape, word).segments for one in segment.operations]
-    assert sum(one.flops for one in operations) == counter.get_total_flops()
+    assert sum(one.flops for one in trace_of(shape, mode).operations) == counter.get_total_flops()
 
 
 @SHAPES
-def test_a_recomputation_is_marked(shape: Shape) -> None:
-    plain, recomputed = (trace_of(shape, word) for word in ("none", "full"))
+def test_recomputed_operations_are_marked(shape: Shape) -> None:
+    plain, recomputed = (trace_of(shape, mode) for mode in ("none", "full"))
     kinds = (Kind.MATMUL, Kind.ATTENTION)
     blocks = sum(
         one.flops for segment in plain.segments[1:BLOCKS] for one in segment.operations
     )  # forward of all blocks but the last, whose segment has the head
-    again = [
-        one
-        for segment in recomputed.segments
-        for one in segment.operations
-        if one.is_recomputed and one.kind in kinds
-    ]
+    again = [one for one in recomputed.operations if one.is_recomputed and one.kind in kinds]
     assert {one.name for one in again} == {"mm", "scaled_dot_product_attention"}
     last_product = 2 * BATCH * TIME * shape.ffn * shape.hidden  # nothing needs its result
     assert (
@@ -117,13 +113,8 @@ def test_a_recomputation_is_marked(shape: Shape) -> None:
     )
 
 
-def test_attention_is_one_operation_that_is_causal() -> None:
-    found = [
-        one
-        for segment in trace_of(LLAMA).segments
-        for one in segment.operations
-        if one.kind is Kind.ATTENTION
-    ]
+def test_attention_is_one_causal_operation() -> None:
+    found = [one for one in trace_of(LLAMA).operations if one.kind is Kind.ATTENTION]
     assert len(found) == 2 * BLOCKS
     assert {one.shape for one in found} == {(BATCH, 4, TIME, TIME, 8)}
     assert all(one.is_causal for one in found)
@@ -139,7 +130,7 @@ def test_the_bytes_of_an_operation_are_those_of_its_tensors() -> None:
 
 
 class _Saved:
-    """Bytes of what autograd saves, without parameters and the batch."""
+    """Counts the bytes that autograd saves, except parameters and the batch."""
 
     def __init__(self, ignored: list[Tensor]) -> None:
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
@@ -159,19 +150,20 @@ class _Saved:
 
 @SHAPES
 @pytest.mark.parametrize("attention", ["flash", "math"])
-def test_what_is_kept_for_backward_is_what_autograd_saves(shape: Shape, attention: Any) -> None:
-    model, batch = real(build(shape, attention=attention)), tokens()
+def test_forward_keeps_the_bytes_that_autograd_saves(shape: Shape, attention: Any) -> None:
+    part = ModelPart(Configuration(attention=attention))
+    model, batch = real(build(shape, part)), tokens()
     saved = _Saved([*model.parameters(), *batch])
     with saved.hooks:
         loss = model(*batch)
-    traced = trace(build(shape, attention=attention), batch, units=UNITS)
+    traced = trace(build(shape, part), batch, units=UNITS)
     kept = traced.segments[traced.forward_segments - 1].end_bytes
-    assert kept == saved.num_bytes + 2 * loss.nbytes  # with the gradient that backward starts with
+    assert kept == saved.num_bytes + 2 * loss.nbytes  # the loss and its gradient
 
 
 @CASES
-def test_a_pass_frees_all_that_it_allocates(shape: Shape, word: str) -> None:
-    traced = trace_of(shape, word)
+def test_a_pass_frees_all_that_it_allocates(shape: Shape, mode: str) -> None:
+    traced = trace_of(shape, mode)
     assert traced.segments[0].start_bytes == traced.segments[-1].end_bytes == 0
     for before, after in zip(traced.segments, traced.segments[1:], strict=False):
         assert before.end_bytes == after.start_bytes
@@ -179,7 +171,7 @@ def test_a_pass_frees_all_that_it_allocates(shape: Shape, word: str) -> None:
 
 
 class _Twice(nn.Module):
-    """A weight that is used twice, so that autograd adds two gradients of its size."""
+    """Uses its weight twice, so autograd adds two gradients of its size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,18 +200,14 @@ def test_a_tied_embedding_adds_rows_to_the_gradient_of_its_head() -> None:
 
 @SHAPES
 def test_checkpointing_keeps_the_inputs_of_blocks(shape: Shape) -> None:
-    plain, recomputed = (trace_of(shape, word) for word in ("none", "full"))
+    plain, recomputed = (trace_of(shape, mode) for mode in ("none", "full"))
     kept = [segment.end_bytes for segment in recomputed.segments[1:BLOCKS]]
     assert kept[1] - kept[0] == 4 * BATCH * TIME * shape.hidden
     assert kept[1] - kept[0] < plain.segments[2].end_bytes - plain.segments[1].end_bytes
 
 
 def test_autocast_computes_norms_and_the_loss_in_float32_as_on_a_gpu() -> None:
-    operations = [
-        one
-        for segment in trace_of(GPT, autocast=torch.bfloat16).segments
-        for one in segment.operations
-    ]
+    operations = trace_of(GPT, autocast=torch.bfloat16).operations
     sizes = {one.name: one.itemsize for one in operations if not one.is_recomputed}
     assert sizes["native_layer_norm"] == sizes["_log_softmax"] == 4
     assert sizes["mm"] == sizes["gelu"] == sizes["scaled_dot_product_attention"] == 2
@@ -240,15 +228,15 @@ def compute_events(workload: Workload) -> list[tuple[EventKind, int]]:
 
 
 @CASES
-def test_segments_are_the_events_of_the_engine(shape: Shape, word: str) -> None:
+def test_segments_are_the_events_of_the_engine(shape: Shape, mode: str) -> None:
     model = real(build(shape))
     sw.fully_shard(model, units=Block)
-    checkpoint_blocks(model, dict.fromkeys(UNITS, word))
+    checkpoint_blocks(model, dict.fromkeys(UNITS, mode))
     for _ in range(2):
         model(*tokens()).backward()
         model.zero_grad()
     recorded = [one for one in sw.ledger(model).events() if one.kind in COMPUTE]
-    traced = trace_of(shape, word)
+    traced = trace_of(shape, mode)
     assert compute_events(traced) == [(event.kind, event.unit) for event in recorded]
     plan = make_plan(build(shape), world_size=2, units=Block)
     parts = tuple(Part(segment.kind, segment.unit, 1.0) for segment in traced.segments)
@@ -266,27 +254,23 @@ def test_segments_are_the_events_of_the_engine(shape: Shape, word: str) -> None:
 
 
 def of_depth(shape: Shape, layers: int) -> Callable[[dict[str, str]], Workload]:
-    model = build(Shape(**{**_fields(shape), "layers": layers}))
+    model = build(replace(shape, layers=layers))
     units = [f"layers.{number}" for number in range(layers)]
-    return lambda words: trace(model, tokens(), units=units, checkpointing=words)
-
-
-def _fields(shape: Shape) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in shape.__slots__}
+    return lambda modes: trace(model, tokens(), units=units, checkpointing=modes)
 
 
 @CASES
-def test_three_blocks_stand_for_many(shape: Shape, word: str) -> None:
-    deep = of_depth(shape, 5)({f"layers.{number}": word for number in range(5)})
-    assert_same(trace_of(shape, word).repeated("layers", [0, 1, 1, 1, 2]), deep)
+def test_a_trace_of_three_blocks_repeats_to_more(shape: Shape, mode: str) -> None:
+    deep = of_depth(shape, 5)({f"layers.{number}": mode for number in range(5)})
+    assert_same(trace_of(shape, mode).repeated("layers", [0, 1, 1, 1, 2]), deep)
 
 
 @SHAPES
-def test_blocks_that_keep_different_things_are_repeated_in_turn(shape: Shape) -> None:
-    words = ["full", "none", "selective", "none", "selective", "full"]
-    deep = of_depth(shape, 6)({f"layers.{number}": word for number, word in enumerate(words)})
+def test_blocks_with_different_checkpointing_are_repeated_in_any_order(shape: Shape) -> None:
+    modes = ["full", "none", "selective", "none", "selective", "full"]
+    deep = of_depth(shape, 6)({f"layers.{number}": mode for number, mode in enumerate(modes)})
     source = of_depth(shape, 4)(
-        dict(zip([*UNITS, "layers.3"], words[:3] + words[-1:], strict=True))
+        dict(zip([*UNITS, "layers.3"], modes[:3] + modes[-1:], strict=True))
     )
     assert_same(source.repeated("layers", [0, 1, 2, 1, 2, 3]), deep)
 
@@ -308,7 +292,7 @@ def assert_same(found: Workload, expected: Workload) -> None:
 # -- errors --------------------------------------------------------------------------------------
 
 
-def test_errors_name_what_is_wrong() -> None:
+def test_errors_name_the_problem() -> None:
     with pytest.raises(PlanError, match=r"'layers\.9': there is no such module"):
         trace(build(GPT), tokens(), units=["layers.9"])
     with pytest.raises(PlanError, match=r"layers\.0: 'some'"):

@@ -1,4 +1,4 @@
-"""Predicted traffic against what a step sends."""
+"""Compares predicted traffic with the bytes that a step sends."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         pytest.param("stack", "fsdp", {"granularity": "dim"}, marks=pytest.mark.thorough),
     ],
 )
-def test_a_step_sends_what_the_plan_says(name: str, strategy: str, options: dict[str, Any]) -> None:
+def test_a_step_sends_predicted_bytes(name: str, strategy: str, options: dict[str, Any]) -> None:
     case = CASES[name]
     model = sw.fully_shard(build(name), units=case.units, **options_for(strategy), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +58,7 @@ def test_a_step_sends_what_the_plan_says(name: str, strategy: str, options: dict
 
 
 @on_ranks(2, thorough=(4,))
-def test_large_all_reduces_are_cut() -> None:
+def test_large_all_reduces_are_predicted() -> None:
     model = sw.fully_shard(torch.nn.Linear(101, 191), strategy="ddp")
     with watch_traffic(model) as traffic:
         model(torch.ones(2, 101)).sum().backward()

@@ -1,4 +1,4 @@
-"""The memory that quantized wires take while they encode and decode, planned and measured."""
+"""Compares the planned scratch memory of quantized wires with PyTorch's allocations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ WIDTH = 300
 
 
 def peak_of(profiled: Any) -> int:
-    """The most bytes that PyTorch's allocator had given out more than at the beginning."""
+    """Return the peak of allocated bytes, relative to the beginning of the profile."""
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -40,7 +40,7 @@ def peak_of(profiled: Any) -> int:
 @pytest.mark.parametrize(
     ("rows", "size", "dtype"),
     [
-        (3, 99_999, torch.bfloat16),  # in several pieces
+        (3, 99_999, torch.bfloat16),  # in several steps
         pytest.param(1, 60_000, torch.float32, marks=pytest.mark.thorough),
         pytest.param(4, 10_001, torch.float32, marks=pytest.mark.thorough),
     ],
@@ -63,7 +63,7 @@ def test_encoding_and_decoding_allocate_what_is_planned(
 
 
 def run_at_once(_: ThreadStream, job: Callable[[], None], collective: CollectiveId | None) -> Work:
-    """On the calling thread, the only one that the profiler sees."""
+    """Run ``job`` on the calling thread, the only one that the profiler records."""
     work = Work(collective, job)
     work.run()
     return work

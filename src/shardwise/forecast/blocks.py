@@ -59,11 +59,10 @@ def sample_of(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
         among them.
     """
     last = len(kinds) - 1
-    ends = {0: 0} | {last: last}
     between: dict[Hashable, int] = {}
     for number in range(1, last):
         between.setdefault(kinds[number], number)
-    traced = sorted({*ends, *between.values()})
+    traced = sorted({0, last, *between.values()})
     order = [0, *(traced.index(between[kinds[n]]) for n in range(1, last)), len(traced) - 1]
     return traced, order
 

@@ -68,7 +68,7 @@ class Curve(_Strict):
 
 
 class RanksCalibration(_Strict):
-    """Measurements with a number of local ranks running at once.
+    """Measurements of several local ranks that run at once.
 
     Keys end with the bytes of an element: "mm/4", "gather/2". Operations without an entry of their
     own use the entry of their kind. "cast" is a gather within one rank.
@@ -181,19 +181,17 @@ class CalibratedMachine(Machine):
     def measured_on(cls, calibration: Calibration, ranks: int) -> "CalibratedMachine":
         """Return the machine with one of the measured numbers of ranks."""
         device = calibration.device
-        constants = Constants.of(_GENERATION).updated(
-            {
-                "interference": _PAUSED if calibration.cores else 0.0,
-                "operation_seconds": 0.0
-                if calibration.cores
-                else calibration.ranks[ranks].operation_seconds,
-                "unit_seconds": 0.0,
-                "straggler": 0.0,
-            }
+        on_cpu, measured = calibration.cores > 0, calibration.ranks[ranks]
+        constants = replace(
+            Constants.of(_GENERATION),
+            interference=_PAUSED if on_cpu else 0.0,
+            operation_seconds=0.0 if on_cpu else measured.operation_seconds,
+            unit_seconds=0.0,
+            straggler=0.0,
         )
-        word = "rank" if calibration.cores else "GPU"
+        word = "rank" if on_cpu else "GPU"
         cluster = Cluster(device, ranks, ranks, device.node_bandwidth, word)
-        return cls(cluster, constants, calibration, calibration.ranks[ranks])
+        return cls(cluster, constants, calibration, measured)
 
     def under(self, configuration: Configuration) -> "CalibratedMachine":
         """Return the machine with the dtypes of ``configuration``."""
@@ -212,7 +210,7 @@ class CalibratedMachine(Machine):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:  # noqa: ARG002
+    def operation_seconds(self, operation: Operation) -> float:
         rate = self._rate_of(operation)
         seconds = rate.seconds(operation.flops, operation.num_bytes)
         if self.calibration.cores:  # the cores launch operations as well as compute
@@ -227,9 +225,6 @@ class CalibratedMachine(Machine):
         seconds = self.measured.updates["adamw"] / _ADAMW_PASSES
         return shard_bytes * passes * seconds * self._sharing
 
-    def straggler_factor(self, num_ranks: int) -> float:  # noqa: ARG002
-        return 1.0
-
     @property
     def _sharing(self) -> float:
         """Number of threads per core if ranks compute on CPU cores, otherwise 1."""
@@ -239,11 +234,10 @@ class CalibratedMachine(Machine):
         return max(1.0, threads / self.calibration.cores)
 
     def _rate_of(self, operation: Operation) -> Rate:
-        """Look up the rate by name, then by kind; for each, by itemsize first, then in float32."""
-        names = (operation.name, operation.kind.value)
-        keys = [f"{name}/{size}" for name in names for size in (operation.itemsize, 4)]
-        known = self.measured.operations
-        return next(known[key] for key in (keys[0], keys[2], keys[1], keys[3]) if key in known)
+        """Look up the rate of the name, or of the kind; in the operation's dtype, or in float32."""
+        names, known = (operation.name, operation.kind.value), self.measured.operations
+        keys = (f"{name}/{size}" for size in (operation.itemsize, 4) for name in names)
+        return next(known[key] for key in keys if key in known)
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -262,7 +256,7 @@ class CalibratedMachine(Machine):
         return self._collective("all_reduce", self.reduce_itemsize, num_bytes)
 
     def all_to_all_seconds(self, num_bytes: float, group: Group) -> float:
-        """Take as long as a gather in which each rank receives as many bytes."""
+        """Predict the time of a gather in which each rank receives as many bytes."""
         return self._collective("gather", 4, num_bytes) if group.size > 1 else 0.0
 
     def _collective(self, kind: str, itemsize: int, num_bytes: float) -> float:

@@ -16,7 +16,7 @@ Degree = int | Literal["auto"]
 
 _ONE_AXIS = ("fsdp", "zero2", "zero1", "ddp")
 _TWO_AXES = ("hsdp", "hfsdp")
-MAX_MICRO_BATCH = 64
+_MAX_MICRO_BATCH = 64
 _AUTO_CHUNKS = (1, 2, 4)
 MODEL_AXES = ("tensor", "pipeline", "context", "expert")
 
@@ -124,7 +124,7 @@ def _of_degrees(
 
 
 def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuration]:
-    """Yield variants of ``configuration`` that keep more and more on the host."""
+    """Yield variants of ``configuration`` with increasing amounts of offload."""
     host = [kind for kind in goal.offload if kind != "none"]
     if configuration.checkpointing == "full" and goal.offload != ("none",):
         yield replace(configuration, activation_offload=True)
@@ -171,7 +171,7 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
                 f"rank: {', '.join(map(str, fitting))}"
             )
         return list(goal.micro_batches)
-    powers = [1 << power for power in range(MAX_MICRO_BATCH.bit_length())]
+    powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
     return [size for size in powers if rank_batch % size == 0]
 
 
@@ -187,12 +187,7 @@ def _batch_problem(goal: Goal, num_replicas: int) -> str:
         f"global_batch={goal.global_batch:,} does not divide evenly over {num_replicas:,} "
         f"data-parallel ranks; use {multiples}"
     )
-    degree = next(
-        (
-            n
-            for n in (2, 4, 8)
-            if num_replicas % n == 0 and goal.global_batch % (num_replicas // n) == 0
-        ),
-        0,
-    )
-    return f"{problem}, or tensor={degree}" if degree and goal.tensor == 1 else problem
+    for degree in (2, 4, 8) if goal.tensor == 1 else ():
+        if num_replicas % degree == 0 and goal.global_batch % (num_replicas // degree) == 0:
+            return f"{problem}, or tensor={degree}"
+    return problem

@@ -136,22 +136,21 @@ class _StepReplay:
         holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
         options = ReplayOptions(accumulates and not holds, holds, on_cpu=on_cpu)
         self._memory = MemoryReplay(plan, options)
-        states = state_bytes(plan, configuration, None)
-        offloaded = state_bytes(plan, configuration, True)
-        self._optimizer = states - offloaded
+        self._optimizer = state_bytes(plan, configuration, offloaded=False)
+        self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
         self._parameters = self._memory.base - self._memory.gradient_shards
-        self._kept = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
-        self._others = round(self._kept.device_bytes * self._micro_batches_before(stage))
+        self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
+        self._waiting_activations = round(self._pass.device_bytes * self._waiting_passes(stage))
         self._buffers = buffer_bytes + 2 * _LABEL_BYTES * workload.tokens
-        self._offloaded_states = offloaded
-        self._copies = _STACKS[configuration.stack].gather_copies * max(
-            (unit.gathered_bytes for unit in plan.units if unit.reshard), default=0
-        )
+        # fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
+        # all-gather ends (`AllGatherState` in torch's _fully_shard/_fsdp_param_group.py).
+        gathered = (unit.gathered_bytes for unit in plan.units if unit.reshard)
+        self._copies = max(gathered, default=0) if configuration.stack == "fsdp2" else 0
         self._activations = 0
-        # Waiting gradients that need no extra count: the trace has those of tied parameters until
-        # its end, and those of embeddings appear in its last segment.
-        self._in_autograd = 0
-        self._late = Counter(
+        # Bytes of unreduced gradients that the trace counts as activations: those of tied
+        # parameters until its end, and those of embeddings in its last segment.
+        self._traced_gradients = 0
+        self._embedding_gradients = Counter(
             size
             for op in workload.segments[-1].operations
             if op.name == "embedding_dense_backward"
@@ -161,10 +160,10 @@ class _StepReplay:
     @property
     def host_bytes(self) -> int:
         """Peak bytes on the host."""
-        return self._memory.host_peak + self._offloaded_states + self._kept.host_bytes
+        return self._memory.host_peak + self._offloaded_states + self._pass.host_bytes
 
-    def _micro_batches_before(self, stage: int) -> float:
-        """Return the micro-batches that wait for their backward while another one's runs (1F1B).
+    def _waiting_passes(self, stage: int) -> float:
+        """Return the number of micro-batches that wait while the backward of another runs (1F1B).
 
         With several chunks, a stage runs as many chunk forwards before its first backward as in
         arXiv 2104.04473, so the result may be fractional.
@@ -186,22 +185,22 @@ class _StepReplay:
         segments, plan = self._workload.segments, self._plan
         parts = [Part(one.kind, one.unit, 0.0) for one in segments]
         for _, index, events in batches(plan.units, [parts], prefetch=plan.prefetch):
-            coming = 0
+            late = 0  # bytes of gradients that exist only at the end of the segment
             for event in events:
                 before = self._memory.reducing
                 self._apply(event)
                 if event.kind not in COMPUTE:
                     yield self._moment(describe(event, self._labels), self._activations)
                 elif plan.units[event.unit].has_child_units:
-                    coming = self._memory.reducing - self._in_autograd - before
+                    late = self._memory.reducing - self._traced_gradients - before
             if index >= 0:
-                peak, self._activations = self._kept.bytes_of(index)
+                peak, self._activations = self._pass.bytes_of(index)
                 label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
-                yield self._moment(label, peak, coming)
-                if coming:  # these gradients exist only at the end of the segment
+                yield self._moment(label, peak, late)
+                if late:
                     yield self._moment(label, self._activations)
                 if index == len(segments) - 1:
-                    self._in_autograd = 0
+                    self._traced_gradients = 0
         yield self._update()
 
     def _apply(self, event: Event) -> None:
@@ -214,20 +213,21 @@ class _StepReplay:
                 for one in lay.extents
             ]
             once = Counter(size for uses, size in sizes if uses == 1)
-            self._in_autograd += sum(size for uses, size in sizes if uses > 1)
-            self._in_autograd += sum((once & self._late).elements())
+            self._traced_gradients += sum(size for uses, size in sizes if uses > 1)
+            self._traced_gradients += sum((once & self._embedding_gradients).elements())
 
-    def _moment(self, label: str, activations: int, coming: int = 0) -> Moment:
+    def _moment(self, label: str, activations: int, late: int = 0) -> Moment:
         memory = self._memory
-        within = max(0, memory.event_peak - memory.allocated)
+        within = max(0, memory.event_peak - memory.allocated)  # peak within the last event
+        gradients = memory.reducing - self._traced_gradients - late
         return Moment(
             label=label,
             parameters=self._parameters,
             gathered=memory.gathered + self._copies * bool(memory.gathered),
             gradients=memory.gradient_shards,
-            communication=memory.reducing + memory.encoding + within - self._in_autograd - coming,
+            communication=gradients + memory.encoding + within,
             optimizer=self._optimizer,
-            activations=activations + self._others,
+            activations=activations + self._waiting_activations,
             buffers=self._buffers,
         )
 
@@ -245,7 +245,7 @@ class _StepReplay:
 
 
 class _Activations:
-    """Activations of a pass on the device: the trace's, minus those that are fused or offloaded.
+    """Activations of a pass on the device: those of the trace that are not fused or offloaded.
 
     With offload, the activations that a forward segment leaves are on the host until the backward
     of its unit. Those of the last segment, which has the head and the loss, are there until
@@ -258,40 +258,39 @@ class _Activations:
         self._adds_rows = adds_rows  # as in `Segment.added_rows_bytes`
         self._segments = workload.segments
         forward = workload.segments[: workload.forward_segments]
-        grown = [max(0, one.end_bytes - one.start_bytes) for one in forward]
+        saved = [max(0, one.end_bytes - one.start_bytes) for one in forward]
         fused = [0] * len(forward)
         if configuration.compiled and configuration.checkpointing == "none":
-            fused = _fused_bytes(forward, grown)
-        moves = configuration.activation_offload
-        moved = [(all_ - less) * moves for all_, less in zip(grown, fused, strict=True)]
-        self.host_bytes = sum(moved)
-        self.device_bytes = forward[-1].end_bytes - sum(fused) - self.host_bytes
+            fused = _fused_bytes(forward, saved)
+        # Bytes of each forward segment that are not on the device until its unit's backward.
+        absent = saved if configuration.activation_offload else fused
+        self.host_bytes = sum(absent) - sum(fused)
+        self.device_bytes = forward[-1].end_bytes - sum(absent)
         first = {one.unit: index for index, one in reversed(list(enumerate(forward)))}
-        gone = [one + other for one, other in zip(fused, moved, strict=True)]
-        self._gone = list(accumulate(gone[:-1], initial=0))  # by segment
+        self._absent = list(accumulate(absent[:-1], initial=0))  # by segment
         last = len(forward) - 1
         for segment in workload.segments[len(forward) :]:
             if first[segment.unit] > 0:  # not the root, which encloses all others
                 last = min(last, first[segment.unit])
-            self._gone.append(sum(gone[:last]) + fused[last])
+            self._absent.append(sum(absent[:last]) + fused[last])
 
     def bytes_of(self, index: int) -> tuple[int, int]:
         """Return the activations on the device at the peak of a segment and at its end."""
-        segment, gone = self._segments[index], self._gone
-        after = gone[index + 1] if index + 1 < len(self._segments) else 0
+        segment, absent = self._segments[index], self._absent
+        after = absent[index + 1] if index + 1 < len(self._segments) else 0
         peak = segment.peak_bytes - segment.added_rows_bytes * self._adds_rows
-        return max(0, peak - gone[index]), max(0, segment.end_bytes - after)
+        return max(0, peak - absent[index]), max(0, segment.end_bytes - after)
 
 
-def _fused_bytes(forward: Sequence[Segment], grown: Sequence[int]) -> list[int]:
-    """Return the bytes that forward segments save without a compiler, but not with one.
+def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
+    """Return the part of the ``saved`` bytes that compiled forward segments do not save.
 
     A compiler recomputes element-wise operations in backward, except those whose results a matrix
     product or attention reads, because these results must be in memory anyway. The operations after
     the last unit are the loss, which is not compiled with the blocks.
     """
     fused: list[int] = []
-    for segment, size in zip(forward[:-1], grown[:-1], strict=True):
+    for segment, size in zip(forward[:-1], saved[:-1], strict=True):
         written: dict[int, int] = {}
         for storage, num_bytes in (pair for op in segment.operations for pair in op.writes):
             written[storage] = max(num_bytes, written.get(storage, 0))
@@ -309,7 +308,7 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     """
     if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
         return 0
-    layouts = list(trained_layouts(plan, False))
+    layouts = list(trained_layouts(plan, offloaded=False))
     if configuration.optimizer_loop == "foreach":
         return sum(layout.shard_bytes for layout in layouts)
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
@@ -317,28 +316,10 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     return 2 * largest
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """Additional buffers of a stack."""
-
-    gather_copies: int = 0  # gathered units besides those of the schedule
-
-
-# fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
-# all-gather ends (`AllGatherState` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
-_STACKS = {
-    "shardwise": _Stack(),
-    "fsdp1": _Stack(),
-    "fsdp2": _Stack(gather_copies=1),
-    "ddp": _Stack(),
-    "deepspeed": _Stack(),
-}
-
-
 def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
     """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions have streams of their own, so each reserves its own peak.
+    Gathers and reductions run on separate streams, so each kind reserves its own peak.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
@@ -354,8 +335,8 @@ def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -
     left. The second step must then allocate new blocks for its activations.
     """
     states = timeline[0].optimizer
-    shards = [layout.shard_bytes for layout in trained_layouts(plan, False)]
-    written = [size for one in workload.segments for op in one.operations for _, size in op.writes]
+    shards = [layout.shard_bytes for layout in trained_layouts(plan, offloaded=False)]
+    written = [size for one in workload.operations for _, size in one.writes]
     if not states or not written:
         return 0
     typical = sum(size * size for size in shards) / sum(shards)  # shard size of an average byte

@@ -70,7 +70,6 @@ class Configuration:
         reduce_dtype: dtype of gradients while they are reduced.
         autocast: whether to compute under ``torch.autocast``.
         optimizer: the optimizer, which determines the states of a rank.
-            What owners compute and exchange with "muon" and "soap" is not in the time of a step.
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
@@ -131,15 +130,12 @@ class Configuration:
                 f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
             )
         for name, kind in _CHOICES.items():
-            for value in self._values(name):
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
                 if value not in get_args(kind):
                     allowed = ", ".join(map(repr, get_args(kind)))
                     hint = did_you_mean(value, get_args(kind))
                     raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
-
-    def _values(self, name: str) -> tuple[str, ...]:
-        value = getattr(self, name)
-        return value if isinstance(value, tuple) else (value,)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -153,17 +149,17 @@ class Configuration:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which parameters are sharded; ranks that share a sequence shard them too."""
+        """Number of ranks over which parameters are sharded, including those of a sequence."""
         return self.shard_size * self.context
 
     @property
     def data_parallel(self) -> int:
-        """Groups of ranks that each train on their own sequences."""
+        """Number of groups of ranks that each train on their own sequences."""
         return self.shard_size * self.replicas
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that train on the same sequences."""
+        """Number of ranks that train on the same sequences."""
         return self.tensor * self.pipeline * self.context
 
     @property

@@ -4,13 +4,12 @@ For every strategy, prefetch and micro-batch, the first blocks are recomputed, a
 budget allows. The fastest of these candidates wins. Memory is predicted by the certificate.
 """
 
-import copy
 import gc
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,20 +23,21 @@ from shardwise.features.activation_offload import offload_activations
 from shardwise.forecast.blocks import find_stacks
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Checkpointing, Configuration
+from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machine import Machine
 from shardwise.forecast.machines import local_machine, machine_of
-from shardwise.forecast.models import Model, workload_of
+from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
-from shardwise.forecast.planned import offload_of, plan_of, precision_of
+from shardwise.forecast.planned import offload_of, precision_of
 from shardwise.forecast.process import (
     release_memory,
     resident_bytes,
     set_mmap_threshold,
 )
 from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.saving import on_meta
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.work import Workload
-from shardwise.plan.plan import Plan
 from shardwise.plan.policies import Units, choose_units
 
 __all__ = ["Fit", "Search", "choose", "fit"]
@@ -143,7 +143,7 @@ def fit(
     base = replace(given, shard_size=num_ranks, micro_batch=batch, sequence=sequence)
     machine = machine_of(cluster) if cluster else local_machine(num_ranks)
     on_cpu = not torch.cuda.is_available()
-    search = Search(Model(type(model).__name__, factory=partial(_on_meta, model)), machine, on_cpu)
+    search = Search(Model(type(model).__name__, factory=partial(on_meta, model)), machine, on_cpu)
     if on_cpu:
         search.overhead_bytes = _overhead_bytes(search, base)
     fitted = choose(search, base, bytes_of(budget))
@@ -221,15 +221,14 @@ class Search:
     """Forecasts of one model on one machine, with cached traces and plans."""
 
     def __init__(self, model: Model, machine: Machine, on_cpu: bool = False) -> None:
-        self._model, self._machine, self.on_cpu = model, machine, on_cpu
+        self._forecaster, self.on_cpu = Forecaster(model, machine), on_cpu
         self.overhead_bytes = 0  # memory of the process beyond tensors, on a CPU
-        self._traces: dict[tuple[int, tuple[Checkpointing, ...], bool], Workload] = {}
-        self._plans: dict[Configuration, Plan] = {}
+        self._blocks = _blocks(model.build(Configuration()))
 
-    @cached_property
+    @property
     def num_blocks(self) -> int:
         """Number of blocks that may be recomputed; 0 unless there is exactly one stack."""
-        return len(_blocks(self._model.build(Configuration())))
+        return len(self._blocks)
 
     def bases(self, base: Configuration) -> Iterator[Configuration]:
         """Yield all combinations of strategy, prefetch, micro-batch and activation offload."""
@@ -264,59 +263,28 @@ class Search:
         return _bytes(self.certificate(configuration), self.on_cpu)
 
     def certificate(self, configuration: Configuration) -> Certificate:
-        plan, workload = self._plan(configuration), self._workload(configuration)
+        plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
         found = memory_certificate(plan, workload, configuration, on_cpu=self.on_cpu)
         return replace(found, overhead_bytes=found.overhead_bytes + self.overhead_bytes)
 
     def fit(self, configuration: Configuration) -> Fit:
         """Predict memory and time."""
-        plan, workload = self._plan(configuration), self._workload(configuration)
-        time = step_time(plan, workload, self._machine, configuration)
+        plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
+        time = step_time(plan, workload, self._forecaster.machine, configuration)
         return Fit(configuration, self.certificate(configuration), time.seconds, self.on_cpu)
-
-    def _plan(self, configuration: Configuration) -> Plan:
-        key = replace(
-            configuration,
-            micro_batch=1,
-            accumulation=1,
-            checkpointing="none",
-            prefetch=1,
-            activation_offload=False,
-        )
-        if key not in self._plans:
-            self._plans[key] = plan_of(self._model.build(key), key)
-        return replace(self._plans[key], prefetch=configuration.prefetch)
 
     def _workload(self, configuration: Configuration) -> Workload:
         """Trace every kind of block once, and repeat the trace as the configuration requires."""
         modes = configuration.checkpointing
         if isinstance(modes, str) or len(set(modes)) == 1:
-            return self._trace(configuration, modes if isinstance(modes, tuple) else ())
-        count, depth = sum(mode != "none" for mode in modes), len(modes)
-        half = depth // 2
-        kept: list[Checkpointing] = ["none"] * (depth - half)
-        mixed = (*[modes[0]] * half, *kept)
-        workload = self._trace(configuration, mixed)
+            return self._forecaster.workload(configuration)
+        count, half = sum(mode != "none" for mode in modes), self.num_blocks // 2
+        workload = self._forecaster.workload(self.recomputing(configuration, modes[0], half))
         if count == half:
             return workload
-        (stack,) = find_stacks(self._model.build(configuration))
-        order = [min(n, half - 1) if n < count else max(n, half) for n in range(depth)]
-        return workload.repeated(stack.name, order)
-
-    def _trace(self, configuration: Configuration, modes: tuple[Checkpointing, ...]) -> Workload:
-        key = configuration.micro_batch, modes, configuration.compiled
-        if key not in self._traces:
-            traced = replace(
-                configuration,
-                checkpointing=modes or "none",
-                strategy="fsdp",
-                shard_size=1,
-                replicas=1,
-                accumulation=1,
-                activation_offload=False,
-            )
-            self._traces[key] = workload_of(self._model, traced)
-        return self._traces[key]
+        order = [min(n, half - 1) if n < count else max(n, half) for n in range(self.num_blocks)]
+        stack, _, _ = self._blocks[0].rpartition(".")
+        return workload.repeated(stack, order)
 
 
 def _bytes(certificate: Certificate, on_cpu: bool) -> int:
@@ -363,17 +331,6 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = find_stacks(model)
     return stacks[0].blocks if len(stacks) == 1 else ()
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Copy ``model`` to the meta device, without copying data."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def _offload_in_forward(model: nn.Module) -> None:

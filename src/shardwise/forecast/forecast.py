@@ -1,12 +1,13 @@
 """The forecast of a configuration: memory of a rank and time of a step."""
 
+from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 from torch.optim import AdamW
 
-from shardwise.forecast.calibrated import CalibratedMachine
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.hardware import Cluster
@@ -76,9 +77,8 @@ class Forecaster:
     def with_devices(self, num_devices: int) -> "Forecaster":
         """Return a forecaster of the same model on another number of the same devices."""
         cluster = replace(self.cluster, num_devices=num_devices)
-        other = Forecaster(self.model, replace(self.machine, cluster=cluster))
-        other._modules, other._plans = self._modules, self._plans  # their keys contain the ranks
-        other._workloads = self._workloads
+        other = copy(self)  # shares plans and traces, whose keys contain the ranks
+        other.machine = replace(self.machine, cluster=cluster)
         return other
 
     def forecast(self, configuration: Configuration) -> Forecast:
@@ -86,8 +86,7 @@ class Forecaster:
         return self.timed(self.memory(configuration))
 
     def memory(self, configuration: Configuration) -> Forecast:
-        """Predict memory alone, which is cheaper, for the pipeline stage that needs the most."""
-        on_cpu = isinstance(self.machine, CalibratedMachine) and self.machine.calibration.cores > 0
+        """Predict only memory, which is cheaper, for the pipeline stage that needs the most."""
         # The first stage holds the most micro-batches, and the last one has the head and the loss.
         certificates = [
             memory_certificate(
@@ -95,7 +94,7 @@ class Forecaster:
                 self.workload(configuration, stage),
                 configuration,
                 stage=stage,
-                on_cpu=on_cpu,
+                on_cpu=self.machine.computes_on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
         ]
@@ -124,7 +123,12 @@ class Forecaster:
     def plan(self, configuration: Configuration, stage: int = -1) -> Plan:
         """Plan the part of the model on one rank of a stage, by default of the last stage."""
         shared = replace(
-            configuration, micro_batch=1, accumulation=1, checkpointing="none", prefetch=1
+            configuration,
+            micro_batch=1,
+            accumulation=1,
+            checkpointing="none",
+            activation_offload=False,
+            prefetch=1,
         )
         key = shared, stage % configuration.pipeline
         if key not in self._plans:
@@ -133,34 +137,43 @@ class Forecaster:
 
     def workload(self, configuration: Configuration, stage: int = -1) -> Workload:
         """Trace one micro-batch of one rank of a stage, by default of the last stage."""
-        shared = replace(
-            configuration,
-            strategy="fsdp",
-            shard_size=configuration.expert,
-            replicas=1,
-            reshard_after_forward=None,
-            accumulation=1,
-            offload="none",
-            prefetch=1,
-        )
-        key = shared, stage % configuration.pipeline
+        key = _shared(configuration, _OF_TRACES), stage % configuration.pipeline
         if key not in self._workloads:
             self._workloads[key] = workload_of(self.model, *key)
         return self._workloads[key]
 
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
-        shared = Configuration(
-            tensor=configuration.tensor,
-            split_vocabulary=configuration.split_vocabulary,
-            pipeline=configuration.pipeline,
-            chunks=configuration.chunks,
-            expert=configuration.expert,
-            shard_size=configuration.expert,
-            sequence=configuration.sequence,
-            master_dtype=configuration.master_dtype,
-            attention=configuration.attention,
-        )
-        key = shared, stage
+        key = _shared(configuration, _OF_MODULES), stage
         if key not in self._modules:
             self._modules[key] = self.model.build(*key)
         return self._modules[key]
+
+
+# The settings that determine a module's parameters, and those that determine a trace.
+_OF_MODULES = (
+    "tensor",
+    "split_vocabulary",
+    "pipeline",
+    "chunks",
+    "expert",
+    "sequence",
+    "master_dtype",
+    "attention",
+)
+_OF_TRACES = (
+    *_OF_MODULES,
+    "sequence_parallel",
+    "context",
+    "micro_batch",
+    "checkpointing",
+    "compute_dtype",
+    "gather_dtype",
+    "reduce_dtype",
+    "autocast",
+)
+
+
+def _shared(configuration: Configuration, names: Iterable[str]) -> Configuration:
+    """Return a configuration with the named settings, and defaults for all others."""
+    settings = {name: getattr(configuration, name) for name in names}
+    return Configuration(shard_size=configuration.expert, **settings)

@@ -125,18 +125,14 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         ConfigError: there is none.
     """
-    by_name = {
-        alias.lower(): device
-        for device in accelerators()
-        for alias in (device.name, *device.aliases)
-    }
-    if name.lower() not in by_name:
-        known = ", ".join(device.name for device in accelerators())
-        names = [alias for device in accelerators() for alias in (device.name, *device.aliases)]
-        raise ConfigError(
-            f"accelerator {name!r} is not known{did_you_mean(name, names)}; expected one of {known}"
-        )
-    return by_name[name.lower()]
+    names = {alias: one for one in accelerators() for alias in (one.name, *one.aliases)}
+    for alias, found in names.items():
+        if alias.lower() == name.lower():
+            return found
+    known = ", ".join(one.name for one in accelerators())
+    raise ConfigError(
+        f"accelerator {name!r} is not known{did_you_mean(name, names)}; expected one of {known}"
+    )
 
 
 def accelerator_of_device(device_name: str) -> Accelerator | None:

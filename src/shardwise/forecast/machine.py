@@ -16,14 +16,12 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.hardware import Accelerator, Cluster, accelerators
 from shardwise.forecast.work import Kind, Operation
@@ -64,21 +62,6 @@ class Constants:
         """Return the package's constants for a generation of devices."""
         data = _data()
         return cls(**data["common"], **data["generations"][generation])
-
-    def updated(self, changes: dict[str, Any]) -> "Constants":
-        """Replace some constants by measured values.
-
-        Raises:
-            ConfigError: a name is not known, or a value is not a number of 0 or more.
-        """
-        names = {field.name for field in fields(self)}
-        for name, value in changes.items():
-            if name not in names or not isinstance(value, (int, float)) or value < 0:
-                raise ConfigError(
-                    f"{name}={value!r}: expected a number of 0 or more for one of "
-                    f"{', '.join(sorted(names))}"
-                )
-        return replace(self, **changes)
 
 
 @cache
@@ -128,20 +111,9 @@ class Machine:
     constants: Constants
 
     @classmethod
-    def of(cls, cluster: Cluster, measured: Path | None = None) -> "Machine":
-        """Return the machine model of a cluster, with constants measured on it, if any.
-
-        Args:
-            cluster: the cluster.
-            measured: JSON file with values for some of `Constants`.
-
-        Raises:
-            ConfigError: the file has unknown entries or invalid values.
-        """
-        constants = Constants.of(cluster.accelerator.generation)
-        if measured is not None:
-            constants = constants.updated(json.loads(measured.read_text(encoding="utf-8")))
-        return cls(cluster, constants)
+    def of(cls, cluster: Cluster) -> "Machine":
+        """Return the machine model of a cluster, with the package's constants."""
+        return cls(cluster, Constants.of(cluster.accelerator.generation))
 
     @property
     def computes_on_cpu(self) -> bool:
@@ -157,15 +129,25 @@ class Machine:
         del configuration
         return self
 
+    def with_flash1(self) -> "Machine":
+        """Return the machine with attention kernels older than FlashAttention-2."""
+        old = self.constants
+        constants = replace(
+            old,
+            flash_forward=old.flash_forward * old.flash1,
+            flash_backward=old.flash_backward * old.flash1,
+        )
+        return replace(self, constants=constants)
+
     # -- operations ------------------------------------------------------------------------------
 
-    def operation_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
+    def operation_seconds(self, operation: Operation) -> float:
         """Predict an operation that is not a collective."""
         match operation.kind:
             case Kind.MATMUL:
                 return self.matmul_seconds(operation.shape, operation.itemsize, operation.num_bytes)
             case Kind.ATTENTION:
-                return self.attention_seconds(operation, is_flash1=is_flash1)
+                return self.attention_seconds(operation)
             case _:
                 return self.memory_seconds(operation.num_bytes) + self.constants.kernel_seconds
 
@@ -182,11 +164,10 @@ class Machine:
                 best = min(best, waves * 2 * rows * columns * depth / (quality * tile_rate))
         return max(best, self.memory_seconds(num_bytes)) + self.constants.kernel_seconds
 
-    def attention_seconds(self, operation: Operation, *, is_flash1: bool = False) -> float:
+    def attention_seconds(self, operation: Operation) -> float:
         """Predict one attention kernel, forward or backward."""
         is_backward = "backward" in operation.name
         share = self.constants.flash_backward if is_backward else self.constants.flash_forward
-        share *= self.constants.flash1 if is_flash1 else 1.0
         _, _, queries, keys, _ = operation.shape
         flops = float(operation.flops)
         if operation.is_causal:

@@ -37,7 +37,6 @@ class StepMemory:
     peak_bytes: int
     peak_event: str  # the first event at the peak, such as "gather layers.0"
     host_bytes: int = 0  # offloaded shards and gradients
-    host_peak_bytes: int = 0
     total_peak_bytes: int = 0  # device and host together, for ranks on a CPU
 
 
@@ -78,7 +77,6 @@ def step_memory(
         peak_bytes=replay.peak,
         peak_event=describe(peak_event, [unit.label for unit in plan.units]),
         host_bytes=replay.host,
-        host_peak_bytes=replay.host_peak,
         total_peak_bytes=replay.total_peak,
     )
 

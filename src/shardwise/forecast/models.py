@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.forecast.blocks import find_stacks, sample_of, with_blocks
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.hugging_face import read_hugging_face
-from shardwise.forecast.parallel import Degrees
+from shardwise.forecast.parallel import ModelPart
 from shardwise.forecast.planned import precision_of
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
@@ -40,9 +40,9 @@ class Model:
     factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
 
     def is_built_in(self, configuration: Configuration) -> bool:
-        """Whether `build` uses the shape: always for several model-parallel ranks."""
+        """Whether `build` uses the shape, as it always does with model parallelism."""
         return self.factory is None or (
-            self.shape is not None and not _degrees(configuration, 0).is_one
+            self.shape is not None and not ModelPart(configuration).is_whole
         )
 
     def build(self, configuration: Configuration, stage: int = 0) -> nn.Module:
@@ -55,22 +55,21 @@ class Model:
         Raises:
             ConfigError: the model cannot be divided in this way.
         """
-        degrees = _degrees(configuration, stage)
+        part = ModelPart(configuration, stage)
         if not self.is_built_in(configuration):
-            module = self._from_factory(degrees)
+            module = self._from_factory(part)
         else:
             assert self.shape is not None
             positions = self.shape.positions and max(self.shape.positions, configuration.sequence)
             shape = replace(self.shape, positions=positions)
-            module = build(shape, attention=configuration.attention, degrees=degrees)
+            module = build(shape, part)
         return module.to(configuration.master_dtype).train()
 
-    def _from_factory(self, degrees: Degrees) -> nn.Module:
-        if not degrees.is_one:
+    def _from_factory(self, part: ModelPart) -> nn.Module:
+        if not part.is_whole:
             raise ConfigError(
-                f"model {self.name!r} cannot be divided: {degrees}; only built-in models and "
-                "Hugging Face models like GPT-2 or Llama can, so use tensor=1, context=1, expert=1 "
-                "and pipeline=1"
+                f"model {self.name!r} cannot be divided: {part}; use 1 for each of these, or a "
+                "built-in model or a Hugging Face model like GPT-2 or Llama"
             )
         assert self.factory is not None
         with torch.device("meta"):
@@ -85,19 +84,6 @@ class Model:
     def layers(self) -> int:
         """Number of blocks in all stacks."""
         return sum(len(stack.kinds) for stack in find_stacks(self.build(Configuration())))
-
-
-def _degrees(configuration: Configuration, stage: int) -> Degrees:
-    return Degrees(
-        tensor=configuration.tensor,
-        sequence_parallel=configuration.sequence_parallel,
-        split_vocabulary=configuration.split_vocabulary,
-        context=configuration.context,
-        expert=configuration.expert,
-        pipeline=configuration.pipeline,
-        stage=stage,
-        chunks=configuration.chunks,
-    )
 
 
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
@@ -170,7 +156,7 @@ def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _B
 def _boundary(module: nn.Module, configuration: Configuration) -> tuple[int, int, int]:
     """Return the shape of the activations between stages: [sequences, tokens, width]."""
     assert isinstance(module, Transformer)
-    ranks = configuration.context * module.degrees.sequence_ranks
+    ranks = configuration.context * module.part.sequence_ranks
     return configuration.micro_batch, configuration.sequence // ranks, module.shape.hidden
 
 

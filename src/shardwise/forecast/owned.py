@@ -7,7 +7,7 @@ the last return are exposed::
     exchange  collect 1 | collect 2 . return 1 | collect 3 . return 2 |  return 3
     owner               |        work 1        |        work 2  | work 3
 
-Hidden matrices are those of the units without child units; all else is stepped by AdamW.
+Hidden matrices are those of the units without child units; AdamW updates all other parameters.
 """
 
 import heapq
@@ -61,12 +61,12 @@ class PlannedOwners:
     itemsize: int
 
     def sent_bytes(self, rank: int) -> AxisBytes:
-        """Return what ``rank`` sends in a step, as `OwnerOptimizer.sent_bytes`."""
+        """Return the bytes that ``rank`` sends in a step, as `OwnerOptimizer.sent_bytes` does."""
         return self.owned.sent_bytes(self._batches, rank)
 
     @cached_property
     def products(self) -> tuple[tuple[Product, ...], ...]:
-        """The products of matrices in the work on each parameter."""
+        """The matrix products that update each parameter."""
         if self.optimizer == "muon":
             return tuple(tuple(one.orthogonalization(_MUON_STEPS)) for one in self._matrices)
         return tuple(
@@ -75,7 +75,7 @@ class PlannedOwners:
 
     @cached_property
     def owned(self) -> OwnedJobs:
-        """The jobs, their owners, and what ranks send each other."""
+        """The jobs, their owners, and the bytes that ranks exchange."""
         extents = hidden_matrices(self.plan)
         jobs = tuple(
             Job(
@@ -102,7 +102,7 @@ class PlannedOwners:
         """Predict how long the exchange and the work of the slowest owner take.
 
         Args:
-            machine: where the ranks run.
+            machine: machine that runs the ranks.
             stride: distance of neighboring ranks.
         """
         if not self._matrices:
@@ -110,7 +110,7 @@ class PlannedOwners:
         loads = self.loads(machine)
         group = Group(self.plan.num_ranks, stride)
         num_batches = max(load.num_batches(self.itemsize) for load in loads)
-        collect, give_back = (
+        collect, give_back = (  # seconds per batch
             # The bytes of an all-to-all include what a rank sends to itself.
             machine.all_to_all_seconds(
                 num_bytes / num_batches * group.size / max(1, group.size - 1), group
@@ -121,7 +121,7 @@ class PlannedOwners:
         return collect + max(*(load.seconds for load in loads), between) + give_back
 
     def exchanged_bytes(self, loads: "Sequence[Load]") -> tuple[int, int]:
-        """Predict the bytes to owners and back: the most that any rank sends or receives."""
+        """Predict the bytes to owners and back, as the maximum that one rank sends or receives."""
         sums = [(sum(load.collected for load in loads), self.plan.world_size)]
         sums += [(sum(load.returned for load in loads), self.plan.num_ranks)]
         most = max(load.collected for load in loads), max(load.returned for load in loads)
@@ -164,13 +164,13 @@ class PlannedOwners:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Load:
-    """The work of one owner; numbers of elements."""
+    """The work of one owner."""
 
     seconds: float = 0.0
     num_jobs: int = 0
     elements: int = 0
-    collected: int = 0
-    returned: int = 0
+    collected: int = 0  # elements that it receives from other ranks
+    returned: int = 0  # elements that it sends back
 
     def __add__(self, other: "Load") -> "Load":
         return Load(
@@ -182,19 +182,19 @@ class Load:
         )
 
     def num_batches(self, itemsize: int) -> int:
-        """As `OwnedJobs.batches`."""
+        """Return the number of batches in which an owner works, as `OwnedJobs.batches` does."""
         return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
 
 
 def _largest_part(layout: Layout, extent: ParameterExtent) -> int:
-    """The most elements of a parameter that one rank holds."""
+    """Return the largest number of a parameter's elements that one rank holds."""
     size, shard = extent.parameter.num_elements, layout.shard_elements
     first = min(size, shard - extent.offset % shard)
     return max(first, min(shard, size - first))
 
 
 def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica by shard, as `DataParallelMesh` numbers them."""
+    """Return the ranks of each replica, ordered by shard, as `DataParallelMesh` numbers them."""
     size, replicas = plan.world_size, plan.replicas
     if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
         row = size // replicas

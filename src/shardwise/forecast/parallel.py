@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.candidates import MODEL_AXES
+from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.recorder import COLLECTIVES
 
-__all__ = ["Degrees", "ring_attention"]
+__all__ = ["ModelPart", "ring_attention"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
-    """Number of ranks that share each dimension of a model's work."""
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One rank's part of a model, and its collectives with the ranks of the other parts."""
 
-    tensor: int = 1
-    sequence_parallel: bool = True
-    split_vocabulary: bool = True
-    context: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    stage: int = 0  # pipeline stage of this rank
-    chunks: int = 1  # chunks per stage
+    configuration: Configuration
+    stage: int = 0  # of the pipeline
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={getattr(self.configuration, name)}" for name in MODEL_AXES)
 
     @property
     def is_first(self) -> bool:
@@ -40,17 +39,17 @@ class Degrees:
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.pipeline - 1
+        return self.stage == self.configuration.pipeline - 1
 
     @property
-    def is_one(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether one rank computes everything."""
-        return self.tensor == self.context == self.expert == self.pipeline == 1
+        return self.configuration.model_parallel == self.configuration.expert == 1
 
     @property
     def sequence_ranks(self) -> int:
         """Tensor-parallel ranks that share the sequence between products."""
-        return self.tensor if self.sequence_parallel else 1
+        return self.configuration.tensor if self.configuration.sequence_parallel else 1
 
     def blocks(self, layers: int) -> int:
         """Return the number of blocks of this stage; a remainder goes to the first stages.
@@ -58,48 +57,58 @@ class Degrees:
         Raises:
             ConfigError: there are several chunks, and the blocks do not divide evenly over them.
         """
-        if self.chunks > 1 and layers % (self.pipeline * self.chunks):
+        pipeline, chunks = self.configuration.pipeline, self.configuration.chunks
+        if chunks > 1 and layers % (pipeline * chunks):
             raise ConfigError(
-                f"chunks={self.chunks}: expected {layers} blocks to be a multiple of pipeline x "
-                f"chunks = {self.pipeline} x {self.chunks}"
+                f"chunks={chunks}: expected {layers} blocks to be a multiple of pipeline x "
+                f"chunks = {pipeline} x {chunks}"
             )
-        each, remainder = divmod(layers, self.pipeline)
+        each, remainder = divmod(layers, pipeline)
         return each + (self.stage < remainder)
 
     def share(self, name: str, size: int) -> int:
         """Return this rank's share of ``size`` in tensor parallelism."""
-        if size % self.tensor:
-            raise ConfigError(f"tensor={self.tensor}: expected a divisor of {name}={size}")
-        return size // self.tensor
+        tensor = self.configuration.tensor
+        if size % tensor:
+            raise ConfigError(f"tensor={tensor}: expected a divisor of {name}={size}")
+        return size // tensor
 
     def gather_sequence(self, x: Tensor) -> Tensor:
         """Gather [batch, time / sequence_ranks, ...] to [batch, time, ...]."""
-        if self.tensor > 1 and not self.sequence_parallel:
-            return _summed_in(x, forward=False)
-        return _collective(x, "all_gather", "tensor", self.tensor)
+        if not self.configuration.sequence_parallel:
+            return self._sum(x, in_forward=False)
+        return _collective(x, "all_gather", "tensor", self.configuration.tensor)
 
     def scatter_sequence(self, x: Tensor) -> Tensor:
         """Sum [batch, time, ...] over ranks and scatter to [batch, time / sequence_ranks, ...]."""
-        if self.tensor > 1 and not self.sequence_parallel:
-            return _summed_in(x, forward=True)
-        return _collective(x, "reduce_scatter", "tensor", self.tensor)
+        if not self.configuration.sequence_parallel:
+            return self._sum(x, in_forward=True)
+        return _collective(x, "reduce_scatter", "tensor", self.configuration.tensor)
+
+    def _sum(self, x: Tensor, *, in_forward: bool) -> Tensor:
+        """All-reduce ``x`` over tensor-parallel ranks in forward, or its gradient in backward."""
+        if self.configuration.tensor == 1:
+            return x
+        result: Tensor = _Sum.apply(x, in_forward)  # type: ignore[no-untyped-call]
+        return result
 
     def embed(self, x: Tensor) -> Tensor:
         """Convert the output of this rank's embedding to the input of its blocks."""
-        if self.split_vocabulary:
+        if self.configuration.split_vocabulary:
             return self.scatter_sequence(x)
         return x.narrow(1, 0, x.shape[1] // self.sequence_ranks)
 
     def gather_logits(self, logits: Tensor, vocab: int) -> Tensor:
         """Convert this rank's share of the [batch, time, vocab] logits to the input of the loss."""
-        if self.split_vocabulary or logits.shape[-1] == vocab:
+        if self.configuration.split_vocabulary or logits.shape[-1] == vocab:
             return logits
-        gathered: Tensor = _GatheredLogits.apply(logits, self.tensor)  # type: ignore[no-untyped-call]
+        ranks = self.configuration.tensor
+        gathered: Tensor = _GatheredLogits.apply(logits, ranks)  # type: ignore[no-untyped-call]
         return gathered
 
     def exchange_tokens(self, x: Tensor) -> Tensor:
         """Send [1, tokens, hidden] to the ranks of their experts, or back."""
-        return _collective(x, "all_to_all", "expert", self.expert)
+        return _collective(x, "all_to_all", "expert", self.configuration.expert)
 
 
 def _collective(x: Tensor, name: str, axis: str, size: int) -> Tensor:
@@ -143,24 +152,19 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
 _operator.register_autograd(_backward, setup_context=_keep)
 
 
-class _Summed(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     """An all-reduce of the input in forward, or of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
-        ctx.in_forward = forward
-        return _operator(x, "all_reduce", "tensor", list(x.shape)) if forward else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, in_forward: bool) -> Tensor:
+        ctx.in_forward = in_forward
+        return _operator(x, "all_reduce", "tensor", list(x.shape)) if in_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if ctx.in_forward:
             return gradient, None
         return _operator(gradient, "all_reduce", "tensor", list(gradient.shape)), None
-
-
-def _summed_in(x: Tensor, *, forward: bool) -> Tensor:
-    result: Tensor = _Summed.apply(x, forward)  # type: ignore[no-untyped-call]
-    return result
 
 
 class _GatheredLogits(torch.autograd.Function):

@@ -5,7 +5,7 @@ predicted, so that invalid rows are errors and not wrong numbers.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -167,7 +167,8 @@ def _row(entry: object, number: int) -> Row:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "row"
         _refuse(label, field, f"{first['msg'].lower()}, got {_shown(first)}")
-    _check(row)
+    for field, problem in _contradictions(row):
+        _refuse(label, field, problem)
     return row
 
 
@@ -179,92 +180,76 @@ def _refuse(row: str, field: str, problem: str) -> NoReturn:
     raise ConfigError(f"row {row!r}: {field}: {problem}")
 
 
-def _check(row: Row) -> None:
-    """Raise if fields contradict each other."""
+def _contradictions(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield fields that contradict others, and the problem."""
     try:
         accelerator(row.gpu)
     except ConfigError as error:
-        _refuse(row.id, "gpu", str(error))
-    _check_ranks(row)
-    _check_shape(row)
-    _check_batch(row)
-    _check_measured(row)
+        yield "gpu", str(error)
+    yield from _rank_problems(row)
+    yield from _shape_problems(row)
+    yield from _batch_problems(row)
+    yield from _result_problems(row)
 
 
-def _check_ranks(row: Row) -> None:
+def _rank_problems(row: Row) -> Iterator[tuple[str, str]]:
     sharding = row.strategy
     if row.gpus is None or sharding.shard_group is None or sharding.replicas is None:
         return
     ranks = sharding.shard_group * sharding.replicas * sharding.tp * sharding.pp
     if row.gpus not in (ranks, ranks * sharding.cp):
-        _refuse(
-            row.id,
-            "gpus",
+        problem = (
             f"expected shard_group x replicas x tp x pp (x cp) = {sharding.shard_group} x "
-            f"{sharding.replicas} x {sharding.tp} x {sharding.pp} (x {sharding.cp}), "
-            f"got {row.gpus}",
+            f"{sharding.replicas} x {sharding.tp} x {sharding.pp} (x {sharding.cp}), got {row.gpus}"
         )
+        yield "gpus", problem
     for field, size in (("cp", sharding.cp), ("ep", sharding.ep)):
         if row.gpus % (size * sharding.tp * sharding.pp):
-            _refuse(
-                row.id, f"strategy.{field}", f"expected a divisor of {row.gpus} GPUs, got {size}"
-            )
+            yield f"strategy.{field}", f"expected a divisor of {row.gpus} GPUs, got {size}"
 
 
-def _check_shape(row: Row) -> None:
-    shape = row.model
-    if shape.hidden and shape.heads and shape.hidden % shape.heads:
-        _refuse(
-            row.id, "model.heads", f"expected a divisor of hidden={shape.hidden}, got {shape.heads}"
-        )
-    if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
-        _refuse(
-            row.id,
-            "model.kv_heads",
-            f"expected a divisor of heads={shape.heads}, got {shape.kv_heads}",
-        )
-    for name in ("heads", "ffn"):
-        value = getattr(shape, name)
-        if value and value % row.strategy.tp:
-            _refuse(
-                row.id,
-                "strategy.tp",
-                f"expected a divisor of {name}={value}, got {row.strategy.tp}",
-            )
+def _shape_problems(row: Row) -> Iterator[tuple[str, str]]:
+    shape, ranks = row.model, row.strategy.tp
+    for field, divisor, name, value in (
+        ("model.heads", shape.heads, "hidden", shape.hidden),
+        ("model.kv_heads", shape.kv_heads, "heads", shape.heads),
+        ("strategy.tp", ranks, "heads", shape.heads),
+        ("strategy.tp", ranks, "ffn", shape.ffn),
+    ):
+        if divisor and value and value % divisor:
+            yield field, f"expected a divisor of {name}={value}, got {divisor}"
 
 
-def _check_batch(row: Row) -> None:
+def _batch_problems(row: Row) -> Iterator[tuple[str, str]]:
     if None in (row.gpus, row.micro_batch, row.grad_accumulation, row.global_batch):
         return
     assert row.micro_batch is not None
     assert row.grad_accumulation is not None
     expected = row.micro_batch * row.grad_accumulation * row.data_parallel
     if row.global_batch != expected:
-        _refuse(
-            row.id,
-            "global_batch",
+        problem = (
             f"expected micro_batch x grad_accumulation x data-parallel groups = {row.micro_batch} "
-            f"x {row.grad_accumulation} x {row.data_parallel} = {expected}, got {row.global_batch}",
+            f"x {row.grad_accumulation} x {row.data_parallel} = {expected}, got {row.global_batch}"
         )
+        yield "global_batch", problem
 
 
-def _check_measured(row: Row) -> None:
+def _result_problems(row: Row) -> Iterator[tuple[str, str]]:
     found = row.measured
     reached = [name for name in Measured.model_fields if getattr(found, name) is not None]
     if row.outcome == "oom" and reached:
-        _refuse(row.id, f"measured.{reached[0]}", "expected null for a run that ran out of memory")
+        yield f"measured.{reached[0]}", "expected null for a run that ran out of memory"
     known = None not in (row.micro_batch, row.grad_accumulation, row.model.seq, row.gpus)
     if found.step_s is None or found.tokens_per_s_per_gpu is None or not known:
         return
     tokens = tokens_of(row)
     rate = tokens / found.step_s / (row.gpus or 1)
     if not 1 / _CONSISTENT < rate / found.tokens_per_s_per_gpu < _CONSISTENT:
-        _refuse(
-            row.id,
-            "measured.step_s",
+        problem = (
             f"{tokens} tokens in {found.step_s} s are {rate:.0f} tokens/s per GPU, but "
-            f"tokens_per_s_per_gpu is {found.tokens_per_s_per_gpu:.0f}",
+            f"tokens_per_s_per_gpu is {found.tokens_per_s_per_gpu:.0f}"
         )
+        yield "measured.step_s", problem
 
 
 _CONSISTENT = 3.0  # factor; published step times are rounded or from other steps

@@ -13,7 +13,7 @@ from shardwise._private import OpOverload, TorchDispatchMode, pytree, without_to
 from shardwise.forecast.work import Kind, Operation, Segment
 from shardwise.schedule.events import EventKind
 
-__all__ = ["COLLECTIVES", "Recorder"]
+__all__ = ["COLLECTIVES", "Recorder", "tensors_in"]
 
 COLLECTIVES = "shardwise_forecast"  # namespace of the operators that represent collectives
 
@@ -36,10 +36,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start = self._peak = self._allocated = 0
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by id
         self._num_storages = 0
-        self._sum: tuple[int, int] | None = None  # last sum of gradients; see `_end_sum`
+        # The storage of the last sum of gradients, and the bytes allocated with it.
+        self._gradient_sum: tuple[int, int] | None = None
         # The peak if embeddings add rows in place; see `Segment.added_rows_bytes`.
-        self._least_peak = 0
-        self._rows = 0, 0  # the storage of the last embedding gradient, and that peak before it
+        self._in_place_peak = 0
+        # The storage of the last gradient of an embedding, and `_in_place_peak` before it.
+        self._embedding_gradient = 0, 0
 
     def begin(self, kind: EventKind, unit: int) -> None:
         """Begin the forward or backward of a unit, which ends the previous segment."""
@@ -48,15 +50,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """End the last segment."""
-        self._end_sum()
+        self._end_gradient_sum()
         if self._event is not None:
             kind, unit = self._event
             operations = tuple(self._operations)
             memory = self._start, self._peak, self._allocated
-            added = self._peak - self._least_peak
+            added = self._peak - self._in_place_peak
             self.segments.append(Segment(kind, unit, operations, *memory, added))
             self._operations.clear()
-        self._start = self._peak = self._least_peak = self._allocated
+        self._start = self._peak = self._in_place_peak = self._allocated
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of ``tensors``: parameters, buffers or the batch."""
@@ -80,19 +82,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        self._end_sum()
-        inputs = list(_tensors((args, kwargs)))
-        outputs = list(_tensors(result))
+        self._end_gradient_sum()
+        inputs = list(tensors_in((args, kwargs)))
+        outputs = list(tensors_in(result))
         reads = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in inputs]
-        known, peak, least_peak = self._num_storages, self._peak, self._least_peak
+        known, peak, in_place_peak = self._num_storages, self._peak, self._in_place_peak
         writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
-        name, is_in_place = _named(func)
+        name, is_in_place = _name_of(func)
         if name == "embedding_dense_backward":
-            self._rows = id(outputs[0].untyped_storage()), least_peak
+            self._embedding_gradient = id(outputs[0].untyped_storage()), in_place_peak
         if name == "add" and self.in_backward and not torch.is_grad_enabled():
             summed = [id(tensor.untyped_storage()) for tensor in inputs]
-            self._sum, self._peak = (summed[0], self._allocated), peak
-            self._least_peak = self._rows[1] if self._rows[0] in summed else least_peak
+            self._gradient_sum, self._peak = (summed[0], self._allocated), peak
+            embedding, before = self._embedding_gradient
+            self._in_place_peak = before if embedding in summed else in_place_peak
         is_view = self._num_storages == known and not is_in_place
         if is_view or name in _WITHOUT_KERNEL:
             return
@@ -101,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in _GATHERS:
             written = sum(size for _, size in writes)
             reads = [(number, min(size, written)) for number, size in reads]
-        kind, flops, shape = _work(func, name, args, kwargs, result)
+        kind, flops, shape = _cost_of(func, name, args, kwargs, result)
         self._operations.append(
             Operation(
                 name=args[1] if kind is Kind.COLLECTIVE else _SHORT_NAMES.get(name, name),
@@ -118,16 +121,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
 
-    def _end_sum(self) -> None:
+    def _end_gradient_sum(self) -> None:
         """Count the result of autograd's last sum of gradients, unless the sum was in place.
 
         Autograd adds the second gradient of a tensor to the first one in place if nothing else
         refers to the first. While operations are recorded, it never adds in place, but frees the
         first gradient right after the sum.
         """
-        if self._sum is not None and self._sum[0] in self._storages:
-            self._raise_peak(self._sum[1])
-        self._sum = None
+        if self._gradient_sum is not None and self._gradient_sum[0] in self._storages:
+            self._raise_peak(self._gradient_sum[1])
+        self._gradient_sum = None
 
     def _number_of(self, tensor: Tensor, *, is_counted: bool = True) -> int:
         """Return the number of the storage of ``tensor``, and count the storage if it is new."""
@@ -146,14 +149,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _raise_peak(self, num_bytes: int) -> None:
         self._peak = max(self._peak, num_bytes)
-        self._least_peak = max(self._least_peak, num_bytes)
+        self._in_place_peak = max(self._in_place_peak, num_bytes)
 
     def _freed(self, key: int, size: int, _storage: object) -> None:
         del self._storages[key]
         self._allocated -= size
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
     return (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
 
 
@@ -172,7 +176,7 @@ def _itemsize(inputs: list[Tensor], outputs: list[Tensor]) -> int:
 
 
 @cache
-def _named(func: OpOverload) -> tuple[str, bool]:
+def _name_of(func: OpOverload) -> tuple[str, bool]:
     """Return the name of an operator without its overload, and whether it works in place."""
     _, name, overload = str(func).split(".")  # such as "aten.mul_.Tensor"
     return name, name.endswith("_") or overload.endswith("out")
@@ -189,7 +193,7 @@ _SHORT_NAMES = {
 }
 
 
-def _work(
+def _cost_of(
     func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[Kind, int, _Shape]:
     if func.namespace == COLLECTIVES:
@@ -204,7 +208,7 @@ def _work(
     if count is None:
         return Kind.MEMORY, 0, ()
     flops = int(count(*args, **kwargs, out_val=result))
-    output = next(_tensors(result))
+    output = next(tensors_in(result))
     n = output.shape[1]  # a convolution: channels
     m = output.numel() // n
     return Kind.MATMUL, flops, (1, m, n, flops // (2 * m * n))

@@ -229,7 +229,7 @@ class _Collectives:
         return len(collective.launched) == self._num_ranks
 
     def compute(self, now: float, seconds: float) -> float:
-        """Return the end of compute that takes ``seconds`` from ``now`` on without interference."""
+        """Return the end of compute that starts now and takes ``seconds`` without interference."""
         slowed = 1.0 + self._costs.interference
         if self._num_ranks == 1:
             self._spans = [span for span in self._spans if span[1] > now]

@@ -1,7 +1,7 @@
 """Common rules of thumb, as baselines for a forecast."""
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from enum import StrEnum
 
 import torch
 
@@ -10,7 +10,7 @@ from shardwise.forecast.hardware import Accelerator
 from shardwise.forecast.work import Workload
 
 __all__ = [
-    "RULES",
+    "Rule",
     "accelerate_bytes",
     "deepspeed_stage2_bytes",
     "deepspeed_stage3_bytes",
@@ -23,18 +23,13 @@ _ASSUMED_MFU = 0.4
 _LOW_STAGES = ("zero1", "zero2")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    six_nd: str = "6 N D at 40 % of the peak"
-    roofline: str = "roofline of one GPU"
-    accelerate: str = "memory: accelerate estimate-memory"
-    deepspeed: str = "memory: DeepSpeed's ZeRO estimators"
+class Rule(StrEnum):
+    """The rules, by their names in tables."""
 
-    def all(self) -> tuple[str, ...]:
-        return astuple(self)
-
-
-RULES = _Rules()
+    SIX_ND = "6 N D at 40 % of the peak"
+    ROOFLINE = "roofline of one GPU"
+    ACCELERATE = "memory: accelerate estimate-memory"
+    DEEPSPEED = "memory: DeepSpeed's ZeRO estimators"
 
 
 def six_nd_tokens(device: Accelerator, num_parameters: int) -> float:
@@ -46,8 +41,7 @@ def roofline_tokens(device: Accelerator, workload: Workload) -> float:
     """Return tokens per second if each operation ran at peak FLOPs or full memory bandwidth."""
     seconds = sum(
         max(operation.flops / device.peak_flops, operation.num_bytes / device.memory_bandwidth)
-        for segment in workload.segments
-        for operation in segment.operations
+        for operation in workload.operations
     )
     return workload.tokens / seconds
 
@@ -62,20 +56,20 @@ def memory_rule(
         largest_layer: parameters of the largest module without submodules.
         configuration: how the model is trained.
     """
-    yield RULES.accelerate, accelerate_bytes(num_parameters, configuration.compute_dtype)
+    yield Rule.ACCELERATE, accelerate_bytes(num_parameters, configuration.compute_dtype)
     ranks = configuration.data_parallel
     if configuration.strategy in _LOW_STAGES:
-        yield RULES.deepspeed, deepspeed_stage2_bytes(num_parameters, ranks)
+        yield Rule.DEEPSPEED, deepspeed_stage2_bytes(num_parameters, ranks)
     elif configuration.row.shards:
         ranks = configuration.shard_size
-        yield RULES.deepspeed, deepspeed_stage3_bytes(num_parameters, largest_layer, ranks)
+        yield Rule.DEEPSPEED, deepspeed_stage3_bytes(num_parameters, largest_layer, ranks)
 
 
 def accelerate_bytes(num_parameters: int, dtype: torch.dtype) -> float:
     """Return what ``accelerate estimate-memory`` (1.15) prints as "Training using Adam".
 
     That is its largest part: in float32 the step, with parameters, gradients and two states; with
-    mixed precision the two states alone.
+    mixed precision only the two states.
     """
     return (16.0 if dtype == torch.float32 else 8.0) * num_parameters
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,15 @@ from shardwise.checkpoint.checksums import BLOCK_BYTES
 from shardwise.checkpoint.collect import collect
 from shardwise.checkpoint.format import MAX_FILE_BYTES, Spec, index_of
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
-from shardwise.checkpoint.upload import assign_files
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "save_plan"]
+__all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "on_meta", "save_plan"]
 
 _Integers = NDArray[np.int64]  # [ranks]
+_Place = tuple[Layout, ParameterExtent]  # where the parameter is that a tensor is sharded like
 _SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.encode_parts`
 
 
@@ -61,7 +62,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What ranks write or read, by rank."""
+    """The bytes, ranges and files that each rank writes or reads."""
 
     tensor_bytes: _Integers
     other_bytes: _Integers  # headers, indices and manifest
@@ -94,8 +95,15 @@ class _Entry:
     number: int
     file: int
     offset: int
-    starts: Callable[[], _Integers] | None  # first element by shard; None: all ranks have all
-    is_run: bool = True  # False: a rank's elements are not contiguous, so a save gathers it
+    place: _Place | None  # None: every rank has all elements
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a rank's elements are contiguous; otherwise a save gathers the tensor."""
+        if self.place is None or not isinstance(self.place[0], ChunkedLayout):
+            return True
+        granularity = self.place[1].parameter.granularity
+        return granularity.dim == 0  # type: ignore[union-attr] # a `Dim` in a chunked layout
 
 
 class CheckpointPlan:
@@ -141,39 +149,36 @@ class CheckpointPlan:
 
     @cached_property
     def save(self) -> Traffic:
-        """What ranks write. Replicas divide shards, and rank 0 writes all bytes but tensors."""
+        """Writes. Replicas divide shards, and rank 0 writes all bytes that are not tensors."""
         others = np.zeros(self.num_ranks, np.int64)
         others[0] = self.num_bytes - self.tensor_bytes
         return self._traffic(self._written, others)
 
     @cached_property
     def load(self) -> Traffic:
-        """What ranks read: their own elements, and all bytes that are not tensors."""
+        """Reads. Each rank reads its own elements, and all bytes that are not tensors."""
         others = np.full(self.num_ranks, self.num_bytes - self.tensor_bytes)
         return self._traffic(self._read, others)
 
     def writes(self, rank: int) -> list[FileRange]:
         """Return the ranges of tensors that ``rank`` writes."""
-        return list(self._ranges(self._written, rank))
-
-    def reads(self, rank: int) -> list[FileRange]:
-        """Return the ranges of tensors that ``rank`` reads."""
-        return list(self._ranges(self._read, rank))
-
-    def uploads(self) -> _Integers:
-        """Return the bytes that each rank uploads to a store that takes whole files."""
-        assigned = assign_files(self.files, self.num_ranks)
-        return np.array([sum(file.num_bytes for file in files) for files in assigned])
+        found = []
+        for entry in self._entries:
+            first, length = (int(n[rank]) * entry.spec.itemsize for n in self._written(entry))
+            if length:
+                file = self.files[entry.file].name
+                found.append(FileRange(file, entry.offset + first, length, entry.spec.name))
+        return found
 
     # -- elements --------------------------------------------------------------------------------
 
     def _written(self, entry: _Entry) -> tuple[_Integers, _Integers]:
         """Return the first element that each rank writes, and the number of elements.
 
-        It is `checkpoint.slices.slice_to_write` for all ranks at once.
+        This is `checkpoint.slices.slice_to_write`, vectorized over ranks.
         """
         start, length = self._read(entry)
-        if entry.starts is None:
+        if entry.place is None:
             return start, np.where(np.arange(self.num_ranks) == 0, length, 0)
         copies, replica = self._ranks.num_replicas, self._ranks.replica
         if copies == 1 or not entry.is_run:
@@ -186,9 +191,9 @@ class CheckpointPlan:
     def _read(self, entry: _Entry) -> tuple[_Integers, _Integers]:
         """Return the first element that each rank has, and the number of elements."""
         num_elements = entry.spec.num_elements
-        if entry.starts is None:
+        if entry.place is None:
             return np.zeros(self.num_ranks, np.int64), np.full(self.num_ranks, num_elements)
-        starts = entry.starts()
+        starts = self._ranks.starts(entry)
         shard = self._ranks.shard if entry.is_run else np.arange(self.num_ranks)
         return starts[shard], np.diff(starts, append=num_elements)[shard]
 
@@ -216,35 +221,23 @@ class CheckpointPlan:
             max(by_file, default=0),
         )
 
-    def _ranges(
-        self, part: Callable[[_Entry], tuple[_Integers, _Integers]], rank: int
-    ) -> Iterator[FileRange]:
-        for entry in self._entries:
-            first, length = (int(n[rank]) * entry.spec.itemsize for n in part(entry))
-            if length:
-                file = self.files[entry.file].name
-                yield FileRange(file, entry.offset + first, length, entry.spec.name)
-
     def _entries_of(
         self,
         components: Mapping[str, Component],
         owners: Mapping[tuple[str, str], str],
-        extents: Mapping[str, tuple[Layout, ParameterExtent]],
+        extents: Mapping[str, _Place],
     ) -> Iterator[_Entry]:
         ids = tensor_ids(components)
         number_of = {file.name: number for number, file in enumerate(self.files)}
         for name, component in components.items():
             for file in component.files:
                 for spec in file.specs:
-                    found = extents.get(owners.get((name, spec.name), ""))
-                    starts, is_run = (None, True) if found is None else self._ranks.starts(*found)
                     yield _Entry(
                         spec=spec,
                         number=ids[name, spec.name],
                         file=number_of[file.name],
                         offset=file.offsets[spec.name],
-                        starts=starts,
-                        is_run=is_run,
+                        place=extents.get(owners.get((name, spec.name), "")),
                     )
 
 
@@ -262,21 +255,17 @@ class _Ranks:
             self.shard = number % plan.world_size
         self.replica = number // plan.world_size
 
-    def starts(
-        self, layout: Layout, extent: ParameterExtent
-    ) -> tuple[Callable[[], _Integers], bool]:
-        """Return a function for the first element of each shard, and whether shards are runs."""
-        shape = extent.parameter.shape
-        if not isinstance(layout, ChunkedLayout):
-            return lambda: self._starts_of_runs(layout, extent), True
-        if extent.parameter.granularity.dim == 0:  # type: ignore[union-attr]
-            return lambda: _starts_of_chunks(shape[0], self.num_shards) * prod(shape[1:]), True
-        return lambda: self._even_starts(prod(shape)), False
-
-    def _starts_of_runs(self, layout: Layout, extent: ParameterExtent) -> _Integers:
-        """`Layout.run` for all shards."""
-        starts = np.arange(self.num_shards) * layout.shard_elements - extent.offset
-        return starts.clip(0, extent.parameter.num_elements)
+    def starts(self, entry: _Entry) -> _Integers:
+        """Return the first element of each shard, or of each rank's part of a gathered tensor."""
+        assert entry.place is not None
+        layout, extent = entry.place
+        shape, size = extent.parameter.shape, extent.parameter.num_elements
+        if not entry.is_run:
+            return self._even_starts(size)
+        if isinstance(layout, ChunkedLayout):
+            return _starts_of_chunks(shape[0], self.num_shards) * prod(shape[1:])
+        # As `Layout.run` for every shard.
+        return (np.arange(self.num_shards) * layout.shard_elements - extent.offset).clip(0, size)
 
     def _even_starts(self, num_elements: int) -> _Integers:
         """Return the first element that each rank writes of a gathered tensor."""
@@ -287,17 +276,17 @@ class _Ranks:
 
 
 def _starts_of_chunks(size: int, num_chunks: int) -> _Integers:
-    """`plan.chunks.chunk_of` for all chunks."""
+    """Return the first row of each chunk, as `plan.chunks.chunk_of` does for one chunk."""
     return np.minimum(np.arange(num_chunks) * -(-size // num_chunks), size)
 
 
-def _extents_of(plan: Plan) -> dict[str, tuple[Layout, ParameterExtent]]:
+def _extents_of(plan: Plan) -> dict[str, _Place]:
     """Map every name of a parameter to its layout and extent.
 
     Raises:
         PlanError: a unit is not sharded over the same ranks as the model.
     """
-    found: dict[str, tuple[Layout, ParameterExtent]] = {}
+    found: dict[str, _Place] = {}
     for unit in plan.units:
         for layout in unit.layouts:
             if layout.world_size != plan.world_size:
@@ -317,7 +306,7 @@ def _other_files(components: Mapping[str, Component]) -> dict[str, int]:
         for name, part in components.items()
         if len(part.files) > 1
     }
-    sums = {  # as many as a save computes
+    sums = {  # as many checksums as a save computes
         name: {key: [0] * -(-spec.num_bytes // BLOCK_BYTES) for key, spec in part.specs.items()}
         for name, part in components.items()
     }
@@ -351,7 +340,7 @@ def save_plan(
             own.
     """
     extents = _extents_of(plan)
-    model = _on_meta(module, {name: layout.dtype for name, (layout, _) in extents.items()})
+    model = on_meta(module, {name: layout.dtype for name, (layout, _) in extents.items()})
     values: dict[str, Any] = {"model": model}
     if optimizer is not None:
         values["optimizer"] = _stepped(optimizer(model), model)
@@ -368,15 +357,13 @@ def save_plan(
     return CheckpointPlan(components, owners, plan)
 
 
-def _on_meta(module: nn.Module, dtypes: Mapping[str, str]) -> nn.Module:
-    """Copy ``module`` to the meta device, with parameters in the dtypes of their shards."""
+def on_meta(module: nn.Module, dtypes: Mapping[str, str] = MappingProxyType({})) -> nn.Module:
+    """Copy ``module`` to the meta device, with new dtypes for the named parameters."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
         dtype = getattr(torch, dtypes[name]) if name in dtypes else parameter.dtype
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty(parameter.shape, dtype=dtype, device="meta"),
-            requires_grad=parameter.requires_grad,
-        )
+        meta = torch.empty_like(parameter, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)

@@ -11,7 +11,7 @@ from shardwise.forecast.machine import Group
 __all__ = ["MAX_DEVICES", "Curve", "Gather", "scaling_curves"]
 
 MAX_DEVICES = 16_384
-LINEAR = 0.95  # share of the best throughput per device below which a curve bends
+_BEND = 0.95  # share of the best throughput per device below which a curve bends
 _HYBRID = "hsdp"
 
 
@@ -38,7 +38,7 @@ class Curve:
         best = max(self.points, key=_per_device)
         after = self.points[self.points.index(best) :]
         return next(
-            ((best, point) for point in after if _per_device(point) < LINEAR * _per_device(best)),
+            ((best, point) for point in after if _per_device(point) < _BEND * _per_device(best)),
             None,
         )
 

@@ -13,9 +13,9 @@ from statistics import median
 
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import Model, workload_of
-from shardwise.forecast.planned import plan_of
+from shardwise.forecast.models import Model
 from shardwise.forecast.published import Row, read_rows
 from shardwise.forecast.row_configuration import (
     UnscoredError,
@@ -24,10 +24,9 @@ from shardwise.forecast.row_configuration import (
     is_flash1,
     shape_of,
 )
-from shardwise.forecast.rules_of_thumb import RULES, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.forecast.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
-from shardwise.plan.plan import Plan
 
 __all__ = ["Errors", "Prediction", "Score", "is_held_out", "score"]
 
@@ -142,14 +141,12 @@ class Score:
 
     def throughput(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
         """Return throughput errors of some rows; None if there are none."""
-        values = [one.error for one in self.predictions if one.error is not None and which(one)]
-        return Errors(name, tuple(values)) if values else None
+        return _errors(name, (one.error for one in self.predictions if which(one)))
 
     def memory(self, name: str, which: Callable[[Prediction], bool]) -> Errors | None:
         """Return peak-memory errors of some rows; None if there are none."""
-        found = [one for one in self.predictions if one.memory_error is not None and which(one)]
-        values = tuple(one.memory_error for one in found if one.memory_error is not None)
-        return Errors(name, values, _MEMORY_CLOSE) if values else None
+        found = (one.memory_error for one in self.predictions if which(one))
+        return _errors(name, found, _MEMORY_CLOSE)
 
     def families(self, which: Callable[[Prediction], bool]) -> list[Errors]:
         """Return throughput errors by family, the worst first."""
@@ -168,12 +165,16 @@ class Score:
 
     def peer(self, rule: str) -> Errors | None:
         """Return the errors of a rule of thumb on the core rows."""
-        values = tuple(dict(one.peers)[rule] for one in self.predictions if rule in dict(one.peers))
-        return Errors(rule, values) if values else None
+        return _errors(rule, (dict(one.peers).get(rule) for one in self.predictions))
 
     def text(self) -> str:
         """Format errors of core rows by family, of other rows, and of rules of thumb."""
         return "\n".join(_lines(self))
+
+
+def _errors(name: str, found: Iterable[float | None], close: float = _CLOSE) -> Errors | None:
+    values = tuple(value for value in found if value is not None)
+    return Errors(name, values, close) if values else None
 
 
 def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) -> Score:
@@ -195,11 +196,10 @@ def score(path: Path, *, progress: Callable[[Row], None] = lambda _row: None) ->
 
 
 class _Predictor:
-    """Predicts rows, with cached plans and traces."""
+    """Predicts rows; rows of one model share its plans and traces."""
 
     def __init__(self) -> None:
-        self._workloads: dict[object, Workload] = {}
-        self._plans: dict[object, Plan] = {}
+        self._forecasters: dict[Model, Forecaster] = {}
 
     def predict(self, row: Row) -> Prediction:
         try:
@@ -208,32 +208,23 @@ class _Predictor:
             return Prediction(row, str(error))
 
     def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
-        plan = self._plan(model, configuration)
+        machine = Machine.of(row.cluster())
+        forecaster = self._forecasters.setdefault(model, Forecaster(model, machine))
+        plan = forecaster.plan(configuration, stage=0)
         for checkpointing in checkpointings_of(row):
             configuration = replace(configuration, checkpointing=checkpointing)
-            workload = self._workload(model, configuration)
+            try:
+                workload = forecaster.workload(configuration, stage=0)
+            except RuntimeError as error:  # raised by torch; the other rows are still predicted
+                raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
                 break
-        machine = Machine.of(row.cluster())
-        time = step_time(plan, workload, machine, configuration, is_flash1=is_flash1(row))
+        if is_flash1(row):
+            machine = machine.with_flash1()
+        time = step_time(plan, workload, machine, configuration)
         found = Prediction(row, time=time, memory=memory)
-        return replace(found, peers=tuple(_peers(found, workload, configuration)))
-
-    def _plan(self, model: Model, configuration: Configuration) -> Plan:
-        key = (model, replace(configuration, micro_batch=1, accumulation=1, checkpointing="none"))
-        if key not in self._plans:
-            self._plans[key] = plan_of(model.build(configuration), configuration)
-        return self._plans[key]
-
-    def _workload(self, model: Model, configuration: Configuration) -> Workload:
-        key = (model, replace(configuration, strategy="ddp", shard_size=1, replicas=1))
-        if key not in self._workloads:
-            try:
-                self._workloads[key] = workload_of(model, configuration)
-            except RuntimeError as error:  # raised by torch; the other rows are still predicted
-                raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
-        return self._workloads[key]
+        return replace(found, peers=tuple(_rule_errors(found, workload, configuration)))
 
 
 # -- what rows measure ---------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def _flops_per_token(row: Row) -> float:
     return flops * (4 / 3 if definition.includes_recompute else 1)
 
 
-def _peers(
+def _rule_errors(
     found: Prediction, workload: Workload, configuration: Configuration
 ) -> Iterable[tuple[str, float]]:
     row = found.row
@@ -278,8 +269,8 @@ def _peers(
     device = row.cluster().accelerator
     if tokens is not None and found.counts:
         parameters = row.model.params or 0
-        yield RULES.six_nd, six_nd_tokens(device, parameters) / tokens - 1
-        yield RULES.roofline, roofline_tokens(device, workload) / tokens - 1
+        yield Rule.SIX_ND, six_nd_tokens(device, parameters) / tokens - 1
+        yield Rule.ROOFLINE, roofline_tokens(device, workload) / tokens - 1
     measured = row.measured.peak_mem_gib
     if measured is not None and found.counts:
         model = row.model
@@ -315,7 +306,7 @@ def _lines(score: Score) -> Iterable[str]:
         yield f"correct predictions of whether a run fits: {right} of {known}"
     yield ""
     yield "Rules of thumb on the same rows"
-    for rule in RULES.all():
+    for rule in Rule:
         errors = score.peer(rule)
         if errors:
             yield _line(errors)

@@ -8,13 +8,12 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.candidates import Goal, configurations, offloaded
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
-from shardwise.forecast.hardware import Cluster
 
 __all__ = ["Progress", "Ranking", "best_alternatives", "frontier", "search"]
 
-REFINED = 4  # number of best candidates that are also tried with a larger prefetch
-PREFETCHES = (2, 3)
-WORTHWHILE = 1.001  # minimum speedup for a larger prefetch
+_NUM_REFINED = 4  # number of best candidates that are also tried with a larger prefetch
+_PREFETCHES = (2, 3)
+_MIN_SPEEDUP = 1.001  # minimum speedup for a larger prefetch
 
 Progress = Callable[[str], None]
 
@@ -26,7 +25,10 @@ class Ranking:
     goal: Goal
     fitting: tuple[Forecast, ...]
     too_large: tuple[Forecast, ...]  # without times, smallest first
-    num_compared: int
+
+    @property
+    def num_compared(self) -> int:
+        return len(self.fitting) + len(self.too_large)
 
     @property
     def winner(self) -> Forecast:
@@ -37,7 +39,7 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
     """Compare the configurations of a model on a cluster.
 
     Micro-batches above the first that does not fit are skipped. Candidates that do not fit are
-    tried again with more and more on the host. The objective "memory" tries this for all of them.
+    tried again with offload, in increasing amounts; with the objective "memory", all are.
 
     Args:
         forecaster: predicts steps of the model on the cluster.
@@ -56,7 +58,7 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
         too_large += misfits
     fitting.sort(key=_key(goal))
     too_large.sort(key=lambda forecast: forecast.missing_bytes)
-    return Ranking(goal, tuple(fitting), tuple(too_large), len(fitting) + len(too_large))
+    return Ranking(goal, tuple(fitting), tuple(too_large))
 
 
 def _clusters(forecaster: Forecaster, goal: Goal) -> Iterator[Forecaster]:
@@ -72,12 +74,13 @@ def _search_cluster(
     forecaster: Forecaster, goal: Goal, progress: Progress
 ) -> tuple[list[Forecast], list[Forecast]]:
     cluster = forecaster.cluster
+    name = f"{cluster.num_devices} x {cluster.accelerator.name}"
     candidates = configurations(goal, cluster.num_devices, cluster.devices_per_node)
     in_memory: list[Forecast] = []
     too_large: list[Forecast] = []
     problem: PlanError | ConfigError | None = None
     for number, group in enumerate(groups := _by_micro_batch(candidates), start=1):
-        progress(f"memory of {number} of {len(groups)} ways to shard on {_named(cluster)}")
+        progress(f"memory of {number} of {len(groups)} ways to shard on {name}")
         try:
             found = list(_until_too_large(forecaster, group))
         except (PlanError, ConfigError) as error:  # a degree does not divide the model
@@ -93,16 +96,12 @@ def _search_cluster(
     ]
     timed = []
     for number, forecast in enumerate(in_memory, start=1):
-        progress(f"time of {number} of {len(in_memory)} configurations that fit {_named(cluster)}")
+        progress(f"time of {number} of {len(in_memory)} configurations that fit {name}")
         timed.append(forecaster.timed(forecast))
     timed.sort(key=_key(goal))
-    for forecast in timed[:REFINED]:
+    for forecast in timed[:_NUM_REFINED]:
         timed += _refined(forecaster, forecast)
     return timed, too_large
-
-
-def _named(cluster: Cluster) -> str:
-    return f"{cluster.num_devices} x {cluster.accelerator.name}"
 
 
 def _by_micro_batch(candidates: Iterable[Configuration]) -> list[list[Configuration]]:
@@ -124,13 +123,13 @@ def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> 
 
 def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[Forecast]:
     """Yield the first variant that fits with offload, or all for the objective "memory"."""
-    held = base.memory.peak
+    peak = base.memory.peak
     for configuration in offloaded(goal, base.configuration):
-        saved = held.activations if configuration.activation_offload else 0
+        saved = peak.activations if configuration.activation_offload else 0
         if configuration.offload != "none":
-            saved += held.optimizer + held.gradients
+            saved += peak.optimizer + peak.gradients
         if configuration.offload == "parameters":
-            saved += held.parameters
+            saved += peak.parameters
         if saved < base.missing_bytes:
             continue
         found = forecaster.memory(configuration)
@@ -141,12 +140,12 @@ def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[F
 
 
 def _refined(forecaster: Forecaster, forecast: Forecast) -> Iterator[Forecast]:
-    for prefetch in PREFETCHES:
+    for prefetch in _PREFETCHES:
         found = forecaster.memory(replace(forecast.configuration, prefetch=prefetch))
         if not found.fits:
             return
         found = forecaster.timed(found)
-        if found.tokens_per_second < WORTHWHILE * forecast.tokens_per_second:
+        if found.tokens_per_second < _MIN_SPEEDUP * forecast.tokens_per_second:
             return
         yield found
 
@@ -176,7 +175,7 @@ def best_alternatives(ranking: Ranking, fields: Sequence[str]) -> list[Forecast]
 
 
 def frontier(ranking: Ranking) -> list[Forecast]:
-    """Return the candidates such that no other is both faster and smaller, fastest first."""
+    """Return the candidates that no other beats in both speed and memory, fastest first."""
     found: list[Forecast] = []
     by_speed = lambda forecast: (forecast.gpu_hours(1.0), forecast.missing_bytes)  # noqa: E731
     for forecast in sorted(ranking.fitting, key=by_speed):

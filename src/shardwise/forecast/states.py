@@ -22,27 +22,29 @@ _STATES = {
 }
 
 
-def state_bytes(plan: Plan, configuration: Configuration, offloaded: bool | None) -> int:
-    """Return the bytes of the states for the layouts of `trained_layouts`."""
+def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) -> int:
+    """Return the bytes of the states on the host if ``offloaded``, otherwise on the device."""
     total, hidden = 0, {extent.parameter.name for _, extent in hidden_matrices(plan)}
-    for layout in trained_layouts(plan, offloaded):
+    for layout in trained_layouts(plan, offloaded=offloaded):
         match configuration.optimizer:
             case "adafactor":
                 total += sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
             case "muon" | "soap":
-                total += _of_matrices_bytes(plan, layout, configuration.optimizer, hidden)
+                total += _matrix_optimizer_bytes(plan, layout, configuration.optimizer, hidden)
             case other:
                 copies, num_bytes = _STATES[other]
                 total += copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
     return total
 
 
-def _of_matrices_bytes(plan: Plan, layout: Layout, optimizer: str, hidden: Collection[str]) -> int:
-    """Return bytes of Muon's momentum or SOAP's states of matrices, and AdamW's of the rest."""
+def _matrix_optimizer_bytes(
+    plan: Plan, layout: Layout, optimizer: str, hidden: Collection[str]
+) -> int:
+    """Return the bytes of Muon's momentum or SOAP's states, and of AdamW's for other parameters."""
     total = 0.0
     for one in layout.extents:
         shape, here = one.parameter.shape, one.parameter.num_bytes / layout.world_size
-        if one.parameter.name not in hidden:  # a vector, or an embedding
+        if one.parameter.name not in hidden:  # vectors and embeddings: AdamW
             total += 2 * here
         elif optimizer == "muon":
             total += here
@@ -60,9 +62,9 @@ def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:
     return (-(-rows // layout.world_size) + columns) * layout.itemsize
 
 
-def trained_layouts(plan: Plan, offloaded: bool | None) -> Iterator[Layout]:
-    """Yield layouts with states: all (None), those on the host (True) or on the device (False)."""
+def trained_layouts(plan: Plan, *, offloaded: bool) -> Iterator[Layout]:
+    """Yield the layouts whose states are on the host if ``offloaded``, otherwise on the device."""
     for unit in plan.units:
         for layout in unit.trainable_layouts:
-            if offloaded is None or layout.is_offloaded is offloaded:
+            if layout.is_offloaded == offloaded:
                 yield layout

@@ -6,8 +6,8 @@ runs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 
@@ -72,12 +72,7 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan,
-    workload: Workload,
-    machine: Machine,
-    configuration: Configuration,
-    *,
-    is_flash1: bool = False,
+    plan: Plan, workload: Workload, machine: Machine, configuration: Configuration
 ) -> StepTime:
     """Predict one training step.
 
@@ -86,9 +81,8 @@ def step_time(
         workload: one micro-batch on that rank.
         machine: the machine that runs it.
         configuration: how the model is trained.
-        is_flash1: whether attention kernels are older than FlashAttention-2.
     """
-    return _Step(plan, workload, machine.under(configuration), configuration, is_flash1).result()
+    return _Step(plan, workload, machine.under(configuration), configuration).result()
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,6 @@ class _Step:
     workload: Workload
     machine: Machine
     configuration: Configuration
-    is_flash1: bool
 
     def result(self) -> StepTime:
         passes = min(self.configuration.accumulation, _REPLAYED_PASSES)
@@ -114,12 +107,10 @@ class _Step:
         """Combine ``seconds`` and ``exposed`` of all micro-batches with the rest of the step."""
         configuration = self.configuration
         micro_batches = configuration.accumulation
-        work = self._work()
-        compute = {
-            name: getattr(work, name) * micro_batches
-            for name in ("matmul", "attention", "memory", "collective")
-        }
-        host = (work.host - work.device) * micro_batches
+        costs = self._costs
+        work = SegmentCost(**{kind: sum(getattr(one, kind) for one in costs) for kind in Kind})
+        compute = {kind.value: getattr(work, kind) * micro_batches for kind in Kind}
+        host = (sum(cost.seconds for cost in costs) - work.device) * micro_batches
         sends = self._send_seconds() * micro_batches
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
@@ -138,7 +129,7 @@ class _Step:
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
         tokens = configuration.tokens_per_step / configuration.world_size
-        model, hardware = (flops * micro_batches for flops in _flops(self.workload.segments))
+        model, hardware = (flops * micro_batches for flops in _flops(self.workload.operations))
         return StepTime(
             seconds=total,
             tokens_per_second=tokens / total,
@@ -206,7 +197,7 @@ class _Step:
     @cached_property
     def _costs(self) -> tuple[SegmentCost, ...]:
         """Costs of all segments; copies of a block share their operations."""
-        pricing = _Pricing(self.machine, self.configuration, self.is_flash1, self.workload)
+        pricing = _Pricing(self.machine, self.configuration, self.workload)
         found: dict[int, SegmentCost] = {}
         for segment in self.workload.segments:
             if id(segment.operations) not in found:
@@ -220,14 +211,6 @@ class _Step:
         """Add the copies of a segment's activations to or from the host, which overlap compute."""
         copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
         return replace(cost, host=max(cost.host, copied))
-
-    def _work(self) -> SegmentCost:
-        """Sum the costs of all segments; ``host`` is the sum of the segments' total seconds."""
-        sums = {
-            field.name: sum(getattr(cost, field.name) for cost in self._costs)
-            for field in fields(SegmentCost)
-        }
-        return SegmentCost(**sums | {"host": sum(cost.seconds for cost in self._costs)})
 
     def _send_seconds(self) -> float:
         """Predict a micro-batch's sends between stages: activations, and then their gradients."""
@@ -268,14 +251,12 @@ _HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last
 _NEEDED_BACKWARD = 4 / 5
 
 
-def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
+def _flops(operations: Iterable[Operation]) -> tuple[float, float]:
     """Return FLOPs without recomputation and with it."""
     model = hardware = 0.0
-    for segment in segments:
-        for operation in segment.operations:
-            hardware += operation.flops
-            if operation.is_recomputed:
-                continue
+    for operation in operations:
+        hardware += operation.flops
+        if not operation.is_recomputed:
             recomputes = operation.kind is Kind.ATTENTION and "backward" in operation.name
             model += operation.flops * (_NEEDED_BACKWARD if recomputes else 1.0)
     return model, hardware
@@ -284,11 +265,8 @@ def _flops(segments: Sequence[Segment]) -> tuple[float, float]:
 class _Pricing:
     """Predicts the seconds of operations."""
 
-    def __init__(
-        self, machine: Machine, configuration: Configuration, is_flash1: bool, workload: Workload
-    ) -> None:
-        self._machine, self._is_flash1 = machine, is_flash1
-        self._compiled = configuration.compiled
+    def __init__(self, machine: Machine, configuration: Configuration, workload: Workload) -> None:
+        self._machine, self._compiled = machine, configuration.compiled
         self._groups = {
             "tensor": Group(configuration.tensor),
             "context": Group(configuration.context, configuration.tensor),
@@ -302,7 +280,7 @@ class _Pricing:
     def cost(self, operations: Sequence[Operation]) -> SegmentCost:
         """Predict the operations of a segment."""
         constants = self._machine.constants
-        totals = dict.fromkeys(("matmul", "attention", "memory", "collective"), 0.0)
+        totals = {kind.value: 0.0 for kind in Kind}
         launches = 0
         for kind, group in groupby(operations, key=lambda operation: operation.kind):
             run = list(group)
@@ -321,7 +299,7 @@ class _Pricing:
     def _seconds(self, operation: Operation) -> float:
         if operation.kind is Kind.COLLECTIVE:
             return self._collective_seconds(operation)
-        return self._machine.operation_seconds(operation, is_flash1=self._is_flash1)
+        return self._machine.operation_seconds(operation)
 
     def _collective_seconds(self, operation: Operation) -> float:
         group = self._groups[operation.axis]

@@ -11,7 +11,7 @@ cannot inspect its values.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise._private import FakeTensorMode, pytree, run_backward
 from shardwise.errors import PlanError
 from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.recorder import Recorder
+from shardwise.forecast.recorder import Recorder, tensors_in
 from shardwise.forecast.work import Workload
 from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
 from shardwise.runtime.casting import apply_precision, cast_tensors
@@ -81,7 +81,7 @@ def trace(
         stack.enter_context(_AsOnGPU(autocasts=autocast is not None))
         with recorder:
             forward_segments = _run(calls, model, inputs, _as_is if is_stage else loss)
-    first = next(_tensors(batch))  # [sequences, ...]
+    first = next(tensors_in(batch))  # [sequences, ...]
     return Workload(
         units=names,
         segments=tuple(recorder.segments),
@@ -108,7 +108,7 @@ def _run(calls: "_Calls", model: nn.Module, inputs: list[Any], loss: Loss | None
 
 
 def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
-    recorder.exclude(tensor for tensor in _tensors(batch) if not tensor.requires_grad)
+    recorder.exclude(tensor for tensor in tensors_in(batch) if not tensor.requires_grad)
     output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     value = output if loss is None else loss(output)
     value = getattr(value, "loss", value)
@@ -122,10 +122,6 @@ def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -
 
 def _as_is(output: Any) -> Any:
     return output
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
@@ -228,7 +224,7 @@ class _Calls:
         self.recorder.in_unit = bool(self.stack)
         if output is not None and self.precision.output_dtype is not None:
             output = cast_tensors(output, self.precision.output_dtype)
-        nodes = {one.grad_fn for one in _tensors(output) if one.grad_fn is not None}
+        nodes = {one.grad_fn for one in tensors_in(output) if one.grad_fn is not None}
         if nodes and torch.is_grad_enabled():
             call.siblings.append(call)
         for node in nodes:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.configuration import Attention
-from shardwise.forecast.parallel import Degrees, ring_attention
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.parallel import ModelPart, ring_attention
 
 __all__ = ["Shape", "Transformer", "build"]
 
@@ -60,23 +60,23 @@ class Shape:
             raise ConfigError(f"kv_heads={self.kv_heads}: expected a divisor of heads={self.heads}")
 
 
-_ALONE = Degrees()
+_WHOLE = ModelPart(Configuration())
 _ARCHITECTURES = ("gpt", "llama", "t5")
 
 
-def build(shape: Shape, *, attention: Attention = "flash", degrees: Degrees = _ALONE) -> nn.Module:
+def build(shape: Shape, part: ModelPart = _WHOLE) -> nn.Module:
     """Build one rank's part of the transformer on the meta device.
 
     Its blocks are ``layers.0``, ``layers.1``, ... With ``attention="math"``, attention and GELU are
     written as in minGPT. A pipeline stage after the first takes the output of the previous stage.
 
     Raises:
-        ConfigError: the degrees do not divide the shape.
+        ConfigError: the numbers of ranks do not divide the shape.
     """
-    if shape.arch == "t5" and not degrees.is_one:
-        raise ConfigError(f"a T5 cannot be divided: {degrees}; use tensor=1, context=1, pipeline=1")
+    if shape.arch == "t5" and not part.is_whole:
+        raise ConfigError(f"a T5 cannot be divided: {part}; use 1 for each of these")
     with torch.device("meta"):
-        return T5(shape) if shape.arch == "t5" else Transformer(shape, attention, degrees)
+        return T5(shape) if shape.arch == "t5" else Transformer(shape, part)
 
 
 class _Linear(nn.Linear):
@@ -92,43 +92,43 @@ class _Embedding(nn.Embedding):
 class Transformer(nn.Module):
     """A GPT or Llama that takes tokens and targets and returns the loss."""
 
-    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+    def __init__(self, shape: Shape, part: ModelPart) -> None:
         super().__init__()
-        self.shape, self.degrees = shape, degrees
-        vocab = degrees.share("vocab", shape.vocab)
-        rows = vocab if degrees.split_vocabulary else shape.vocab
-        if degrees.is_first:
+        self.shape, self.part = shape, part
+        vocab = part.share("vocab", shape.vocab)
+        rows = vocab if part.configuration.split_vocabulary else shape.vocab
+        if part.is_first:
             self.embedding = _Embedding(rows, shape.hidden)
-        if degrees.is_first and shape.positions:
+        if part.is_first and shape.positions:
             self.positions = _Embedding(shape.positions, shape.hidden)
-        blocks = range(degrees.blocks(shape.layers))
-        self.layers = nn.ModuleList(Block(shape, attention, degrees) for _ in blocks)
-        if degrees.is_last:
+        blocks = range(part.blocks(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, part) for _ in blocks)
+        if part.is_last:
             self.norm = _norm(shape)
             width = rows if shape.tied_embeddings else vocab
             self.head = _Linear(shape.hidden, width, bias=False)
-        if shape.tied_embeddings and degrees.is_first and degrees.is_last:
+        if shape.tied_embeddings and part.is_first and part.is_last:
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """Compute the scalar loss of [batch, time] tokens and targets."""
-        if self.degrees.is_first:
+        if self.part.is_first:
             x = self._embed(x)
-        time = x.shape[1] * self.degrees.sequence_ranks
+        time = x.shape[1] * self.part.sequence_ranks
         rotations = _rotations(self.shape, time, x) if self.shape.arch == "llama" else None
         for layer in self.layers:
             x = layer(x, rotations)
-        return self._loss(x, targets) if self.degrees.is_last else x
+        return self._loss(x, targets) if self.part.is_last else x
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)  # [batch, time, hidden]
         if self.shape.positions:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        return F.dropout(self.degrees.embed(x), self.shape.dropout, self.training)
+        return F.dropout(self.part.embed(x), self.shape.dropout, self.training)
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        x = self.degrees.gather_sequence(self.norm(x))
-        logits = self.degrees.gather_logits(self.head(x), self.shape.vocab)
+        x = self.part.gather_sequence(self.norm(x))
+        logits = self.part.gather_logits(self.head(x), self.shape.vocab)
         if self.shape.keeps_logits:  # alive as long as the graph before them
             x.register_hook(partial(_same, logits.detach()))  # type: ignore[no-untyped-call]
         return _loss(self.shape, logits, targets)
@@ -170,16 +170,16 @@ class _FusedLoss(torch.autograd.Function):
 class Block(nn.Module):
     """Attention and an MLP, both with a residual connection."""
 
-    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+    def __init__(self, shape: Shape, part: ModelPart) -> None:
         super().__init__()
-        self.degrees = degrees
+        self.part = part
         self.attention_norm = _norm(shape)
-        self.attention = SelfAttention(shape, attention, degrees)
+        self.attention = SelfAttention(shape, part)
         self.mlp_norm = _norm(shape)
-        self.mlp = _mlp(shape, attention, degrees)
+        self.mlp = _mlp(shape, part)
 
     def forward(self, x: Tensor, rotations: Tensor | None) -> Tensor:
-        gather, scatter = self.degrees.gather_sequence, self.degrees.scatter_sequence
+        gather, scatter = self.part.gather_sequence, self.part.scatter_sequence
         x = x + scatter(self.attention(gather(self.attention_norm(x)), rotations))
         output: Tensor = x + scatter(self.mlp(gather(self.mlp_norm(x))))
         return output
@@ -188,12 +188,13 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal attention. A GPT has one projection for queries, keys and values."""
 
-    def __init__(self, shape: Shape, attention: Attention, degrees: Degrees) -> None:
+    def __init__(self, shape: Shape, part: ModelPart) -> None:
         super().__init__()
         self.shape = shape
-        self.attend = _attention(shape, attention, degrees.context)
-        heads = degrees.share("heads", shape.heads)
-        kv_heads = max(shape.kv_heads // degrees.tensor, 1)  # several ranks may share a head
+        self.attend = _attention(shape, part.configuration)
+        heads = part.share("heads", shape.heads)
+        ranks = part.configuration.tensor
+        kv_heads = max(shape.kv_heads // ranks, 1)  # several ranks may share a head
         self.widths = [n * shape.head_dim for n in (heads, kv_heads, kv_heads)]
         self.is_fused = shape.arch == "gpt"
         has_bias = shape.has_bias or shape.has_qkv_bias
@@ -227,10 +228,11 @@ class SelfAttention(nn.Module):
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _attention(shape: Shape, attention: Attention, context: int) -> _Attend:
-    if context > 1:
-        return partial(ring_attention, size=context)
-    return _attend if attention == "flash" else partial(_attend_unfused, shape.dropout)
+def _attention(shape: Shape, configuration: Configuration) -> _Attend:
+    if configuration.context > 1:
+        return partial(ring_attention, size=configuration.context)
+    is_fused = configuration.attention == "flash"
+    return _attend if is_fused else partial(_attend_unfused, shape.dropout)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -248,20 +250,20 @@ def _attend_unfused(dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(weights, dropout) @ v
 
 
-def _mlp(shape: Shape, attention: Attention, degrees: Degrees) -> nn.Module:
-    width = degrees.share("ffn", shape.ffn)
+def _mlp(shape: Shape, part: ModelPart) -> nn.Module:
+    width = part.share("ffn", shape.ffn)
     if shape.experts:
-        return Experts(shape, width, degrees)
+        return Experts(shape, width, part)
     if shape.arch == "llama":
         return SwiGLU(shape.hidden, width)
-    return MLP(shape, width, attention)
+    return MLP(shape, width, part)
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape, width: int, attention: Attention) -> None:
+    def __init__(self, shape: Shape, width: int, part: ModelPart) -> None:
         super().__init__()
         self.dropout = shape.dropout
-        self.activate = F.gelu if attention == "flash" else _gelu_unfused
+        self.activate = F.gelu if part.configuration.attention == "flash" else _gelu_unfused
         self.up = _Linear(shape.hidden, width, bias=shape.has_bias)
         self.down = _Linear(width, shape.hidden, bias=shape.has_bias)
 
@@ -288,15 +290,14 @@ class SwiGLU(nn.Module):
 class Experts(nn.Module):
     """A mixture of SwiGLU experts with equally many tokens each."""
 
-    def __init__(self, shape: Shape, width: int, degrees: Degrees) -> None:
+    def __init__(self, shape: Shape, width: int, part: ModelPart) -> None:
         super().__init__()
-        if shape.experts % degrees.expert:
-            raise ConfigError(
-                f"expert={degrees.expert}: expected a divisor of experts={shape.experts}"
-            )
-        self.active, self.exchange = shape.active_experts, degrees.exchange_tokens
+        ranks = part.configuration.expert
+        if shape.experts % ranks:
+            raise ConfigError(f"expert={ranks}: expected a divisor of experts={shape.experts}")
+        self.active, self.exchange = shape.active_experts, part.exchange_tokens
         self.router = _Linear(shape.hidden, shape.experts, bias=False)
-        self.num_own = shape.experts // degrees.expert
+        self.num_own = shape.experts // ranks
         inward, outward = (shape.hidden, width), (width, shape.hidden)
         self.gate, self.up, self.down = (
             nn.Parameter(torch.empty(self.num_own, *sizes)) for sizes in (inward, inward, outward)

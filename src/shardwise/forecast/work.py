@@ -4,7 +4,7 @@
 seconds. It has neither parameters nor their gradients, which follow from the plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -58,7 +58,7 @@ class Segment:
     peak_bytes: int
     end_bytes: int
     # Reduction of the peak if an embedding adds its rows to the gradient of the tied head, as the
-    # engine does on a CPU, instead of making a gradient of its own.
+    # engine does on a CPU, instead of allocating a separate gradient.
     added_rows_bytes: int = 0
 
     def shifted(self, unit: int, num_bytes: int) -> "Segment":
@@ -82,6 +82,11 @@ class Workload:
     sequences: int
     tokens: int
     sent_bytes: int = 0  # sent from a pipeline stage to the next one
+
+    @property
+    def operations(self) -> Iterator[Operation]:
+        """All operations, in the order of their segments."""
+        return (operation for segment in self.segments for operation in segment.operations)
 
     def repeated(self, stack: str, blocks: Sequence[int]) -> "Workload":
         """Return the workload of a deeper model that consists of copies of this one's blocks.
@@ -107,7 +112,7 @@ class _Repetition:
         found = sorted({block for block in self._block_of if block is not None})
         if found != list(range(len(found))) or not found:
             raise ValueError(f"{stack!r}: expected units {stack}.0, {stack}.1, ..., got {found}")
-        self._names, self._index = self._units()
+        self._index = {name: index for index, name in enumerate(self._names())}
 
     def result(self) -> Workload:
         source = self._source
@@ -117,31 +122,29 @@ class _Repetition:
         backward, _ = self._pass(backwards, places[::-1], added)
         return replace(
             source,
-            units=tuple(self._names),
+            units=tuple(self._index),
             segments=(*forward, *backward),
             forward_segments=len(forward),
         )
 
-    def _units(self) -> tuple[list[str], dict[tuple[int, int], int]]:
-        """Return the result's unit names, and the index of each (source unit, place or -1)."""
-        names: list[str] = []
-        index: dict[tuple[int, int], int] = {}
-        is_placed = False
-        for unit, name in enumerate(self._source.units):
-            if self._block_of[unit] is None:
-                index[unit, -1] = len(names)
-                names.append(name)
-            elif not is_placed:
-                is_placed = True
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the result's units; all blocks follow where the first one was."""
+        in_blocks = [unit for unit, block in enumerate(self._block_of) if block is not None]
+        for unit, block_of_unit in enumerate(self._block_of):
+            if block_of_unit is None:
+                yield self._name(unit, -1)
+            elif unit == in_blocks[0]:
                 for place, block in enumerate(self._blocks):
-                    for inner in self._units_of(block):
-                        index[inner, place] = len(names)
-                        rest = self._source.units[inner][len(f"{self._stack}.{block}") :]
-                        names.append(f"{self._stack}.{place}{rest}")
-        return names, index
+                    for inner in in_blocks:
+                        if self._block_of[inner] == block:
+                            yield self._name(inner, place)
 
-    def _units_of(self, block: int) -> list[int]:
-        return [unit for unit, its_block in enumerate(self._block_of) if its_block == block]
+    def _name(self, unit: int, place: int) -> str:
+        """Return the name of a source unit's copy in the block at ``place`` of the result."""
+        name, block = self._source.units[unit], self._block_of[unit]
+        if block is None:
+            return name
+        return f"{self._stack}.{place}{name.removeprefix(f'{self._stack}.{block}')}"
 
     def _pass(
         self, segments: Sequence[Segment], places: Sequence[int], added: int
@@ -180,7 +183,7 @@ class _Repetition:
         return runs
 
     def _moved(self, segment: Segment, place: int, num_bytes: int) -> Segment:
-        return segment.shifted(self._index[segment.unit, place], num_bytes)
+        return segment.shifted(self._index[self._name(segment.unit, place)], num_bytes)
 
 
 def _block_of(unit: str, stack: str) -> int | None:
