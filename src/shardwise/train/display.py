@@ -28,16 +28,15 @@ __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "print_line
 class Display:
     """Prints the start and the end of a run."""
 
-    def __init__(self, console: Console, config: Config, run: RunDirectory) -> None:
+    def __init__(self, console: Console, config: Config, run: RunDirectory, corpus: Corpus) -> None:
         self.console = console
         self._config = config
         self._run = run
-        self._unit = "token"
+        self._corpus = corpus
 
-    def show_start(self, corpus: Corpus, plan: Plan, device: str) -> None:
+    def show_start(self, plan: Plan, device: str) -> None:
         config, num_ranks = self._config, self._config.shard.nproc
-        self._unit = corpus.unit
-        self.print_line(f"{config.run.name}: {corpus}")
+        self.print_line(f"{config.run.name}: {self._corpus}")
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         self.print_line(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
@@ -49,7 +48,7 @@ class Display:
     def show_end(self, summary: Summary) -> None:
         self.print_line(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
-            f"validation loss {summary.validation_loss:.3f}, in nats per {self._unit}"
+            f"validation loss {summary.validation_loss:.3f}, in nats per {self._corpus.unit}"
         )
         if self._config.sample.bytes:
             self.console.print(Panel(Text(summary.sample), title="sample", title_align="left"))
