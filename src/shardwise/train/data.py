@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     targets: Tensor  # the token after each input, or IGNORED
-    positions: Tensor | None  # position in the document; None if documents are not separated
+    positions: Tensor | None = None  # in the document; None if documents are not separated
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,7 +115,7 @@ class Sequences(Dataset[Batch]):
         """This rank's sequences, [global_batch / world_size, context]."""
         sequences = [self.text.read(int(start), self.context + 1) for start in self.own(step)]
         tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
-        return Batch(tokens[:, :-1], tokens[:, 1:], None)
+        return Batch(tokens[:, :-1], tokens[:, 1:])
 
     def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Batch]:
         """A loader that reads ahead in ``workers`` processes, or on demand if there are none."""
@@ -201,12 +201,8 @@ def open_corpus(config: Config) -> Corpus:
         train, validation = split_files(files, data.validation_share)
         return Corpus(name, len(files), train, validation, Bytes())
     held_out = find_files(data, data.validation, format_) if data.validation else {}
-    directory = prepare(
-        list(files.items()),
-        list(held_out.items()),
-        data.model_copy(update={"format": format_}),
-        tokenizer,
-    )
+    data = data.model_copy(update={"format": format_})
+    directory = prepare(files, held_out, data, tokenizer)
     sides = Documents(directory / "train"), Documents(directory / "validation")
     for side in sides:
         side.check_answers(config.model.context)
