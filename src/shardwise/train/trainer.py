@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -89,10 +89,8 @@ class Trainer:
         """Whether training ends: at the last step, after a signal, or without progress."""
         config = self.config.train
         waited = self.step - self.best_step >= config.patience * config.validate_every
-        is_patient = not (config.patience and self.best_step and waited)
-        return bool(
-            self.step >= config.steps or self.stopped_by or self.ends_early or not is_patient
-        )
+        gives_up = config.patience and self.best_step and waited
+        return bool(self.step >= config.steps or self.stopped_by or self.ends_early or gives_up)
 
     @contextmanager
     def recorded(self, directory: Path) -> Iterator[None]:
@@ -210,17 +208,12 @@ class Trainer:
             world_size=self.world.size * replicas,
         )
 
-    def micro_batches(self, batch: Batch) -> Sequence[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         """Split ``batch`` into micro-batches on the device, [micro_batch, context] each."""
         size, device = self.config.micro_batch, self.world.device
-        inputs, targets = (torch.split(x.to(device, non_blocking=True), size) for x in batch[:2])
-        whole = batch.positions
-        positions: Sequence[Tensor | None] = (
-            [None] * len(inputs)
-            if whole is None
-            else torch.split(whole.to(device, non_blocking=True), size)
-        )
-        return [Batch(*part) for part in zip(inputs, targets, positions, strict=True)]
+        given = (x.to(device, non_blocking=True) for x in batch if x is not None)
+        parts = zip(*(torch.split(x, size) for x in given), strict=True)
+        return [Batch(*part) for part in parts]
 
     def weight_of(self, batch: Batch) -> float:
         """The factor that makes the ranks' mean of loss sums the mean over all targets."""
