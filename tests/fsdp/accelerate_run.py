@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.fsdp.frameworks import replace_torch_fsdp
 
-PARTS = 2  # micro-batches of a step
+PARTS = 2  # micro-batches per step
 
 
 def make_model() -> LlamaForCausalLM:
@@ -49,7 +49,7 @@ def make_accelerator(engine: str, version: int, bf16: bool) -> Accelerator:
         state_dict_type="SHARDED_STATE_DICT",
     )
     accelerator = Accelerator(**common, fsdp_plugin=plugin)
-    if on_cpu:  # where accelerate takes DDP whatever the plugin
+    if on_cpu:  # on a CPU, accelerate uses DDP regardless of the plugin
         if bf16:
             plugin.set_mixed_precision(precision)
         PartialState().distributed_type = DistributedType.FSDP
@@ -59,7 +59,7 @@ def make_accelerator(engine: str, version: int, bf16: bool) -> Accelerator:
 
 
 def main(out: Path, accelerator: Accelerator) -> list[tuple[float, float]]:
-    """Train; returns the loss and the gradients' norm of each step."""
+    """Train; return the loss and the gradient norm of each step."""
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     history = []
@@ -80,7 +80,7 @@ def main(out: Path, accelerator: Accelerator) -> list[tuple[float, float]]:
         history.append((float(accelerator.reduce(total, "mean")), float(norm)))
         if step == 2:
             accelerator.save_state(str(out))
-        if step == 3:  # as if it had not been made
+        if step == 3:  # undoes this step
             accelerator.load_state(str(out))
     return history
 

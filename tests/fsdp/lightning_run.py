@@ -48,7 +48,7 @@ class Regression(lightning.LightningModule):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(WIDTH, 1))
         self.sharded_by = sharded_by  # None: Lightning shards it
-        self.full = full  # checkpoints are whole
+        self.full = full  # whether checkpoints contain whole tensors
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -82,7 +82,7 @@ class ShardedRegression(Regression):
 
 
 class AnyDeviceFSDP(FSDPStrategy):
-    """Lightning insists on a GPU for the strategy itself, but not for a subclass of it."""
+    """A subclass, because Lightning requires a GPU for the strategy itself."""
 
 
 def make_strategy(name: str, full: bool) -> Any:

@@ -86,7 +86,7 @@ def clean(name: str) -> str:
 
 
 def is_ours(f: Any) -> bool:
-    """Whether to use what PyTorch supports on a GPU only."""
+    """Whether ``f`` is shardwise, which supports on a CPU what PyTorch supports on a GPU only."""
     return bool(f.__name__ == "shardwise.fsdp")
 
 
@@ -119,7 +119,7 @@ def prefetch(f: Any, backward: str | None, forward: bool) -> list[Any]:
 
 
 def train_flat(f: Any, optimizer: str) -> list[Any]:
-    """Parameters are flat in PyTorch's, so their gradients are not compared."""
+    """PyTorch's parameters are flat here, so gradients are not compared."""
     net = fsdp(f, make_net(), use_orig_params=False)
     chosen = OPTIMIZERS[optimizer](net.parameters())
     seen: list[Any] = []
@@ -399,7 +399,7 @@ def scales(f: Any, bad: bool) -> list[Any]:
 
 
 def refusals(f: Any) -> list[Any]:
-    """Both refuse the same mistakes."""
+    """Both implementations refuse the same mistakes."""
     net = fsdp(f, make_net(), "none")
     summon_full = f.FullyShardedDataParallel.summon_full_params
     attempts: list[Any] = [
