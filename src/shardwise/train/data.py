@@ -3,7 +3,7 @@
 import json
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,17 +141,10 @@ class Packed(Sequences):
     def draw(self, step: int) -> NDArray[np.int64]:
         """The windows of the global batch, [global_batch]."""
         numbers = np.arange(self.global_batch) + step * self.global_batch
-        epochs, places = np.divmod(numbers, len(self.windows))
-        return np.array([self._shuffled(int(e))[p] for e, p in zip(epochs, places, strict=True)])
-
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        cached: dict[int, NDArray[np.int64]] = self.__dict__.setdefault("_epochs", {})
-        if epoch not in cached:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            for old in [other for other in cached if other < epoch - 1]:
-                del cached[old]
-            cached[epoch] = generator.permutation(len(self.windows))
-        return cached[epoch]
+        count = len(self.windows)
+        epochs, places = np.divmod(numbers, count)
+        orders = {epoch: _shuffled(self.seed, epoch, count) for epoch in np.unique(epochs).tolist()}
+        return np.array([orders[e][p] for e, p in zip(epochs.tolist(), places, strict=True)])
 
     def __getitem__(self, step: int) -> Batch:
         rows = [self._row(*self.windows[number].tolist()) for number in self.own(step)]
@@ -175,6 +168,12 @@ class Packed(Sequences):
         positions = np.arange(-size, self.context + 1 - size)
         positions[:size] = np.arange(start, stop) - np.maximum(firsts, start)
         return tokens[:-1], np.where(counts, tokens[1:], IGNORED), positions[:-1]
+
+
+@lru_cache(maxsize=4)  # a batch may be in two epochs, of training and of validation
+def _shuffled(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The order of ``count`` windows in an epoch."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)
 
 
 def open_corpus(config: Config) -> Corpus:
