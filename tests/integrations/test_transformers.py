@@ -59,6 +59,16 @@ def test_trainer_logs_saves_and_generates_what_it_does_with_ddp(tmp_path: Path) 
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+@on_ranks(1, deadline=150.0)
+def test_a_single_rank_saves_the_random_states_that_the_trainer_reads(tmp_path: Path) -> None:
+    with torchrun_environment():
+        runpy.run_path(str(SCRIPT))["main"](tmp_path, "shardwise")
+    assert sorted(path.parent.name for path in tmp_path.glob("trainer/*/rng_state.pth")) == [
+        "checkpoint-12",
+        "checkpoint-6",
+    ]
+
+
 @pytest.mark.thorough
 @on_ranks(2, deadline=150.0)
 def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
