@@ -28,7 +28,7 @@ def make_text(tmp_path_factory: pytest.TempPathFactory) -> MakeText:
 
     def make(values: NDArray[np.uint8], cuts: tuple[int, ...] = (0, 10**9)) -> Text:
         folder = tmp_path_factory.mktemp("text")
-        paths = []
+        paths: list[Path] = []
         for start, end in itertools.pairwise(cuts):
             paths.append(folder / str(len(paths)))
             values[start:end].tofile(paths[-1])

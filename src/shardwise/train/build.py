@@ -52,7 +52,7 @@ def check(config: Config) -> None:
 def _check_step_in_backward(config: Config) -> None:
     """Raise a ConfigError if a step in backward would need values that are known only later."""
     adds_shards = config.accumulates and config.memory.accumulate == "shards"
-    for is_conflict, quantity, way_out in (
+    for is_conflict, quantity, remedy in (
         (config.train.grad_clip > 0, "the norm of all gradients", "train.grad_clip=0"),
         (
             config.precision.compute == "float16",
@@ -64,7 +64,7 @@ def _check_step_in_backward(config: Config) -> None:
         if is_conflict:
             raise ConfigError(
                 f"memory.step_in_backward=true: {quantity} is known only after backward; "
-                f"set {way_out}"
+                f"set {remedy}"
             )
 
 

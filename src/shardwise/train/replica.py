@@ -25,7 +25,7 @@ def check_outer(config: Config) -> None:
         _outer_settings(config)
     except PlanError as error:
         raise ConfigError(f"[outer]: {error}") from None
-    for is_conflict, key, way_out in (
+    for is_conflict, key, remedy in (
         (config.memory.step_in_backward, "memory.step_in_backward=true", "set it to false"),
         (
             config.precision.compute == "float16",
@@ -34,7 +34,7 @@ def check_outer(config: Config) -> None:
         ),
     ):
         if is_conflict:
-            raise ConfigError(f"{key}: replicas synchronize after the optimizer's steps; {way_out}")
+            raise ConfigError(f"{key}: replicas synchronize after the optimizer's steps; {remedy}")
 
 
 def outer_of(model: nn.Module, optimizer: Optimizer, config: Config) -> sw.OuterOptimizer | None:
