@@ -90,14 +90,15 @@ def is_ours(f: Any) -> bool:
     return bool(f.__name__ == "shardwise.fsdp")
 
 
-def run(f: Any, model: Any, optimizer: str = "sgd") -> list[Any]:
+def run(f: Any, model: Any, optimizer: str = "sgd", flat: bool = False) -> list[Any]:
+    """Train; return the losses, the first gradients unless they are ``flat``, and the values."""
     chosen = OPTIMIZERS[optimizer](model.parameters())
     seen: list[Any] = []
     for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         seen.append(loss.item())
-        if not step:
+        if not step and not flat:
             seen.append(gradients(f, model))
         chosen.step()
         chosen.zero_grad()
@@ -121,15 +122,7 @@ def prefetch(f: Any, backward: str | None, forward: bool) -> list[Any]:
 def train_flat(f: Any, optimizer: str) -> list[Any]:
     """PyTorch's parameters are flat here, so gradients are not compared."""
     net = fsdp(f, make_net(), use_orig_params=False)
-    chosen = OPTIMIZERS[optimizer](net.parameters())
-    seen: list[Any] = []
-    for step in range(STEPS):
-        loss = loss_of(net, step)
-        loss.backward()
-        seen.append(loss.item())
-        chosen.step()
-        chosen.zero_grad()
-    return [*seen, values(f, net), dict(net.state_dict())]
+    return [*run(f, net, optimizer, flat=True), dict(net.state_dict())]
 
 
 def hybrid(f: Any, strategy: str, given: str) -> list[Any]:
