@@ -56,7 +56,7 @@ def config_of(configuration: Configuration, shape: Shape | None, path: str = "")
 
 
 def checkpointing_of(configuration: Configuration) -> dict[str, Any]:
-    """The keys of [memory] about activations, if all blocks are treated alike."""
+    """The keys of [memory] about activations; the mode of the first block applies to all."""
     modes = configuration.checkpointing
     mode = modes if isinstance(modes, str) else modes[0]
     return {

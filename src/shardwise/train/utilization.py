@@ -82,7 +82,7 @@ class RankFigures:
 
 
 def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The fields of `StepMetrics` about waits. The slowest rank is the one that waits least."""
+    """The fields of `StepMetrics` about waiting. The slowest rank is the one that waits least."""
     exposed = [rank.exposed_seconds for rank in ranks]
     return {
         "exposed_seconds": sum(exposed) / len(exposed),
@@ -92,7 +92,7 @@ def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepsOfRun(Container[int]):
-    """The recorded steps of a run, by the ledger's numbers: there each backward ends a step."""
+    """The recorded steps of a run, as numbers of the ledger, where each backward ends a step."""
 
     chosen: Literal["some"] | tuple[int, ...]  # "some", or step numbers as in the metrics
     first: int  # first step that this process trains
