@@ -4,9 +4,9 @@
         [--full]
 
 With ``--strategy model_parallel``, the default, `configure_model` shards the model, as Lightning
-wants it. With ``fsdp``, Lightning itself wraps it in FSDP1, so that has to be replaced. Trains
-four steps, saves a checkpoint (with ``--full``, one file of whole tensors), and continues from it
-with two more. Writes the losses to OUT/ENGINE.json.
+expects. With ``fsdp``, Lightning itself wraps it in FSDP1, which is replaced. Trains four steps,
+saves a checkpoint (with ``--full``, one file of whole tensors), and resumes from it for two more.
+Writes the losses to OUT/ENGINE.json.
 """
 
 # mypy: disable-error-code="misc, no-any-return, arg-type, attr-defined"

@@ -1,6 +1,6 @@
 """Frameworks that shard models themselves train with shardwise as with PyTorch's FSDP.
 
-Lightning is no dependency of the tests: ``pip install lightning`` to run its part.
+Lightning is not a dependency of the tests: ``pip install lightning`` to run its part.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from tests.torchrun import torchrun
 
 
 def thorough(test: Any) -> Any:
-    """Each program takes seconds to start."""
+    """Mark a test for `make thorough`, because its programs take seconds to start."""
     return pytest.mark.thorough(pytest.mark.timeout(600)(test))
 
 

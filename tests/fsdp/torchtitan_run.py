@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node=4 -m tests.fsdp.torchtitan_run \
         {torch,shardwise} DIRECTORY [NAME=VALUE of torchtitan's parallelism ...]
 
-Rank 0 writes the loss and gradient norm of each step to DIRECTORY/losses.json. What is replaced in
-torchtitan, because this is a CPU with a released torch: the device and its memory statistics; flex
+Rank 0 writes the loss and gradient norm of each step to DIRECTORY/losses.json. To run on a CPU with
+a released torch, these parts of torchtitan are replaced: the device and its memory statistics; flex
 attention, whose backward needs a GPU, by causal attention; averages in Gloo, which lacks torch's
 scaled sums, by sums; one timeout; the arguments of ``schedule.step``, which differ in torch's next
 release; and the data, by random tokens.

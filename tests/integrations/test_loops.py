@@ -1,6 +1,6 @@
 """Plain loops, one with torchdata's StatefulDataLoader, are resumed and have the losses of DDP.
 
-torchdata is no dependency of the tests: ``pip install torchdata`` to run its part.
+torchdata is not a dependency of the tests: ``pip install torchdata`` to run its part.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""``model.save_pretrained`` of a sharded model writes what it writes of the same model unsharded.
+"""``model.save_pretrained`` writes the same files whether or not the model is sharded.
 
-And what saves from one rank alone fails with the way out.
+Functions that save from one rank alone raise an error that names the alternative.
 """
 
 from collections.abc import Callable
