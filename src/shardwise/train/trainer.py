@@ -258,17 +258,14 @@ class Trainer:
         self._exposed_seconds = 0.0 if recorder is None else recorder.exposed_seconds
         measured = RankFigures.measure(self.world.device, self._exposed_seconds - before)
         own = loss.new_tensor([self.stop.number, *astuple(measured)])
-        mesh = self.runtime.mesh
-        values = across([loss, *own.unbind()], mesh, mesh.world)
-        figures = [values[:, 0].mean()] + ([] if norm is None else [norm.to(loss)])
-        # The only point of a step where the host waits for the device.
-        flat = torch.cat([torch.stack(figures), values[:, 1:].flatten()]).tolist()
-        mean_loss, *norms = flat[: len(figures)]
-        signals, *of_ranks = (flat[len(figures) + i :: len(own)] for i in range(len(own)))
+        mesh, norms = self.runtime.mesh, [] if norm is None else [norm.to(loss)]
+        values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [ranks, values]
+        values[:, 0] = values[:, 0].mean()
+        rows = values.tolist()  # the only point of a step where the host waits for the device
         self.overlapped_shares.append(self.runtime.scheduler.ledger.overlapped_share())
-        self.stopped_by = int(max(signals))
-        ranks = list(map(RankFigures, *of_ranks))
-        return StepResult(mean_loss, norms[0] if norms else None, ranks)
+        self.stopped_by = int(max(signal for _, signal, *_ in rows))
+        ranks = [RankFigures(*row[2 : 1 + len(own)]) for row in rows]
+        return StepResult(rows[0][0], rows[0][-1] if norms else None, ranks)
 
     # -- validation ------------------------------------------------------------------------------
 
