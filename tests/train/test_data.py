@@ -142,7 +142,7 @@ def test_the_standard_library_is_there() -> None:
     assert b"def " in content(corpus.train)
     share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
     assert 0.04 < share <= 0.0501
-    corpus.check_holds(1024)
+    corpus.check_length(1024)
 
 
 @pytest.fixture
@@ -201,6 +201,6 @@ def test_a_missing_text(directory: Path, data: dict[str, str], message: str) -> 
 
 def test_a_text_that_is_too_short(directory: Path) -> None:
     corpus = open_corpus(path=str(directory / "notes.txt"), validation_share=0.1)
-    corpus.check_holds(59)
+    corpus.check_length(59)
     with pytest.raises(ConfigError, match=r"leaves 60 bytes .* needs at least 61"):
-        corpus.check_holds(60)
+        corpus.check_length(60)

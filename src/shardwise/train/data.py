@@ -67,7 +67,7 @@ class Corpus:
                 digest = zlib.crc32(chunk.data, digest)
         return digest
 
-    def check_holds(self, context: int) -> None:
+    def check_length(self, context: int) -> None:
         """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""
         shorter = min(len(self.train), len(self.validation))
         if self.unit == "byte" and shorter <= context:

@@ -97,7 +97,7 @@ class ProgressSink:
         self._progress.start()
 
     def log(self, record: StepMetrics) -> None:
-        metrics = "  ".join(_shown(record))
+        metrics = "  ".join(_formatted(record))
         self._progress.update(self._task, completed=record.step, metrics=metrics)
         is_logged = record.step in (1, self._steps) or record.step % self._log_every == 0
         if is_logged and not self._console.is_terminal:
@@ -112,7 +112,7 @@ class ProgressSink:
         self._progress.stop()
 
 
-def _shown(record: StepMetrics) -> Iterator[str]:
+def _formatted(record: StepMetrics) -> Iterator[str]:
     """The known metrics of a step, in human-readable form."""
     yield f"loss {record.loss:.3f}"
     yield f"{record.tokens_per_second:,.0f} tokens/s"

@@ -19,7 +19,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Sink, StepMetrics
 from shardwise.train.summary import Summary, summarize
 from shardwise.train.trainer import StepResult, Trainer
-from shardwise.train.utilization import waits_of
+from shardwise.train.utilization import wait_metrics
 
 __all__ = ["Result", "steps", "train"]
 
@@ -107,7 +107,7 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             mfu=None if share is None else speed * share,
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
             free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
-            **({} if trainer.recorder is None else waits_of(result.ranks)),
+            **({} if trainer.recorder is None else wait_metrics(result.ranks)),
         )
 
 

@@ -18,7 +18,7 @@ __all__ = ["STDLIB", "Text", "find_files", "split_files"]
 
 STDLIB = "stdlib"
 # Tests are repetitive, and installed packages differ between machines.
-NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 Bytes = NDArray[np.uint8]
 
@@ -86,7 +86,7 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
         found = {file.relative_to(root).as_posix(): file for file in root.glob(pattern)}
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"data.glob={pattern!r}: {error}") from None
-    excluded = NOT_STDLIB if path == STDLIB else set()
+    excluded = _EXCLUDED if path == STDLIB else set()
     files = {
         name: file
         for name, file in sorted(found.items())

@@ -21,7 +21,7 @@ __all__ = [
     "flops_per_token",
     "peak_flops",
     "share_of_peak",
-    "waits_of",
+    "wait_metrics",
 ]
 
 
@@ -81,7 +81,7 @@ class RankFigures:
         return cls(exposed_seconds, peak, free)
 
 
-def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
+def wait_metrics(ranks: Sequence[RankFigures]) -> dict[str, Any]:
     """The fields of `StepMetrics` about waiting. The slowest rank is the one that waits least."""
     exposed = [rank.exposed_seconds for rank in ranks]
     return {
