@@ -1,45 +1,32 @@
-"""accelerate's FSDP plugin with shardwise in the place of PyTorch's FSDP; a program for torchrun.
+"""accelerate's FSDP plugin with shardwise in place of PyTorch's FSDP; a program for torchrun.
 
     torchrun --nproc-per-node=2 tests/fsdp/accelerate_run.py OUT [--version 1] [--engine torch]
         [--bf16]
 
-Saves and loads a checkpoint after the third of six steps, and writes the losses and gradient norms
-to OUT/ENGINE.json. The model is tiny and random.
+Runs the loop of `examples/hf/accelerate_loop.py`, and writes the losses and gradient norms to
+OUT/ENGINE.json.
 """
 
 import argparse
 import contextlib
 import json
+import runpy
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.fsdp.frameworks import replace_torch_fsdp
 
-PARTS = 2  # micro-batches of a step
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+LOOP = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hf" / "accelerate_loop.py"))
 
 
 def make_accelerator(engine: str, version: int, bf16: bool) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
     precision = "bf16" if bf16 else "no"
-    common = {"cpu": on_cpu, "gradient_accumulation_steps": PARTS, "mixed_precision": precision}
+    steps = LOOP["PARTS"]
+    common = {"cpu": on_cpu, "gradient_accumulation_steps": steps, "mixed_precision": precision}
     if engine == "ddp":
         return Accelerator(**common)
     plugin = FullyShardedDataParallelPlugin(
@@ -49,40 +36,13 @@ def make_accelerator(engine: str, version: int, bf16: bool) -> Accelerator:
         state_dict_type="SHARDED_STATE_DICT",
     )
     accelerator = Accelerator(**common, fsdp_plugin=plugin)
-    if on_cpu:  # where accelerate takes DDP whatever the plugin
+    if on_cpu:  # on a CPU, accelerate uses DDP regardless of the plugin
         if bf16:
             plugin.set_mixed_precision(precision)
         PartialState().distributed_type = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def main(out: Path, accelerator: Accelerator) -> list[tuple[float, float]]:
-    """Train; returns the loss and the gradients' norm of each step."""
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    history = []
-    for step in range(6):
-        total = torch.zeros((), device=accelerator.device)
-        for part in range(PARTS):
-            seed = (step * PARTS + part) * accelerator.num_processes + accelerator.process_index
-            generator = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(64, (4, 12), generator=generator).to(accelerator.device)
-            with accelerator.accumulate(model):
-                loss = model(input_ids=tokens, labels=tokens).loss
-                accelerator.backward(loss)
-                total += loss.detach() / PARTS
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        history.append((float(accelerator.reduce(total, "mean")), float(norm)))
-        if step == 2:
-            accelerator.save_state(str(out))
-        if step == 3:  # as if it had not been made
-            accelerator.load_state(str(out))
-    return history
 
 
 if __name__ == "__main__":
@@ -96,7 +56,7 @@ if __name__ == "__main__":
     with contextlib.ExitStack() as stack:
         if options.engine == "shardwise":
             stack.enter_context(replace_torch_fsdp())
-        history = main(options.out / options.engine, accelerator)
+        history = LOOP["main"](options.out / options.engine, accelerator)
     if accelerator.is_main_process:
         (options.out / f"{options.engine}.json").write_text(json.dumps(history))
     accelerator.end_training()

@@ -15,9 +15,9 @@ from tests.covering import cover
 TOLERANCE = 1e-10
 DEADLINE = 90.0  # seconds; the first use of FSDP2 imports a compiler
 
-# A program takes the module that it imports from, and returns what is compared.
+# A program takes the module that it imports from, and returns the results to compare.
 Program = Callable[..., Any]
-Case = tuple[Program, dict[str, Any]]  # with its other arguments
+Case = tuple[Program, dict[str, Any]]  # a program and its other arguments
 
 
 def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
@@ -37,13 +37,13 @@ def cases(program: Program, **values: Sequence[Any]) -> list[Any]:
 
 
 def one_of(program: Program, **values: Sequence[Any]) -> list[Any]:
-    """The same, where other programs show each value: `make test` runs the first row only."""
+    """Like `cases`, if other programs cover each value: `make test` runs the first row only."""
     first, *others = cases(program, **values)
     return [first, *thorough(others)]
 
 
 def thorough(parameters: Iterable[Any]) -> list[Any]:
-    """The same parameters for `make thorough` only."""
+    """Mark all ``parameters`` for `make thorough` only."""
     return [pytest.param(*each.values, marks=pytest.mark.thorough) for each in parameters]
 
 

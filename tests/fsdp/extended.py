@@ -13,7 +13,7 @@ __all__ = ["InBfloat16", "Pair", "Wrapper", "replace_weights"]
 
 
 class Wrapper(Tensor):
-    """Wraps tensors of its own shape; operations run on each of them."""
+    """A tensor that wraps tensors of the same shape; operations run on each of them."""
 
     wrapped: tuple[str, ...] = ("data_",)
 
@@ -56,7 +56,7 @@ class Wrapper(Tensor):
 
 
 class Pair(Wrapper):
-    """Two tensors that are gathered as they are; so is what they make up."""
+    """Two tensors that are gathered unchanged and make up the gathered parameter."""
 
     wrapped = ("a", "b")
 
@@ -78,7 +78,7 @@ class Pair(Wrapper):
 
 
 class InBfloat16(Wrapper):
-    """Is gathered in bfloat16, and computes in its own dtype."""
+    """A tensor that is gathered in bfloat16 and computes in its own dtype."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, _stride: Any, module: nn.Module, policy: Any
@@ -106,7 +106,7 @@ class InBfloat16(Wrapper):
 def replace_weights(
     model: nn.Module, make: Callable[[Tensor], Tensor], *, uneven: bool = True
 ) -> None:
-    """Have linear layers of ``model`` hold ``make`` of their weights, also of ``uneven`` sizes."""
+    """Apply ``make`` to the weights of linear layers; without ``uneven``, of even sizes only."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and (uneven or module.out_features % 2 == 0):
             weight = module.weight

@@ -4,9 +4,9 @@
         [--full]
 
 With ``--strategy model_parallel``, the default, `configure_model` shards the model, as Lightning
-wants it. With ``fsdp``, Lightning itself wraps it in FSDP1, so that has to be replaced. Trains
-four steps, saves a checkpoint (with ``--full``, one file of whole tensors), and continues from it
-with two more. Writes the losses to OUT/ENGINE.json.
+expects. With ``fsdp``, Lightning itself wraps it in FSDP1, which is replaced. Trains four steps,
+saves a checkpoint (with ``--full``, one file of whole tensors), and resumes from it for two more.
+Writes the losses to OUT/ENGINE.json.
 """
 
 # mypy: disable-error-code="misc, no-any-return, arg-type, attr-defined"
@@ -48,7 +48,7 @@ class Regression(lightning.LightningModule):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(WIDTH, 1))
         self.sharded_by = sharded_by  # None: Lightning shards it
-        self.full = full  # checkpoints are whole
+        self.full = full  # whether checkpoints contain whole tensors
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -82,7 +82,7 @@ class ShardedRegression(Regression):
 
 
 class AnyDeviceFSDP(FSDPStrategy):
-    """Lightning insists on a GPU for the strategy itself, but not for a subclass of it."""
+    """A subclass, because Lightning requires a GPU for the strategy itself."""
 
 
 def make_strategy(name: str, full: bool) -> Any:

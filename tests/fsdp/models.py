@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two linear layers, with a buffer and another method than forward."""
+    """Blocks between two linear layers, with a buffer and a method besides forward."""
 
     scale: Tensor
 

@@ -86,18 +86,19 @@ def clean(name: str) -> str:
 
 
 def is_ours(f: Any) -> bool:
-    """Whether to use what PyTorch supports on a GPU only."""
+    """Whether ``f`` is shardwise, which supports on a CPU what PyTorch supports on a GPU only."""
     return bool(f.__name__ == "shardwise.fsdp")
 
 
-def run(f: Any, model: Any, optimizer: str = "sgd") -> list[Any]:
+def run(f: Any, model: Any, optimizer: str = "sgd", flat: bool = False) -> list[Any]:
+    """Train; return the losses, the first gradients unless they are ``flat``, and the values."""
     chosen = OPTIMIZERS[optimizer](model.parameters())
     seen: list[Any] = []
     for step in range(STEPS):
         loss = loss_of(model, step)
         loss.backward()
         seen.append(loss.item())
-        if not step:
+        if not step and not flat:
             seen.append(gradients(f, model))
         chosen.step()
         chosen.zero_grad()
@@ -119,17 +120,9 @@ def prefetch(f: Any, backward: str | None, forward: bool) -> list[Any]:
 
 
 def train_flat(f: Any, optimizer: str) -> list[Any]:
-    """Parameters are flat in PyTorch's, so their gradients are not compared."""
+    """PyTorch's parameters are flat here, so gradients are not compared."""
     net = fsdp(f, make_net(), use_orig_params=False)
-    chosen = OPTIMIZERS[optimizer](net.parameters())
-    seen: list[Any] = []
-    for step in range(STEPS):
-        loss = loss_of(net, step)
-        loss.backward()
-        seen.append(loss.item())
-        chosen.step()
-        chosen.zero_grad()
-    return [*seen, values(f, net), dict(net.state_dict())]
+    return [*run(f, net, optimizer, flat=True), dict(net.state_dict())]
 
 
 def hybrid(f: Any, strategy: str, given: str) -> list[Any]:
@@ -399,7 +392,7 @@ def scales(f: Any, bad: bool) -> list[Any]:
 
 
 def refusals(f: Any) -> list[Any]:
-    """Both refuse the same mistakes."""
+    """Both implementations refuse the same mistakes."""
     net = fsdp(f, make_net(), "none")
     summon_full = f.FullyShardedDataParallel.summon_full_params
     attempts: list[Any] = [

@@ -24,7 +24,7 @@ HALF = torch.bfloat16
 
 
 def hook_in_half(world_size: int, gradient: Tensor, shard: Tensor | None = None) -> None:
-    """Reduces in bfloat16, and replaces ``.data`` as PyTorch's hooks do."""
+    """Reduce in bfloat16, and replace ``.data``, as PyTorch's hooks do."""
     kept = gradient.dtype
     gradient.data = gradient.data.to(HALF)
     if shard is None:
@@ -39,7 +39,7 @@ def hook_in_half(world_size: int, gradient: Tensor, shard: Tensor | None = None)
 def hook_without_communication(
     state: list[int], gradient: Tensor, shard: Tensor | None = None
 ) -> None:
-    """Each rank keeps its own gradients, of which it has one shard."""
+    """Keep this rank's part of its own gradients."""
     state.append(gradient.numel())
     if shard is not None:
         shard.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
@@ -59,7 +59,7 @@ def hooks(f: Any, which: str, strategy: str, policy: str) -> list[Any]:
 
 
 def own_hook(f: Any) -> list[Any]:
-    """It sees the gradients of every unit, without those of units inside it."""
+    """The hook is called with the gradients of each unit, without those of units inside it."""
     net = fsdp(f, make_net(), sharding_strategy="NO_SHARD")
     state: list[int] = []
     net.register_comm_hook(state, hook_without_communication)
@@ -79,7 +79,7 @@ def keeps_low_precision(f: Any, strategy: str) -> list[Any]:
 
 
 class Experts(nn.Module):
-    """A unit of each rank's own between layers that all ranks share."""
+    """A unit that differs between ranks, after layers that all ranks share."""
 
     def __init__(self, f: Any) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def experts(f: Any) -> list[Any]:
 
 
 def copies(f: Any) -> None:
-    """A copy of a model with several sets of ranks trains as the original."""
+    """A copy of a model with several process groups trains like the original."""
     net = f.FullyShardedDataParallel(Experts(f), device_id=CPU)
     twin = copy.deepcopy(net)
     assert len(f.FullyShardedDataParallel.fsdp_modules(twin)) == 3
@@ -130,7 +130,7 @@ def copies(f: Any) -> None:
 
 
 def other_names(f: Any) -> list[Any]:
-    """Ranks whose parameters have other names, since they ignore another number of modules."""
+    """Parameter names differ between ranks, which ignore different numbers of modules."""
     torch.manual_seed(0)
     ignored = [nn.Linear(4, 4).double() for _ in range(dist.get_rank() + 1)]
     torch.manual_seed(1)
@@ -163,7 +163,7 @@ def wraps_norms(f: Any, policy: str) -> list[Any]:
 
 
 def evaluates_in_full_precision(f: Any) -> None:
-    """Evaluation between backward and step is as in float32, and training goes on as without it."""
+    """Evaluation between backward and step uses float32 and does not change training."""
     mixed = f.MixedPrecision(param_dtype=HALF, reduce_dtype=HALF)
     with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
         nets = [fsdp(f, make_net().float(), mixed_precision=mixed) for _ in range(2)]
@@ -192,9 +192,9 @@ def evaluates_in_full_precision(f: Any) -> None:
 
 
 def steps_in_full_precision(f: Any) -> None:
-    """An optimizer may step before training goes on, although the model is sharded again."""
+    """An optimizer may step after an evaluation, for which the model was sharded again."""
     torch.manual_seed(0)
-    plain = nn.Linear(3, 5)  # cut where the alignment is, which must not depend on dtypes
+    plain = nn.Linear(3, 5)  # cut at an aligned offset, which must not depend on dtypes
     mixed = f.MixedPrecision(param_dtype=HALF, reduce_dtype=HALF)
     with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
         nets = [fsdp(f, copy.deepcopy(plain), mixed_precision=mixed) for _ in range(2)]

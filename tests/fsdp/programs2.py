@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, step: int) -> Any:
 
 
 def own(tensor: Any) -> Tensor:
-    """A copy of this rank's part: the same in both, since both cut alike."""
+    """A copy of this rank's part, which is the same in both implementations."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach().clone()
 
@@ -78,7 +78,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def steps(model: nn.Module, optimizer: str = "sgd") -> Iterator[Any]:
-    """Train; yields each loss, the first gradients and the final parameters."""
+    """Train; yield each loss, the first gradients and the final parameters."""
     chosen = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         loss = loss_of(model, step)
@@ -313,7 +313,7 @@ def filled_from_whole(f: Any, wrapped: str) -> list[Any]:
 
 
 def assigned_from_whole(f: Any, wrapped: str) -> list[Any]:
-    """Give a model on the meta device values, with a tensor for each name of a tied parameter."""
+    """Assign values to a model on the meta device, with one tensor per name of a tied parameter."""
     with torch.device("meta"):
         net = Net(tied=True).double()
         net.again.weight = net.embed.weight
@@ -331,7 +331,7 @@ def assigned_from_whole(f: Any, wrapped: str) -> list[Any]:
 
 
 def inside_replicate(f: Any) -> list[Any]:
-    """Units inside a model that DDP averages the other gradients of."""
+    """Units inside a model whose other gradients are averaged by DDP."""
     net = make_net()
     for block in net.blocks:
         f.fully_shard(block)
@@ -427,7 +427,7 @@ def several_forwards(f: Any) -> list[Any]:
 
 
 def sharded_twice(f: Any) -> list[Any]:
-    """Both refuse the same mistakes."""
+    """Both implementations refuse the same mistakes."""
     refused = []
     for wrong in (nn.ModuleList([nn.Linear(2, 2)]), None):
         try:
@@ -455,7 +455,7 @@ def _local(tensor: Any) -> Tensor:
 def extensions(
     f: Any, kind: str, reshard: bool = True, policy: dict[str, Any] | None = None
 ) -> list[Any]:
-    """Weights of a class that says what is gathered of them."""
+    """Weights of a class with all-gather extensions."""
     net: Any = make_net()
     make: Any = InBfloat16 if kind == "bfloat16" else lambda w: Pair(w.clone(), w.clone())
     replace_weights(net, make, uneven=kind != "pair")

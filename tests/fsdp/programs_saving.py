@@ -38,7 +38,9 @@ def sorted_states(states: dict[str, Any]) -> dict[str, Any]:
 def full(f: Any, policy: str, config: dict[str, bool]) -> list[Any]:
     net = fsdp(f, make_net(), policy)
     kind = f.StateDictType.FULL_STATE_DICT
-    config = config | {"offload_to_cpu": config["offload_to_cpu"] and is_ours(f)}  # theirs crashes
+    config = config | {
+        "offload_to_cpu": config["offload_to_cpu"] and is_ours(f)
+    }  # PyTorch's crashes
     with cls(f).state_dict_type(net, kind, f.FullStateDictConfig(**config)):
         saved = net.state_dict()
     other = fsdp(f, make_net(seed=3), policy)
@@ -105,7 +107,7 @@ def sharded(f: Any, kind: str, offload: bool) -> list[Any]:
 
 
 def shards_of(states: dict[str, Any]) -> dict[str, Any]:
-    """Where the shards of this rank begin, and what is in them; other values as they are."""
+    """The offsets and contents of this rank's shards; other values unchanged."""
     return {
         name: [(list(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
         if isinstance(value, ShardedTensor)
@@ -115,7 +117,7 @@ def shards_of(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharded_tensors(f: Any, offload: bool) -> list[Any]:
-    """torch's sharded tensors, of parameters and of optimizer states, and loading them."""
+    """Parameters and optimizer states as torch's sharded tensors, saved and loaded."""
     net, other, first, second = trained(f, "adam")
     config = f.ShardedStateDictConfig(offload_to_cpu=offload)
     for model in (net, other):
@@ -174,7 +176,7 @@ def optimizer_of(net: Any, name: str) -> Any:
 
 
 def continued(f: Any, net: Any, other: Any, first: Any, second: Any) -> list[Any]:
-    """Assert that another step gives the same parameters; returns them."""
+    """Assert that another step gives the same parameters, and return them."""
     seen = []
     for model, optimizer in ((net, first), (other, second)):
         step(model, optimizer, 5)
@@ -193,7 +195,7 @@ def trained(f: Any, name: str) -> tuple[Any, Any, Any, Any]:
 
 
 def optimizer_states(f: Any, name: str, kind: str) -> list[Any]:
-    """With ``optim_state_dict`` and ``optim_state_dict_to_load``."""
+    """Uses ``optim_state_dict`` and ``optim_state_dict_to_load``."""
     net, other, first, second = trained(f, name)
     for model in (net, other):
         cls(f).set_state_dict_type(model, getattr(f.StateDictType, f"{kind}_STATE_DICT"))
@@ -223,7 +225,7 @@ def optimizer_states_of_rank_0(f: Any, name: str) -> list[Any]:
 
 
 def full_optimizer_states(f: Any, name: str, how: str) -> list[Any]:
-    """With the deprecated functions."""
+    """Uses the deprecated functions."""
     net, other, first, second = trained(f, name)
     states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=how == "scatter"))
     other.load_state_dict(net.state_dict())
@@ -237,7 +239,7 @@ def full_optimizer_states(f: Any, name: str, how: str) -> list[Any]:
 
 
 def optimizer_inputs(f: Any, name: str, how: str) -> list[Any]:
-    """With ``optim_input``, the optimizer's constructor argument, instead of ``optim``."""
+    """Passes ``optim_input``, the optimizer's constructor argument, instead of ``optim``."""
     net, other, first, second = trained(f, name)
     given = [{**group} for group in second.param_groups] if name == "groups" else other.parameters()
     states = copy.deepcopy(cls(f).full_optim_state_dict(net, first, rank0_only=False))

@@ -1,4 +1,4 @@
-"""Ours loads what PyTorch's FSDP1 and FSDP2 saved, and the reverse, bit for bit."""
+"""shardwise loads what PyTorch's FSDP1 and FSDP2 saved, and the reverse, bit for bit."""
 
 import importlib
 from pathlib import Path
@@ -102,7 +102,7 @@ def _load(kind: str, name: str, reader: str, path: Path) -> None:
         set_state_dict(
             net, optimizer, model_state_dict=read["model"], optim_state_dict=read["optim"]
         )
-    expected = torch.load(path / "whole.pt")  # again, since torch changed what it loaded
+    expected = torch.load(path / "whole.pt")  # read again: loading changed the tensors
     _assert_equal(_whole(kind, f, net, optimizer), expected, "state")
     loss_of(net, 0).backward()  # training continues
     optimizer.step()

@@ -1,6 +1,6 @@
 """Frameworks that shard models themselves train with shardwise as with PyTorch's FSDP.
 
-Lightning is no dependency of the tests: ``pip install lightning`` to run its part.
+Lightning is not a dependency of the tests: ``pip install lightning`` to run its part.
 """
 
 import importlib.util
@@ -20,11 +20,11 @@ from tests.torchrun import torchrun
 
 
 def thorough(test: Any) -> Any:
-    """Each program takes seconds to start."""
+    """Mark a test for `make thorough`, because its programs take seconds to start."""
     return pytest.mark.thorough(pytest.mark.timeout(600)(test))
 
 
-def test_torch_is_as_it_was_after_the_block() -> None:
+def test_the_block_restores_torch() -> None:
     before = dict(vars(torch.distributed.fsdp))
     with replace_torch_fsdp():
         for name in ("FSDPModule", "FullyShardedDataParallel", "fully_shard"):
@@ -37,7 +37,7 @@ def test_torch_is_as_it_was_after_the_block() -> None:
     assert dict(vars(torch.distributed.fsdp)) == before
 
 
-def test_a_module_that_the_block_imports_is_as_it_was_after_it(
+def test_the_block_restores_modules_that_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "late_framework.py").write_text("from torch.distributed.fsdp import FSDPModule\n")
@@ -50,7 +50,7 @@ def test_a_module_that_the_block_imports_is_as_it_was_after_it(
 
 
 def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:
-    """What a program with this ``--engine`` wrote to OUT/ENGINE.json."""
+    """Run a program; return the content of OUT/ENGINE.json, which it writes."""
     out.mkdir(exist_ok=True)
     torchrun(num_ranks, script, str(out), "--engine", engine, *options)
     return json.loads((out / f"{engine}.json").read_text())

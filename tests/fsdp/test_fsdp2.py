@@ -143,6 +143,6 @@ def test_program_with_fully_shard_of_the_package_root_on_a_2d_mesh() -> None:
 
 
 def _run_with_package_root(case: Case) -> None:
-    """It cuts otherwise than PyTorch's, so that whole tensors are compared."""
+    """Parameters are cut in other places than PyTorch's, so whole tensors are compared."""
     with mock.patch.object(programs, "own", programs.whole):
         run_both(*case, TOLERANCE, "tests.fsdp.sw_namespace")

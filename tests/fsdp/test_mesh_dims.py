@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have parameters replicated, but for ``tp``, which cuts them as column and row."""
+    """Replicate parameters, except over ``tp``, which cuts columns and rows."""
     names = mesh.mesh_dim_names or ()
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -57,7 +57,7 @@ def train(engine: Any, case: str) -> Any:
     distribute(model, mesh)
     for module in (*model, model):
         engine.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
-        if isinstance(module, engine.FSDPModule):  # the loss is of the global batch
+        if isinstance(module, engine.FSDPModule):  # the loss is that of the global batch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

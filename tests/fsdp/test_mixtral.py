@@ -35,7 +35,7 @@ def build() -> MixtralForCausalLM:
 
 
 def shard(model: Any, mesh: DeviceMesh, dense: DeviceMesh) -> None:
-    """In the calls and the order in which transformers shards a model itself."""
+    """Shard ``model`` with the calls, and in the order, of transformers."""
     plan: dict[str, str] = {}
     for layer in range(LAYERS):
         experts = f"model.layers.{layer}.mlp.experts"

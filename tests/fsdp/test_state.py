@@ -1,4 +1,4 @@
-"""State of FSDP1 models that PyTorch's implementation has in other forms, and what is refused."""
+"""State of FSDP1 models whose form differs from PyTorch's, and calls that are refused."""
 
 import copy
 import io
@@ -281,14 +281,14 @@ def test_hybrid_strategies_need_groups(strategy: f.ShardingStrategy) -> None:
 
 
 @on_ranks(2)
-def test_one_rank_is_warned_of() -> None:
+def test_a_single_rank_causes_a_warning() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.warns(UserWarning, match=r"NO_SHARD.* since the world size is 1"):
         net = wrapped(process_group=alone)
     assert net.sharding_strategy is f.ShardingStrategy.NO_SHARD
 
 
-def test_keys_of_loading_are_those_of_the_module() -> None:
+def test_loading_reports_the_keys_of_the_module() -> None:
     net = wrapped()
     states = net.state_dict() | {"blocks.0.other": torch.zeros(1)}
     del states["blocks.0.norm.weight"]
@@ -296,12 +296,12 @@ def test_keys_of_loading_are_those_of_the_module() -> None:
     assert (missing, unexpected) == (["blocks.0.norm.weight"], ["blocks.0.other"])
 
 
-def test_containers_are_warned_of() -> None:
+def test_a_container_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="do not implement forward"):
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
 
 
-def test_modules_on_the_cpu_of_an_accelerator_machine_are_warned_of(
+def test_a_module_on_the_cpu_of_an_accelerator_machine_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)

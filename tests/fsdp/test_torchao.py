@@ -1,4 +1,4 @@
-"""Parameters of torchao's classes: float8 weights, and NF4 ones under LoRA."""
+"""Parameters of torchao's classes: float8 weights, and NF4 weights with LoRA."""
 
 import copy
 from itertools import product
@@ -25,7 +25,7 @@ from torchao.quantization import NF4Tensor
 
 WIDTH = 64
 STEPS = 3
-ROUNDING = 2**-4  # of float8_e4m3fn: half of its 3 bits
+ROUNDING = 2**-4  # relative rounding error of float8_e4m3fn, with 3 bits of mantissa
 
 
 class LoRA(nn.Module):
@@ -114,7 +114,7 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def sent_bytes(model: nn.Module) -> int:
-    """What one rank sends to gather the units of ``model``."""
+    """The bytes that one rank sends to gather the units of ``model``."""
     records = [record for record in sw.ledger(model).records() if record.event.kind == "gather"]
     works = [work.collective for record in records for work in record.works]
     return sum(0 if work is None else work.slot_bytes for work in works)

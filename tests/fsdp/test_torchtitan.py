@@ -1,9 +1,9 @@
-"""torchtitan trains with shardwise in the place of FSDP2, and reports the same losses.
+"""torchtitan trains with shardwise in place of FSDP2, and reports the same losses.
 
-torchtitan is no dependency of the tests, as it wants packages that most machines lack: install it
-(``pip install torchtitan``, release 0.3) to run this. `torchtitan_run` names what is replaced in it
-because a CPU is not a GPU. With ``spmd_backend="spmd_types"`` torchtitan needs a later torch: the
-FSDP2 of torch 2.13 refuses the plain parameters of that, too.
+torchtitan is not a dependency of the tests, because it needs packages that most machines lack:
+install it (``pip install torchtitan``, release 0.3) to run this. `torchtitan_run` lists the parts
+that are replaced to run on a CPU. ``spmd_backend="spmd_types"`` needs a later torch: the FSDP2 of
+torch 2.13 refuses its plain parameters, too.
 """
 
 import json

@@ -87,7 +87,7 @@ def test_option_classes_are_torch_ones(name: str) -> None:
 
 @pytest.mark.parametrize("submodule", ["api", "fully_sharded_data_parallel", "wrap"])
 def test_submodules_have_the_names_of_torch(submodule: str) -> None:
-    """Programs import options from the submodules, too."""
+    """Some programs import options from the submodules."""
     theirs = importlib.import_module(f"torch.distributed.fsdp.{submodule}")
     ours = importlib.import_module(f"shardwise.fsdp.{submodule}")
     options = torch_api.__all__ if submodule == "fully_sharded_data_parallel" else ()
@@ -151,7 +151,7 @@ def test_optimizer_states_are_loaded_only_if_load_directly() -> None:
 
 
 @on_ranks(2)
-def test_a_wrapper_around_a_wrapper_may_cut_parameters_otherwise() -> None:
+def test_an_outer_wrapper_may_cut_parameters_differently() -> None:
     torch.manual_seed(0)
     inner: Any = FSDP(nn.Linear(5, 3))
     expected = {name: p.full_tensor() for name, p in inner.named_parameters()}
@@ -178,7 +178,7 @@ def test_fully_shard_is_one_function() -> None:
 
 
 class StandIn:
-    """The size of a process group and the rank in it, as programs pass them to look at wrapping."""
+    """An object with only a size and a rank, which programs pass to inspect wrapping."""
 
     def rank(self) -> int:
         return 1

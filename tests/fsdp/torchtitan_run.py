@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node=4 -m tests.fsdp.torchtitan_run \
         {torch,shardwise} DIRECTORY [NAME=VALUE of torchtitan's parallelism ...]
 
-Rank 0 writes the loss and gradient norm of each step to DIRECTORY/losses.json. What is replaced in
-torchtitan, because this is a CPU with a released torch: the device and its memory statistics; flex
+Rank 0 writes the loss and gradient norm of each step to DIRECTORY/losses.json. To run on a CPU with
+a released torch, these parts of torchtitan are replaced: the device and its memory statistics; flex
 attention, whose backward needs a GPU, by causal attention; averages in Gloo, which lacks torch's
 scaled sums, by sums; one timeout; the arguments of ``schedule.step``, which differ in torch's next
 release; and the data, by random tokens.
@@ -35,7 +35,7 @@ SEQUENCE, VOCABULARY = 32, 2000
 
 
 class Cpu:
-    """torch.cpu with what torchtitan asks of a GPU."""
+    """`torch.cpu` with the functions that torchtitan calls on a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name, lambda *_args: None)
@@ -57,7 +57,7 @@ class Cpu:
 
 
 def run_on_cpu(uses_torch: bool) -> None:
-    """Import torchtitan, and replace what it needs a GPU for."""
+    """Import torchtitan, and replace the parts that need a GPU."""
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda _kind: Cpu()  # type: ignore[assignment]
     dist.set_timeout = lambda *_args, **_options: None  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class Tokens:
 
 
 class Built:
-    """A part of the configuration that builds something of ours."""
+    """A part of the configuration that builds the result of a given function."""
 
     def __init__(self, build: Any) -> None:
         self.build = build

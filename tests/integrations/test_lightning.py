@@ -1,6 +1,6 @@
 """Lightning's `Trainer` and Fabric with our strategies train as with DDP, save and resume.
 
-Lightning is no dependency of the tests: ``pip install lightning`` to run this.
+Lightning is not a dependency of the tests: ``pip install lightning`` to run this.
 """
 
 import json
@@ -27,7 +27,7 @@ def run(script: str, out: Path, engine: str) -> Any:
 
 
 def test_trainer_has_the_losses_of_ddp_and_lightning_opens_its_checkpoint(tmp_path: Path) -> None:
-    """Two epochs, and a third one that resumes from the checkpoint of the second."""
+    """Two epochs, and a third that resumes from the second's checkpoint."""
     ours, ddp = (run("fit.py", tmp_path, engine) for engine in ("shardwise", "ddp"))
     assert len(ours) == 3 * 7
     assert ours == pytest.approx(ddp, rel=1e-4)

@@ -1,6 +1,6 @@
 """Plain loops, one with torchdata's StatefulDataLoader, are resumed and have the losses of DDP.
 
-torchdata is no dependency of the tests: ``pip install torchdata`` to run its part.
+torchdata is not a dependency of the tests: ``pip install torchdata`` to run its part.
 """
 
 import json
@@ -41,14 +41,14 @@ def test_a_resumed_loop_has_the_losses_of_ddp(tmp_path: Path, script: str) -> No
     for name, tensor in weights[0].items():
         found, wanted = tensor, weights[1][name]
         if name.endswith("in_proj_bias"):
-            # A bias of the keys changes no softmax: its gradient is rounding, which Adam scales up.
+            # A bias of the keys does not change a softmax: Adam amplifies its rounding errors.
             (found, _, *more), (wanted, _, *others) = found.chunk(3), wanted.chunk(3)
             found, wanted = torch.cat([found, *more]), torch.cat([wanted, *others])
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
 def whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The model as torch reads it in one process."""
+    """The model that torch loads in one process."""
     dcp_to_torch_save(checkpoint, checkpoint / "whole.pt")
     weights: dict[str, torch.Tensor] = torch.load(checkpoint / "whole.pt")["model"]
     return weights

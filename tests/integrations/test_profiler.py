@@ -1,4 +1,4 @@
-"""Traces of torch's profiler have units as ranges, which contain their operators."""
+"""Traces of torch's profiler show units as ranges that contain their operators."""
 
 import torch
 from torch import nn

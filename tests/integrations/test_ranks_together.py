@@ -1,4 +1,4 @@
-"""What transformers does on its own when it knows that ranks call each module together."""
+"""transformers keeps the calls of ranks synchronous where it knows that a model is sharded."""
 
 import copy
 from typing import Any
@@ -27,14 +27,14 @@ def test_ranks_generate_texts_of_different_lengths(strategy: str) -> None:
     assert torch.equal(model.generate(prompt, **options), expected)
     model.train()
     model(input_ids=prompt, labels=prompt).loss.backward()
-    with sw.gathered(model):  # every rank has the whole model, and may be alone
+    with sw.gathered(model):  # every rank has the whole model, so one may call it alone
         if rank == 0:
             assert torch.equal(model.generate(prompt, **options), expected)
     assert torch.equal(model.generate(prompt, **options), expected)
 
 
 @on_ranks(2)
-def test_layer_dropout_draws_on_each_rank_for_itself() -> None:
+def test_ranks_draw_layer_dropout_independently() -> None:
     torch.manual_seed(0)
     model: Any = Wav2Vec2ForSequenceClassification(
         Wav2Vec2Config(

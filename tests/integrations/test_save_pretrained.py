@@ -1,6 +1,6 @@
-"""``model.save_pretrained`` of a sharded model writes what it writes of the same model unsharded.
+"""``model.save_pretrained`` writes the same files whether or not the model is sharded.
 
-And what saves from one rank alone fails with the way out.
+Functions that save from one rank alone raise an error that names the alternative.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("way", SHARDED)
 def test_files_are_those_of_the_whole_model(way: str, tmp_path: Path) -> None:
-    """With a tied head, in several files with an index, and a generation config."""
+    """A model with a tied head is saved in several files, with an index and a generation config."""
     alone, model = (llama(tie_word_embeddings=True) for _ in range(2))
     SHARDED[way](model)
     for each, name in ((alone, "whole"), (model, "sharded")):
@@ -62,7 +62,7 @@ def test_files_are_those_of_the_whole_model(way: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_names_are_those_of_the_hub(tmp_path: Path) -> None:
-    """transformers joins the experts of Mixtral when it loads them, and parts them in files."""
+    """transformers joins the experts of Mixtral in memory, and separates them in files."""
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     for name in ("whole", "sharded"):
@@ -86,9 +86,9 @@ def test_an_error_of_the_first_rank_is_raised_by_all(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_adapters_alone_are_saved_and_those_that_are_frozen_as_well(tmp_path: Path) -> None:
+def test_only_adapters_are_saved_including_frozen_ones(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    embeddings = ["q_proj", "embed_tokens"]  # whose base weights peft saves, too
+    embeddings = ["q_proj", "embed_tokens"]  # peft also saves the base weights of embeddings
     for name in ("whole", "sharded"):
         model = peft.get_peft_model(
             llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)

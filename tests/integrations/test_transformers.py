@@ -22,7 +22,7 @@ COMPARED = ("loss", "grad_norm", "eval_loss", "train_loss")
 
 @contextlib.contextmanager
 def torchrun_environment() -> Iterator[None]:
-    """The variables by which accelerate recognizes a distributed run, on a rank of a pool."""
+    """Set the variables by which accelerate recognizes a distributed run."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "LOCAL_RANK"):
             patch.setenv(name, str(rank()))
@@ -48,7 +48,7 @@ def test_trainer_logs_saves_and_generates_what_it_does_with_ddp(tmp_path: Path) 
             assert line == pytest.approx(expected, rel=1e-4)
         losses = [line["loss"] for line in ours if "loss" in line]
         assert losses[0] > 1.2 * losses[5], "the loss does not fall"
-    dist.barrier()  # the first rank alone writes the models of DDP
+    dist.barrier()  # with DDP, only the first rank writes models
     for directory in ("model", "trainer/checkpoint-6"):
         opened, expected_model = (
             AutoModelForCausalLM.from_pretrained(tmp_path / engine / directory)
@@ -57,6 +57,16 @@ def test_trainer_logs_saves_and_generates_what_it_does_with_ddp(tmp_path: Path) 
         assert isinstance(opened, LlamaForCausalLM)
         for one, other in zip(opened.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@on_ranks(1, deadline=150.0)
+def test_a_single_rank_saves_the_random_states_that_the_trainer_reads(tmp_path: Path) -> None:
+    with torchrun_environment():
+        runpy.run_path(str(SCRIPT))["main"](tmp_path, "shardwise")
+    assert sorted(path.parent.name for path in tmp_path.glob("trainer/*/rng_state.pth")) == [
+        "checkpoint-12",
+        "checkpoint-6",
+    ]
 
 
 @pytest.mark.thorough
@@ -68,7 +78,7 @@ def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         checkpoint = tmp_path / "whole" / "trainer" / "checkpoint-3"
         resumed = numbers(main(tmp_path / "resumed", "shardwise", checkpoint))
     for line, expected in zip(resumed, whole, strict=True):
-        if "train_loss" not in line:  # of the steps of this run
+        if "train_loss" not in line:  # the summary counts the steps of this run only
             assert line == pytest.approx(expected, rel=1e-6)
 
 

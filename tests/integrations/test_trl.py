@@ -27,7 +27,7 @@ def run(out: Path, script: str, *options: str, engine: str = "shardwise") -> Any
 
 @pytest.mark.parametrize("script", ["lora", "qlora"])
 def test_losses_are_those_of_ddp_also_after_a_checkpoint(tmp_path: Path, script: str) -> None:
-    """TRL turns the adapters of a quantized base into bfloat16, which is less precise."""
+    """TRL converts the adapters of a quantized base to bfloat16, which is less precise."""
     if script == "qlora":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     errors = {"lora": (1e-5, 1e-5, 1e-5), "qlora": (1e-4, 1e-2, 1e-2)}

@@ -1,4 +1,4 @@
-"""A run of the trainer without its ranks."""
+"""The configuration and the plan of a run, without ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What people see."""
+"""The output of a run."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Documents: read from every format, tokenized once, packed so that they do not see each other."""
+"""Documents: reading every format, tokenizing once, and packing without attention between them."""
 
 import itertools
 import json
@@ -166,7 +166,7 @@ def test_the_order_depends_on_neither_ranks_nor_resuming(jsonl: Path) -> None:
         ("a.jsonl", b"", "no documents for train"),
     ],
 )
-def test_a_file_that_is_no_data_is_named(
+def test_an_unreadable_file_is_named(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -191,7 +191,7 @@ def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
 
 
 def test_every_token_but_a_first_one_is_a_target(jsonl: Path) -> None:
-    """Each once an epoch, after the token before it, at its position in the document."""
+    """Each token occurs once per epoch, at its position in the document."""
     corpus = opened(jsonl)
     data, documents = packed(corpus), corpus.train
     assert isinstance(documents, Documents)

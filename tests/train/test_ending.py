@@ -4,19 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.directory import latest
-from shardwise.launch.world import World
 from shardwise.train.config import Config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import open_run
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.trainer import Trainer
 from tests.ranks import run_on
+from tests.train.running import Document, config_with, cpu_world
 
-LOSSES = [5.0, 3.0, 4.0, 3.5, 3.2, 3.1, 2.0]  # as if validated, every two steps
+LOSSES = [5.0, 3.0, 4.0, 3.5, 3.2, 3.1, 2.0]  # validation losses, every two steps
 
 
 class EndAt3:
@@ -32,7 +30,7 @@ class EndAt3:
 
 def config_of(tmp_path: Path, **sections: dict[str, Any]) -> Config:
     (tmp_path / "text").write_text("def f(x):\n    return x\n" * 100)
-    document: dict[str, dict[str, Any]] = {
+    document: Document = {
         "run": {"directory": str(tmp_path / "run")},
         "model": {"layers": 2, "heads": 2, "width": 16, "context": 16},
         "data": {"path": str(tmp_path / "text")},
@@ -41,14 +39,12 @@ def config_of(tmp_path: Path, **sections: dict[str, Any]) -> Config:
         "checkpoint": {"every": 4, "best": True},
         "record": {"enabled": False},
     }
-    for name, values in sections.items():
-        document[name] = document.get(name, {}) | values
-    return Config.model_validate(document).with_ranks(2)
+    return config_with(document, sections).with_ranks(2)
 
 
 def _train(config: Config) -> tuple[list[Path], bool]:
     losses = iter(LOSSES)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    world = cpu_world()
     run = world.on_first(lambda: open_run(config))
     first = run.step // 2
     with pytest.MonkeyPatch.context() as patch:

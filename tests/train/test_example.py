@@ -1,4 +1,4 @@
-"""The example of a Llama, made much smaller."""
+"""The Llama example, with a much smaller model."""
 
 import json
 from pathlib import Path

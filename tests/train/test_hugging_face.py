@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoTokenizer, BertConfig, ViTConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from shardwise.errors import ConfigError
-from shardwise.launch.world import World
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
@@ -21,6 +19,7 @@ from shardwise.train.loop import Result, train
 from shardwise.train.run_directory import open_run
 from tests.models import llama_config
 from tests.ranks import run_on
+from tests.train.running import Document, Recorder, config_with, cpu_world
 
 TEXTS = [f"def f{n}(x):\n    return x + {n}\n" + f"# {n}\n" * (n % 3) for n in range(80)]
 
@@ -37,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(root: Path, directory: str = "", **sections: dict[str, Any]) -> Config:
-    document: dict[str, dict[str, Any]] = {
+    document: Document = {
         "run": {"directory": str(root / directory)},
         "model": {"path": str(root / "llama"), "context": 32},
         "tokenizer": {"vocabulary": 300},
@@ -49,30 +48,14 @@ def config_of(root: Path, directory: str = "", **sections: dict[str, Any]) -> Co
         "checkpoint": {"every": 6},
         "record": {"enabled": False},
     }  # fmt: skip
-    for name, values in sections.items():
-        document[name] = document.get(name, {}) | values
-    return Config.model_validate(document)
-
-
-class _Losses:
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def log(self, record: Any) -> None:
-        self.losses.append(record.loss)
-
-    def close(self) -> None:
-        pass
-
-
-def _world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return config_with(document, sections)
 
 
 def _train(config: Config) -> tuple[list[float], Result, Path]:
-    world, sink = _world(), _Losses()
+    world, sink = cpu_world(), Recorder()
     run = world.on_first(lambda: open_run(config))
-    return sink.losses, train(config, world, run, [sink]), run.path
+    result = train(config, world, run, [sink])
+    return sink.losses, result, run.path
 
 
 def run(config: Config, num_ranks: int = 2) -> tuple[list[float], Result, Path]:
@@ -83,7 +66,7 @@ def run(config: Config, num_ranks: int = 2) -> tuple[list[float], Result, Path]:
 
 @pytest.fixture(scope="module")
 def trained(root: Path) -> tuple[list[float], Path]:
-    """The losses of a run on two ranks, and what it exports."""
+    """The losses of a run on two ranks, and the directory of its exported model."""
     config = config_of(root, "run")
     losses, _, path = run(config)
     checkpoint = path / "checkpoints" / "step-00000006"
@@ -122,7 +105,7 @@ def test_training_continues_from_weights(root: Path, trained: tuple[list[float],
 
 @pytest.mark.thorough
 def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float], Path]) -> None:
-    start: dict[str, dict[str, Any]] = {
+    start: Document = {
         "model": {"path": str(trained[1])},
         "tokenizer": {"vocabulary": 0},
     }

@@ -1,14 +1,11 @@
-"""Losses do not depend on ranks, strategy or [memory]; they do on [precision], a little."""
+"""Losses do not depend on ranks, strategy or [memory], and only a little on [precision]."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.launch.world import World
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import train
@@ -16,6 +13,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import StepMetrics
 from tests.covering import leaving
 from tests.ranks import run_on
+from tests.train.running import Document, Recorder, config_with, cpu_world
 
 UNCLIPPED: dict[str, Any] = {"train": {"grad_clip": 0.0}}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +43,7 @@ def plain(text: Path) -> list[StepMetrics]:
 
 @pytest.fixture(scope="module")
 def unclipped(text: Path) -> list[StepMetrics]:
-    """Of a run without clipping, as ``memory.step_in_backward`` needs it."""
+    """The records of a run without clipping, which ``memory.step_in_backward`` requires."""
     return _run(text, UNCLIPPED)
 
 
@@ -123,17 +121,14 @@ def test_a_step_in_backward_rejects_options_that_need_all_gradients(
 
 
 def _config(text: Path, *layers: dict[str, Any]) -> Config:
-    document: dict[str, dict[str, Any]] = {
+    document: Document = {
         "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
         "data": {"path": str(text)},
         "train": {"steps": 8, "warmup_share": 0.0, "global_batch": 4, "validation_batches": 1},
         "sample": {"bytes": 0},
         "checkpoint": {"every": 0},
     }
-    for layer in layers:
-        for section, values in layer.items():
-            document[section] = document.get(section, {}) | values
-    return Config.model_validate(document)
+    return config_with(document, *layers)
 
 
 def _run(text: Path, *layers: dict[str, Any], num_ranks: int = 2) -> list[StepMetrics]:
@@ -145,19 +140,7 @@ def _losses(records: list[StepMetrics]) -> list[float]:
     return [record.loss for record in records]
 
 
-class _Recorder:
-    def __init__(self) -> None:
-        self.records: list[StepMetrics] = []
-
-    def log(self, record: StepMetrics) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
-
-
 def _train(config: Config) -> list[StepMetrics]:
-    recorder = _Recorder()
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    train(config, world, RunDirectory(Path(config.data.path).parent), [recorder])
+    recorder = Recorder()
+    train(config, cpu_world(), RunDirectory(Path(config.data.path).parent), [recorder])
     return recorder.records

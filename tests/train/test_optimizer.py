@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, and the groups of weight decay."""
+"""Optimizers by name, learning rate schedules and weight decay."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def test_an_optimizer_has_a_name(name: str, options: dict[str, Any], states: int
         ({"schedule": "cosin"}, "train.schedule='cosin' is not known; did you mean 'cosine'"),
     ],
 )
-def test_a_wrong_name_is_named(changes: dict[str, Any], message: str) -> None:
+def test_an_unknown_name_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_optimizer(TrainConfig.model_validate(changes))
 

@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.launch.world import World
 from shardwise.outer.serving import HubThread
 from shardwise.train.config import Config, read_config
 from shardwise.train.loop import steps
 from shardwise.train.replica import check_outer
 from shardwise.train.trainer import Trainer
 from tests.ranks import run_on
+from tests.train.running import cpu_world
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,9 @@ def test_the_batch_is_divided_among_the_ranks_of_all_replicas() -> None:
         config.with_ranks(3)
 
 
-@pytest.mark.thorough  # tests/outer/test_group.py shows it without the trainer
+@pytest.mark.thorough  # tests/outer/test_group.py tests this without the trainer
 def test_a_replica_on_other_ranks_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
-    """After step 5 of 9, shared parameters have momentum, and a difference is on its way."""
+    """After step 5 of 9, shared parameters have momentum, and a difference is in transit."""
     text, saved = tmp_path / "text", tmp_path / "saved"
     text.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
 
@@ -88,9 +86,8 @@ def _config(text: Path, hub: str) -> Config:
 
 
 def _train(config: Config, saved: Path, resumes: bool) -> list[float]:
-    """The losses; after step 5, a checkpoint is saved, or else it is where to begin."""
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    trainer = Trainer(config, world)
+    """The losses of a run that saves a checkpoint after step 5, or begins with it."""
+    trainer = Trainer(config, cpu_world())
     if resumes:
         trainer.load(saved)
     losses = []

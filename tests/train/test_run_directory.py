@@ -1,4 +1,4 @@
-"""Where a run writes its files."""
+"""Run directories: created, resumed and overwritten."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_steps_without_a_gradient_norm_are_in_the_history(tmp_path: Path) -> None:
-    """With memory.step_in_backward, as they are when the run is resumed."""
+    """A run with memory.step_in_backward that is resumed has such steps."""
     records = (
         StepMetrics(1, 5.5, None, 1e-3, 100, 1000.0, 0.1),
         StepMetrics(2, 5.25, 0.9, 1e-3, 1, 1.0, 1.0),

@@ -1,4 +1,4 @@
-"""Runs that are stopped and resumed: the same bits on as many ranks, the same numbers on others."""
+"""Runs that are stopped and resumed: the same bits on the same number of ranks."""
 
 import json
 import os
@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint.directory import latest
 from shardwise.errors import ConfigError
-from shardwise.launch.world import World
 from shardwise.train.config import Config, read_config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import RunDirectory, open_run
 from shardwise.train.sinks import JsonLines, Sink, StepMetrics
 from tests.covering import leaving
 from tests.ranks import run_on
+from tests.train.running import cpu_world
 
 STEPS = 8
 
@@ -97,7 +96,7 @@ class Events:
 
 
 def run_case(case: Case, events: dict[str, int]) -> Outcome:
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    world = cpu_world()
     torch.manual_seed(world.rank)
     run: RunDirectory = world.on_first(lambda: open_run(case.config))
     if run.is_finished(case.steps):
@@ -153,7 +152,7 @@ def test_a_signal_on_one_rank_stops_all_and_the_run_is_resumed(
     case = Case(tmp_path / "run", wait=wait)
     stopped = case.run(rank=1, signal_after=4)
     assert [outcome.stopped_by for outcome in stopped] == [signal.SIGTERM] * 2
-    # The ranks agree on it in the next step.
+    # The ranks exchange the signal in the next step.
     assert names(case.directory) == ["step-00000003", "step-00000005"]
     assert len(losses(case.directory)) == 5
     outcomes = case.run()
@@ -168,7 +167,7 @@ def test_a_killed_run_is_resumed_on_another_number_of_ranks(
 ) -> None:
     case = replace(whole[0], directory=tmp_path / "run", num_ranks=num_ranks, overwrite=False)
     shutil.copytree(whole[0].directory, case.directory)
-    for step in (6, 8):  # killed before these, and while writing a line
+    for step in (6, 8):  # as if killed before these, and while writing a line
         shutil.rmtree(case.directory / "checkpoints" / f"step-{step:08}")
     with (case.directory / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
         metrics.write('{"step": 9, "lo')
@@ -192,7 +191,7 @@ def test_a_run_killed_before_its_summary_only_summarizes(whole: Whole, tmp_path:
 def test_resuming_from_the_written_configuration_keeps_the_checkpoints(
     whole: Whole, tmp_path: Path
 ) -> None:
-    """After a run with ``run.overwrite=true``: the command that a stopped run prints resumes it."""
+    """The command that a stopped run prints resumes it, even after ``run.overwrite=true``."""
     shutil.copytree(whole[0].directory, tmp_path / "run")
     written = tmp_path / "run" / "config.toml"
     run = open_run(read_config(written, [f"run.directory={tmp_path}/run", "train.steps=10"]))

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""Metrics reach their sinks."""
 
 import json
 import sys
@@ -81,7 +81,7 @@ def test_wandb_gets_the_configuration_and_each_step(
 
 
 class Own:
-    """A sink of a user."""
+    """A user's sink."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         self.made_of = config, directory
@@ -100,7 +100,7 @@ def test_the_real_wandb_writes_a_run_offline(
     sink.log(FIRST)
     sink.log(SECOND)
     sink.close()
-    wandb.teardown()  # as the end of the process does
+    wandb.teardown()  # as at the end of the process
     [written] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     content = written.read_bytes()
     assert [name in content for name in (b"validation_loss", b"global_batch")] == [True, True]

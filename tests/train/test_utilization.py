@@ -7,7 +7,7 @@ from shardwise.train.utilization import (
     StepsOfRun,
     flops_per_token,
     peak_flops,
-    waits_of,
+    wait_metrics,
 )
 
 
@@ -37,7 +37,7 @@ def test_flops_are_those_of_matrices_and_attention() -> None:
 
 def test_the_rank_that_waits_least_is_the_slowest() -> None:
     ranks = [RankFigures(seconds, 0, 0) for seconds in (0.4, 0.1, 0.4)]
-    assert waits_of(ranks) == {"exposed_seconds": pytest.approx(0.3), "slowest_rank": 1}
+    assert wait_metrics(ranks) == {"exposed_seconds": pytest.approx(0.3), "slowest_rank": 1}
 
 
 def test_steps_of_a_run_have_several_passes() -> None:

@@ -39,7 +39,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def join_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of ``group`` all elements; before, each has some, and zeros for the others.
+    """Sum ``tensor`` over ``group``, whose ranks each have some elements and zeros for the others.
 
     The bytes are summed, so every value is kept exactly, including negative zeros and NaNs.
     """

@@ -69,7 +69,7 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
     given = states or {"state": {}, "param_groups": []}
     group = group_of(model)
     received: dict[str, Any] = broadcast_object(
-        pytree.tree_map_only(Tensor, _outline, given), group
+        pytree.tree_map_only(Tensor, _placeholder, given), group
     )
     parameters = clean_names(model)
     received["state"] = {
@@ -82,16 +82,16 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
     return received
 
 
-def _outline(value: Tensor) -> Tensor:
+def _placeholder(value: Tensor) -> Tensor:
     return value.to("meta") if value.ndim else value
 
 
 def _receive(
-    outline: Any, own: Tensor | None, parameter: Tensor | None, group: dist.ProcessGroup | None
+    placeholder: Any, own: Tensor | None, parameter: Tensor | None, group: dist.ProcessGroup | None
 ) -> Any:
-    if not isinstance(outline, Tensor) or not outline.is_meta:
-        return outline
-    full = torch.empty_like(outline, device="cpu" if parameter is None else parameter.device)
+    if not isinstance(placeholder, Tensor) or not placeholder.is_meta:
+        return placeholder
+    full = torch.empty_like(placeholder, device="cpu" if parameter is None else parameter.device)
     if own is not None:
         full.copy_(own)
     broadcast_tensors([full], group)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,30 +15,30 @@ from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
+from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
-from shardwise.fsdp.buffers import buffer_dtypes, left_alone, move
 from shardwise.fsdp.collectives import broadcast_tensors
-from shardwise.fsdp.comm_hooks import register_comm_hook
 from shardwise.fsdp.errors import WrapperError
 from shardwise.fsdp.eval_precision import EvalPrecision
 from shardwise.fsdp.local_states import use_local_states
-from shardwise.fsdp.materialize import materialize
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
+    FSDP1_STRATEGIES,
     Group,
     Ranks,
-    check_ignored,
     offload_policy,
     precision_policy,
     resolve_device,
     resolve_ignored,
     resolve_ranks,
 )
+from shardwise.fsdp.states import buffer_dtypes, materialize, move, preserved_buffers
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.policies import NEVER_CALLED
+from shardwise.runtime.attach import settings_of
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import FSDPModule, handle_of
 from shardwise.tensor.sharding import local_of, sharding_of
@@ -107,8 +108,7 @@ class FullyShardedDataParallel(nn.Module):
         ranks = resolve_ranks(
             process_group, device_mesh, strategy, wraps_by_hand=auto_wrap_policy is None
         )
-        ignored = resolve_ignored(ignored_modules, ignored_states)
-        check_ignored(ignored, module, FullyShardedDataParallel)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states, FullyShardedDataParallel)
         device = resolve_device(device_id)
         if auto_wrap_policy is not None:
             is_hybrid = len(ranks.groups) > 1 and device_mesh is None
@@ -130,7 +130,7 @@ class FullyShardedDataParallel(nn.Module):
             wrap_children(
                 module, auto_wrap_policy, type(self), options, ignored.modules, ignored.parameters
             )
-        self.sharding_strategy = _without_peers(strategy, ranks)
+        self.sharding_strategy = _reported_strategy(strategy, ranks)
         self.mixed_precision = mixed_precision or api.MixedPrecision()
         self.cpu_offload = cpu_offload or api.CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -143,16 +143,19 @@ class FullyShardedDataParallel(nn.Module):
         self._comm_hook: Callable[..., None] | None = None
         self._comm_hook_state: object = None
         self._eval_precision = EvalPrecision()
-        self._is_inside = False
-        for inner in self._wrappers_in(module):
-            inner._is_inside = True
+        self._is_nested = False
+        inside = self._wrappers_in(module)
+        for inner in inside:
+            inner._is_nested = True
         self._state_dict_settings = state_dicts.default_settings()
         self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             state_dicts.clean_incompatible_keys
         )
-        self._ignored_params = ignored.parameters.union(*_ignored_inside(module))
+        self._ignored_params: set[nn.Parameter] = ignored.parameters.union(
+            *(inner._ignored_params for inner in inside)
+        )
         self._ignored_modules: set[nn.Module] = ignored.modules.union(
-            *(inner._ignored_modules for inner in self._wrappers_in(module))
+            *(inner._ignored_modules for inner in inside)
         )
         self._buffer_dtypes = (  # the dtypes of buffers in state dicts
             {} if self.mixed_precision.buffer_dtype is None else buffer_dtypes(module)
@@ -174,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
             return
         if isinstance(module, FSDPModule):
             return  # wrapped before, for example for training; it stays sharded as it is
-        with left_alone(self._ignored_modules):
+        with preserved_buffers(self._ignored_modules):
             fully_shard(
                 module,
                 mesh=ranks.mesh,
@@ -235,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper."""
-        return not self._is_inside
+        return not self._is_nested
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -339,11 +342,26 @@ class FullyShardedDataParallel(nn.Module):
                 ``torch.distributed.algorithms``.
 
         Raises:
-            WrapperError: this is not the outermost wrapper, already has a hook, or shards over two
-                axes.
+            PlanError: ``hook`` is not callable.
+            WrapperError: this is not the outermost wrapper, or a wrapper already has a hook or
+                shards over two axes.
         """
         self._root_unit("register_comm_hook can only be called on a root instance.")
-        register_comm_hook(self._wrappers_in(self), state, hook)
+        if not callable(hook):
+            raise PlanError(f"register_comm_hook: expected a callable hook, got {hook!r}")
+        wrappers = self._wrappers_in(self)
+        for wrapper in wrappers:
+            if FSDP1_STRATEGIES[wrapper.sharding_strategy][0] == "hsdp":
+                raise WrapperError(
+                    "Communication hook is not supported for hybrid strategies: "
+                    f"{wrapper.sharding_strategy}"
+                )
+            if wrapper._comm_hook is not None:
+                raise WrapperError("A communication hook is already registered")
+        for wrapper in wrappers:
+            wrapper._comm_hook, wrapper._comm_hook_state = hook, state
+            if isinstance(wrapper.module, FSDPModule):  # a wrapped list of modules is not a unit
+                settings_of(wrapper.module).reduce_hook = partial(hook, state)
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -383,11 +401,7 @@ class FullyShardedDataParallel(nn.Module):
         return unit
 
 
-def _ignored_inside(module: nn.Module) -> list[set[nn.Parameter]]:
-    return [inner._ignored_params for inner in FullyShardedDataParallel._wrappers_in(module)]
-
-
-def _without_peers(strategy: api.ShardingStrategy, ranks: Ranks) -> api.ShardingStrategy:
+def _reported_strategy(strategy: api.ShardingStrategy, ranks: Ranks) -> api.ShardingStrategy:
     """The strategy that FSDP1 reports; on one rank it warns and switches to ``NO_SHARD``."""
     no_shard = api.ShardingStrategy.NO_SHARD
     if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:

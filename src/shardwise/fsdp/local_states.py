@@ -7,7 +7,6 @@ tensors, and ``load_state_dict`` accepts them.
 """
 
 import weakref
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -52,17 +51,13 @@ def _watch_optimizers() -> None:
 
 def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Make ``optimizer`` save and load local states if it steps parameters of FSDP1 modules."""
-    if optimizer in _adopted or not any(map(_is_of_fsdp1, _parameters_of(optimizer))):
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if optimizer in _adopted or not any(map(_is_of_fsdp1, parameters)):
         return
     _adopted.add(optimizer)
-    _take_local_states(optimizer)
-    optimizer.register_state_dict_post_hook(_to_local_states)
-    optimizer.register_load_state_dict_post_hook(_take_local_states)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    _wrap_local_states(optimizer)
+    optimizer.register_state_dict_post_hook(_unwrap_states)
+    optimizer.register_load_state_dict_post_hook(_wrap_local_states)
 
 
 def _is_of_fsdp1(tensor: Tensor) -> bool:
@@ -70,13 +65,13 @@ def _is_of_fsdp1(tensor: Tensor) -> bool:
     return sharding is not None and sharding.mesh in _meshes
 
 
-def _take_local_states(optimizer: Optimizer) -> None:
+def _wrap_local_states(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items():
             entries[key] = as_dtensor(value, parameter)
 
 
-def _to_local_states(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _unwrap_states(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = {
         index: {key: as_local(value) for key, value in entries.items()}
         for index, entries in state_dict["state"].items()

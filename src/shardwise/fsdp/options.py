@@ -24,7 +24,6 @@ __all__ = [
     "FSDP1_STRATEGIES",
     "Ignored",
     "Ranks",
-    "check_ignored",
     "offload_policy",
     "precision_policy",
     "resolve_device",
@@ -79,7 +78,7 @@ def resolve_ranks(
     device_mesh: DeviceMesh | None,
     strategy: ShardingStrategy,
     *,
-    wraps_by_hand: bool = False,
+    wraps_by_hand: bool,
 ) -> Ranks:
     """The mesh and the strategy for FSDP1's options.
 
@@ -159,15 +158,17 @@ class Ignored:
 
 
 def resolve_ignored(
+    root: nn.Module,
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    wrapper: type[nn.Module],
 ) -> Ignored:
     """The modules and parameters that ``ignored_modules`` or ``ignored_states`` exclude.
 
-    Modules inside excluded ones are included.
+    Modules inside excluded ones are included. Warns if all of ``root`` is excluded.
 
     Raises:
-        PlanError: both are given, or one contains objects of other types.
+        PlanError: both are given, or one contains objects of other types or a ``wrapper``.
     """
     if modules is not None and states is not None:
         raise PlanError(
@@ -189,34 +190,27 @@ def resolve_ignored(
             "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
             f"{_types_of(given)}; pass the parameters of the modules"
         )
-    return Ignored(
+    ignored = Ignored(
         modules={inner for module in outermost for inner in module.modules()},
         parameters=set(given).union(*(module.parameters() for module in outermost)),
     )
-
-
-def _types_of(values: Iterable[object]) -> list[type]:
-    return sorted({type(value) for value in values}, key=repr)
-
-
-def check_ignored(ignored: Ignored, module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Raise if an ignored module is wrapped, and warn if all of ``module`` is ignored.
-
-    Raises:
-        PlanError: names the class of the wrapped module.
-    """
     for inner in ignored.modules:
         if isinstance(inner, wrapper):
             raise PlanError(
                 "`ignored_modules` should not include FSDP modules, but it includes a wrapped "
                 f"{type(inner.module).__name__}; pass the module before it is wrapped"
             )
-    if module in ignored.modules:
+    if root in ignored.modules:
         warnings.warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
-            f"result in all parameters being ignored: {type(module).__name__}",
+            f"result in all parameters being ignored: {type(root).__name__}",
             stacklevel=3,
         )
+    return ignored
+
+
+def _types_of(values: Iterable[object]) -> list[type]:
+    return sorted({type(value) for value in values}, key=repr)
 
 
 def _mesh_of(group: Any) -> DeviceMesh:

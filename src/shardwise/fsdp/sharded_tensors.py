@@ -3,7 +3,7 @@
 With a device mesh, FSDP1's state dicts contain DTensors instead.
 """
 
-from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,6 @@ from torch import Tensor
 from shardwise._private import ShardMetadata, TorchShardedTensor, new_sharded_tensor
 from shardwise.errors import PlanError
 from shardwise.fsdp.collectives import join_parts
-from shardwise.plan.chunks import chunk_of
-from shardwise.tensor.distributed_checkpoint import Box
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding
@@ -42,17 +40,17 @@ def in_chunks(value: ShardedTensor, *, flattened: bool, to_cpu: bool = False) ->
     whole = whole.view(-1) if flattened else whole
     if group is None or not whole.numel() or not whole.ndim:
         return whole.cpu() if to_cpu else whole
-    owners = dist.get_process_group_ranks(group)
-    chunks = [chunk_of(len(whole), len(owners), i) for i in range(len(owners))]
-    zeros, inner = (0,) * (whole.ndim - 1), tuple(whole.shape[1:])
-    boxes = {
-        owner: Box((rows.start, *zeros), (len(rows), *inner))
-        for owner, rows in zip(owners, chunks, strict=True)
-        if rows
-    }
-    own = chunks[group.rank()]
-    local = whole[own.start : own.stop].clone()
-    return _assemble(local.cpu() if to_cpu else local, boxes, whole.shape, group)
+    chunks, rank = whole.chunk(group.size()), group.rank()  # the last ranks may have no chunk
+    local = chunks[rank].clone() if rank < len(chunks) else whole[:0]
+    local = local.cpu() if to_cpu else local
+    owners = dist.get_process_group_ranks(group)[: len(chunks)]
+    starts, zeros = accumulate(map(len, chunks[:-1]), initial=0), [0] * (whole.ndim - 1)
+    shards = [
+        ShardMetadata([start, *zeros], list(chunk.shape), _location(owner, local.device))
+        for owner, start, chunk in zip(owners, starts, chunks, strict=True)
+    ]
+    own = shards[rank] if rank < len(shards) else None
+    return new_sharded_tensor(local, own, shards, whole.shape, group)
 
 
 def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
@@ -81,7 +79,8 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     device = torch.device("cpu") if on_cpu else rank_device(group)
     whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in value.local_shards():
-        _narrow_to(whole, shard.metadata).copy_(shard.tensor)
+        box = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in box)].copy_(shard.tensor)
     join_parts(whole, group)
     return sharding.own_part_of(whole.view(sharding.shape))
 
@@ -89,24 +88,6 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
 def _rank_of(shard: ShardMetadata) -> int:
     rank = None if shard.placement is None else shard.placement.rank()
     return -1 if rank is None else rank
-
-
-def _narrow_to(whole: Tensor, box: ShardMetadata) -> Tensor:
-    for dim, (start, length) in enumerate(zip(box.shard_offsets, box.shard_sizes, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
-def _assemble(
-    local: Tensor, boxes: Mapping[int, Box], shape: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """The tensor of ``shape`` that consists of each rank's box; ``local`` is this rank's part."""
-    shards = {
-        rank: ShardMetadata(list(box.offsets), list(box.sizes), _location(rank, local.device))
-        for rank, box in boxes.items()
-    }
-    own = shards.get(dist.get_rank())
-    return new_sharded_tensor(local, own, list(shards.values()), shape, group)
 
 
 def _location(rank: int, device: torch.device) -> str:

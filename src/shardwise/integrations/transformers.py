@@ -11,7 +11,6 @@ For other trainers, use `ShardedTrainer` as a mix-in::
     class Trainer(ShardedTrainer, trl.SFTTrainer): ...
 """
 
-import random
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from shardwise.errors import PackageMissing
 
 PackageMissing.check("transformers", extra="hf", needed_for=__name__)
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -104,7 +102,7 @@ class ShardedTrainer:
             save_optimizers(directory / _OPTIMIZER, trainer.model, [trainer.optimizer])
             if trainer.args.should_save:
                 torch.save(trainer.lr_scheduler.state_dict(), directory / _SCHEDULER)
-            torch.save(_random_states(), directory / f"rng_state_{_rank()}.pth")
+            trainer._save_rng_state(str(directory))
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
@@ -138,19 +136,3 @@ def _load_adapter(
         for name, shard in adapter.items():
             shard.copy_(weights[name])
     return None
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _random_states() -> dict[str, Any]:
-    """The random states in the format that the `Trainer` reads."""
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states

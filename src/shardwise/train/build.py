@@ -42,7 +42,7 @@ def check(config: Config) -> None:
     """
     check_trackers(config)
     check_optimizer(config.train)
-    open_corpus(config).check_holds(config.model.context)
+    open_corpus(config).check_length(config.model.context)
     check_outer(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
@@ -51,21 +51,15 @@ def check(config: Config) -> None:
 
 def _check_step_in_backward(config: Config) -> None:
     """Raise a ConfigError if a step in backward would need values that are known only later."""
-    adds_shards = config.accumulates and config.memory.accumulate == "shards"
-    for is_conflict, quantity, way_out in (
-        (config.train.grad_clip > 0, "the norm of all gradients", "train.grad_clip=0"),
-        (
-            config.precision.compute == "float16",
-            "the loss scale of float16",
-            "precision.compute=bfloat16",
-        ),
-        (adds_shards, "the sum over all micro-batches", "memory.accumulate=whole"),
-    ):
-        if is_conflict:
-            raise ConfigError(
-                f"memory.step_in_backward=true: {quantity} is known only after backward; "
-                f"set {way_out}"
-            )
+    message = "memory.step_in_backward=true: {} is known only after backward; set {}"
+    if config.train.grad_clip > 0:
+        raise ConfigError(message.format("the norm of all gradients", "train.grad_clip=0"))
+    if config.precision.compute == "float16":
+        remedy = "precision.compute=bfloat16"
+        raise ConfigError(message.format("the loss scale of float16", remedy))
+    if config.accumulates and config.memory.accumulate == "shards":
+        remedy = "memory.accumulate=whole"
+        raise ConfigError(message.format("the sum over all micro-batches", remedy))
 
 
 def build_model(config: Config) -> nn.Module:

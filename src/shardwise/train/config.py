@@ -267,15 +267,15 @@ def check_batch(train: TrainConfig, num_ranks: int) -> None:
     multiple = num_ranks * max(train.micro_batch, 1)
     if train.global_batch % multiple == 0:
         return
-    way_out = f"set train.global_batch to {_multiples_near(train.global_batch, multiple)}"
+    remedy = f"set train.global_batch to {_multiples_near(train.global_batch, multiple)}"
     if train.micro_batch and train.global_batch % num_ranks == 0:
         rank_batch = train.global_batch // num_ranks
         divisors = (n for n in range(1, train.micro_batch) if rank_batch % n == 0)
-        way_out += f", or train.micro_batch to {max(divisors)}"
+        remedy += f", or train.micro_batch to {max(divisors)}"
     batches = f" x micro-batches of {train.micro_batch}" if train.micro_batch else ""
     raise ConfigError(
         f"train.global_batch={train.global_batch} is not divisible by {num_ranks} ranks{batches}; "
-        f"{way_out}"
+        f"{remedy}"
     )
 
 

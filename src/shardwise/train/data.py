@@ -3,7 +3,7 @@
 import json
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Corpus:
                 digest = zlib.crc32(chunk.data, digest)
         return digest
 
-    def check_holds(self, context: int) -> None:
+    def check_length(self, context: int) -> None:
         """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""
         shorter = min(len(self.train), len(self.validation))
         if self.unit == "byte" and shorter <= context:
@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     targets: Tensor  # the token after each input, or IGNORED
-    positions: Tensor | None  # position in the document; None if documents are not separated
+    positions: Tensor | None = None  # in the document; None if documents are not separated
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,7 +115,7 @@ class Sequences(Dataset[Batch]):
         """This rank's sequences, [global_batch / world_size, context]."""
         sequences = [self.text.read(int(start), self.context + 1) for start in self.own(step)]
         tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
-        return Batch(tokens[:, :-1], tokens[:, 1:], None)
+        return Batch(tokens[:, :-1], tokens[:, 1:])
 
     def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Batch]:
         """A loader that reads ahead in ``workers`` processes, or on demand if there are none."""
@@ -141,17 +141,10 @@ class Packed(Sequences):
     def draw(self, step: int) -> NDArray[np.int64]:
         """The windows of the global batch, [global_batch]."""
         numbers = np.arange(self.global_batch) + step * self.global_batch
-        epochs, places = np.divmod(numbers, len(self.windows))
-        return np.array([self._shuffled(int(e))[p] for e, p in zip(epochs, places, strict=True)])
-
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        cached: dict[int, NDArray[np.int64]] = self.__dict__.setdefault("_epochs", {})
-        if epoch not in cached:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            for old in [other for other in cached if other < epoch - 1]:
-                del cached[old]
-            cached[epoch] = generator.permutation(len(self.windows))
-        return cached[epoch]
+        count = len(self.windows)
+        epochs, places = np.divmod(numbers, count)
+        orders = {epoch: _shuffled(self.seed, epoch, count) for epoch in np.unique(epochs).tolist()}
+        return np.array([orders[e][p] for e, p in zip(epochs.tolist(), places, strict=True)])
 
     def __getitem__(self, step: int) -> Batch:
         rows = [self._row(*self.windows[number].tolist()) for number in self.own(step)]
@@ -175,6 +168,12 @@ class Packed(Sequences):
         positions = np.arange(-size, self.context + 1 - size)
         positions[:size] = np.arange(start, stop) - np.maximum(firsts, start)
         return tokens[:-1], np.where(counts, tokens[1:], IGNORED), positions[:-1]
+
+
+@lru_cache(maxsize=4)  # a batch may be in two epochs, of training and of validation
+def _shuffled(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The order of ``count`` windows in an epoch."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)
 
 
 def open_corpus(config: Config) -> Corpus:
@@ -201,12 +200,8 @@ def open_corpus(config: Config) -> Corpus:
         train, validation = split_files(files, data.validation_share)
         return Corpus(name, len(files), train, validation, Bytes())
     held_out = find_files(data, data.validation, format_) if data.validation else {}
-    directory = prepare(
-        list(files.items()),
-        list(held_out.items()),
-        data.model_copy(update={"format": format_}),
-        tokenizer,
-    )
+    data = data.model_copy(update={"format": format_})
+    directory = prepare(files, held_out, data, tokenizer)
     sides = Documents(directory / "train"), Documents(directory / "validation")
     for side in sides:
         side.check_answers(config.model.context)

@@ -28,16 +28,15 @@ __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "print_line
 class Display:
     """Prints the start and the end of a run."""
 
-    def __init__(self, console: Console, config: Config, run: RunDirectory) -> None:
+    def __init__(self, console: Console, config: Config, run: RunDirectory, corpus: Corpus) -> None:
         self.console = console
         self._config = config
         self._run = run
-        self._unit = "token"
+        self._corpus = corpus
 
-    def show_start(self, corpus: Corpus, plan: Plan, device: str) -> None:
+    def show_start(self, plan: Plan, device: str) -> None:
         config, num_ranks = self._config, self._config.shard.nproc
-        self._unit = corpus.unit
-        self.print_line(f"{config.run.name}: {corpus}")
+        self.print_line(f"{config.run.name}: {self._corpus}")
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         self.print_line(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
@@ -49,7 +48,7 @@ class Display:
     def show_end(self, summary: Summary) -> None:
         self.print_line(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
-            f"validation loss {summary.validation_loss:.3f}, in nats per {self._unit}"
+            f"validation loss {summary.validation_loss:.3f}, in nats per {self._corpus.unit}"
         )
         if self._config.sample.bytes:
             self.console.print(Panel(Text(summary.sample), title="sample", title_align="left"))
@@ -98,7 +97,7 @@ class ProgressSink:
         self._progress.start()
 
     def log(self, record: StepMetrics) -> None:
-        metrics = "  ".join(_shown(record))
+        metrics = "  ".join(_formatted(record))
         self._progress.update(self._task, completed=record.step, metrics=metrics)
         is_logged = record.step in (1, self._steps) or record.step % self._log_every == 0
         if is_logged and not self._console.is_terminal:
@@ -113,7 +112,7 @@ class ProgressSink:
         self._progress.stop()
 
 
-def _shown(record: StepMetrics) -> Iterator[str]:
+def _formatted(record: StepMetrics) -> Iterator[str]:
     """The known metrics of a step, in human-readable form."""
     yield f"loss {record.loss:.3f}"
     yield f"{record.tokens_per_second:,.0f} tokens/s"

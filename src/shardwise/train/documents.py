@@ -6,11 +6,10 @@ import json
 import reprlib
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,27 +96,27 @@ def reader_of(format_: str) -> Reader:
 
 
 def prepare(
-    files: Sequence[tuple[str, Path]],
-    validation: Sequence[tuple[str, Path]],
+    files: Mapping[str, Path],
+    validation: Mapping[str, Path],
     data: DataConfig,
     tokenizer: TokenizerConfig,
 ) -> Path:
     """Tokenize the documents of ``files``, unless this is done already; return their directory.
 
-    One process of a host tokenizes; the others wait. Without files for ``validation``, the digest
-    of a document decides whether it is used for validation, so equal documents are on one side.
+    Files are given by names that are the same on every machine. One process of a host tokenizes;
+    the others wait. Without files for ``validation``, the digest of a document decides whether it
+    is used for validation, so equal documents are on one side.
 
     Raises:
         ConfigError: a file or the tokenizer cannot be read, or a side has no documents.
     """
     cache = Path(data.cache or "~/.cache/shardwise").expanduser()
-    directory = cache / f"tokens-{_key([*files, *validation], data, tokenizer)}"
+    directory = cache / f"tokens-{_key([*files.items(), *validation.items()], data, tokenizer)}"
     with _locked(directory.with_suffix(".lock")):
         if not directory.exists():
             partial = directory.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _write(partial, [path for _, path in files], [path for _, path in validation], data,
-                   tokenizer)  # fmt: skip
+            _write(partial, files.values(), validation.values(), data, tokenizer)
             partial.rename(directory)
     return directory
 
@@ -144,12 +143,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write(
     directory: Path,
-    files: Sequence[Path],
-    validation: Sequence[Path],
+    files: Collection[Path],
+    validation: Collection[Path],
     data: DataConfig,
     config: TokenizerConfig,
 ) -> None:
-    def documents(paths: Sequence[Path]) -> Iterator[Document]:
+    def documents(paths: Iterable[Path]) -> Iterator[Document]:
         return (document for path in paths for document in _read(path, data))
 
     tokenizer = (
@@ -158,17 +157,13 @@ def _write(
         else Subwords.train((_text_of(d) for d in documents(files)), config.vocabulary)
     )
     tokenizer.save(directory / "tokenizer")
-    names = ("train", "validation")
-    writers = {name: _Writer(directory / name, tokenizer) for name in names}
-    held_out = 0.0 if validation else data.validation_share
-    for batch in _batched(documents(files)):
-        is_held_out = [zlib.crc32(_text_of(d).encode()) < held_out * 2**32 for d in batch]
-        for name, is_validation in zip(names, (False, True), strict=True):
-            writers[name].write(
-                [d for d, out in zip(batch, is_held_out, strict=True) if out is is_validation]
-            )
-    for batch in _batched(documents(validation)):
-        writers["validation"].write(batch)
+    writers = {name: _Writer(directory / name, tokenizer) for name in ("train", "validation")}
+    share = 0.0 if validation else data.validation_share
+    for document in documents(files):
+        is_held_out = zlib.crc32(_text_of(document).encode()) < share * 2**32
+        writers["validation" if is_held_out else "train"].add(document)
+    for document in documents(validation):
+        writers["validation"].add(document)
     for name, writer in writers.items():
         if not writer.close():
             raise ConfigError(
@@ -211,12 +206,6 @@ def _text_of(document: Document) -> str:
     return document if isinstance(document, str) else json.dumps(document)
 
 
-def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    iterator = iter(documents)
-    while batch := list(islice(iterator, _BATCH)):
-        yield batch
-
-
 class _Writer:
     """Appends documents to the files that `Documents` reads."""
 
@@ -228,13 +217,20 @@ class _Writer:
         self._files: dict[str, BinaryIO] = {
             name: (directory / f"{name}.bin").open("wb") for name in ("tokens", "counted", "ends")
         }
+        self._pending: list[Document] = []
         self._size = self._digest = 0
         self._has_answers = False
 
-    def write(self, documents: Sequence[Document]) -> None:
-        texts = [document for document in documents if isinstance(document, str)]
+    def add(self, document: Document) -> None:
+        self._pending.append(document)
+        if len(self._pending) == _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Tokenize and write the pending documents."""
+        texts = [document for document in self._pending if isinstance(document, str)]
         encoded = iter(self._tokenizer.encode_texts(texts) if texts else ())
-        for document in documents:
+        for document in self._pending:
             if isinstance(document, str):
                 tokens = next(encoded)
                 counted = np.ones(len(tokens), bool)
@@ -242,6 +238,7 @@ class _Writer:
                 tokens, counted = self._tokenizer.encode_chat(document)
                 self._has_answers = True
             self._append(np.array(tokens, self._dtype), counted)
+        self._pending.clear()
 
     def _append(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> None:
         self._size += len(tokens)
@@ -251,12 +248,15 @@ class _Writer:
             self._digest = zlib.crc32(array.tobytes(), self._digest)
 
     def close(self) -> int:
-        """Close the files and return the number of tokens."""
+        """Write what is pending, close the files and return the number of tokens."""
+        self._flush()
         for file in self._files.values():
             file.close()
         facts = {
-            "dtype": self._dtype.name, "digest": self._digest, "has_answers": self._has_answers
-        }  # fmt: skip
+            "dtype": self._dtype.name,
+            "digest": self._digest,
+            "has_answers": self._has_answers,
+        }
         (self._directory / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         return self._size
 

@@ -76,15 +76,15 @@ class HuggingFace:
                 )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        match self.config.memory:
-            case memory if memory.checkpoint_every > 1 or memory.checkpoint == "selective":
-                raise ConfigError(
-                    "[memory]: a model of transformers supports checkpoint_every = 0 or 1, and "
-                    'checkpoint = "full" or "reentrant"'
-                )
-            case memory if memory.checkpoint_every:
-                reentrant = memory.checkpoint == "reentrant"
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        memory = self.config.memory
+        if memory.checkpoint_every > 1 or memory.checkpoint == "selective":
+            raise ConfigError(
+                "[memory]: a model of transformers supports checkpoint_every = 0 or 1, and "
+                'checkpoint = "full" or "reentrant"'
+            )
+        if memory.checkpoint_every:
+            reentrant = memory.checkpoint == "reentrant"
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return self._with_adapters(model) if options.lora_rank else model
 
     def _with_adapters(self, model: nn.Module) -> nn.Module:

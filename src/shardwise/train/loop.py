@@ -19,7 +19,7 @@ from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Sink, StepMetrics
 from shardwise.train.summary import Summary, summarize
 from shardwise.train.trainer import StepResult, Trainer
-from shardwise.train.utilization import waits_of
+from shardwise.train.utilization import wait_metrics
 
 __all__ = ["Result", "steps", "train"]
 
@@ -28,7 +28,6 @@ __all__ = ["Result", "steps", "train"]
 class Result:
     """How a run ended on this rank."""
 
-    saved_step: int  # step of the last checkpoint
     stopped_by: int = 0  # number of the signal that stopped the run; 0 if it reached its last step
     summary: Summary | None = None  # None if the run was stopped
 
@@ -43,9 +42,8 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
     trainer = Trainer(config, world)
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
-    records, saved_step, pending = list(run.history), run.step, None
-    every, folders = config.checkpoint.every, (run.saves_to, run.saves_best_to)
-    last, best = (folder_at(place) for place in folders)
+    records, every, pending = list(run.history), config.checkpoint.every, None
+    last, best = folder_at(run.saves_to), folder_at(run.saves_best_to)
     callbacks = [
         resolve("run.callbacks", name, {})(config, run.path) for name in config.run.callbacks
     ]
@@ -59,14 +57,13 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
                 callback(trainer, record)
             if every and (trainer.is_done or record.step % every == 0):
                 pending = trainer.save((last / f"step-{record.step:08}").target)
-                saved_step = record.step
             if config.checkpoint.best and trainer.best_step == record.step:
                 pending = trainer.save((best / f"step-{record.step:08}").target, keep=1)
         if pending is not None:
             pending.wait()
-    if trainer.stopped_by and saved_step < config.train.steps:
-        return Result(saved_step, trainer.stopped_by)
-    return Result(saved_step, 0, summarize(trainer, records))
+    if trainer.stopped_by and trainer.step < config.train.steps:
+        return Result(stopped_by=trainer.stopped_by)
+    return Result(summary=summarize(trainer, records))
 
 
 def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
@@ -110,7 +107,7 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             mfu=None if share is None else speed * share,
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
             free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
-            **({} if trainer.recorder is None else waits_of(result.ranks)),
+            **({} if trainer.recorder is None else wait_metrics(result.ranks)),
         )
 
 

@@ -59,14 +59,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     Raises:
         ConfigError: the optimizer is not known, or does not take its options.
     """
+    kind = resolve("train.optimizer", config.optimizer, {**_OPTIMIZERS, **_OF_MATRICES})
+    if config.optimizer in _OF_MATRICES:
+        return _build_of_matrices(kind, model, config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    kind = resolve("train.optimizer", config.optimizer, {**_OPTIMIZERS, **_OF_MATRICES})
-    if config.optimizer in _OF_MATRICES:
-        return _build_of_matrices(kind, model, config)
     options: dict[str, Any] = {}
     if config.optimizer in ("adamw", "adam"):
         options = {"betas": config.betas, "fused": True}

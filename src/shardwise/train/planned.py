@@ -9,9 +9,8 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.transformer import Shape
 from shardwise.train.config import Config
 
-__all__ = ["config_of"]
+__all__ = ["checkpointing_of", "config_of"]
 
-_CHECKPOINT = {"none": "full", "full": "full"}  # all others: "selective"
 _OFFLOAD = {"none": "none", "optimizer": "optimizer", "parameters": "all"}
 
 
@@ -38,10 +37,8 @@ def config_of(configuration: Configuration, shape: Shape | None, path: str = "")
             "reduce": _name(configuration.reduce_dtype),
         },
         "memory": {
-            "checkpoint_every": int(configuration.checkpointing != "none"),
-            "checkpoint": _CHECKPOINT.get(str(configuration.checkpointing), "selective"),
+            **checkpointing_of(configuration),
             "offload": _OFFLOAD[configuration.offload],
-            "activations": "host" if configuration.activation_offload else "device",
         },
     }
     if path:
@@ -56,6 +53,17 @@ def config_of(configuration: Configuration, shape: Shape | None, path: str = "")
     Config.model_validate(values)  # raises if the trainer does not accept a value
     comments = "".join(f"# {line}\n" for line in _differences(configuration))
     return comments + tomli_w.dumps(values)
+
+
+def checkpointing_of(configuration: Configuration) -> dict[str, Any]:
+    """The keys of [memory] about activations; the mode of the first block applies to all."""
+    modes = configuration.checkpointing
+    mode = modes if isinstance(modes, str) else modes[0]
+    return {
+        "checkpoint_every": int(mode != "none"),
+        "checkpoint": "full" if mode in ("none", "full") else "selective",
+        "activations": "host" if configuration.activation_offload else "device",
+    }
 
 
 def _differences(configuration: Configuration) -> list[str]:

@@ -25,16 +25,12 @@ def check_outer(config: Config) -> None:
         _outer_settings(config)
     except PlanError as error:
         raise ConfigError(f"[outer]: {error}") from None
-    for is_conflict, key, way_out in (
-        (config.memory.step_in_backward, "memory.step_in_backward=true", "set it to false"),
-        (
-            config.precision.compute == "float16",
-            "precision.compute=float16 skips steps",
-            "set precision.compute=bfloat16",
-        ),
-    ):
-        if is_conflict:
-            raise ConfigError(f"{key}: replicas synchronize after the optimizer's steps; {way_out}")
+    reason = "replicas synchronize after the optimizer's steps"
+    if config.memory.step_in_backward:
+        raise ConfigError(f"memory.step_in_backward=true: {reason}; set it to false")
+    if config.precision.compute == "float16":
+        key, remedy = "precision.compute=float16", "set precision.compute=bfloat16"
+        raise ConfigError(f"{key} skips steps: {reason}; {remedy}")
 
 
 def outer_of(model: nn.Module, optimizer: Optimizer, config: Config) -> sw.OuterOptimizer | None:

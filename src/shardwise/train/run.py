@@ -55,7 +55,7 @@ def launch(config: Config) -> None:
         _print_finished(directory)
         return
     try:
-        run_on_local_ranks(config.shard.nproc, _run_local_rank, config, directory)
+        run_on_local_ranks(config.shard.nproc, _run_rank, config, directory)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_resume(directory)) from None
     except SystemExit:
@@ -84,11 +84,12 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
             if world.is_first:
                 _print_finished(directory)
             return
-        result = _run_rank(world, config, directory)
-        if result.stopped_by:
+        try:
+            _run_rank(world, config, directory)
+        except SystemExit:
             if world.is_first:
                 print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
-            raise SystemExit(128 + result.stopped_by)
+            raise
 
 
 def _check_restarts(config: Config) -> None:
@@ -101,28 +102,25 @@ def _check_restarts(config: Config) -> None:
         )
 
 
-def _run_local_rank(world: World, config: Config, directory: RunDirectory) -> None:
-    """Train on this rank.
+def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
+    """Train on this rank, and report on rank 0.
 
     Raises:
         SystemExit: a signal stopped the run. If a local rank returned instead, it would wait for
             its launcher to read the result, and the launcher waits for the rank to exit.
     """
-    result = _run_rank(world, config, directory)
+    if world.is_first:
+        result = _train_and_report(config, world, directory)
+    else:
+        result = train(config, world, directory)
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)
 
 
-def _run_rank(world: World, config: Config, directory: RunDirectory) -> Result:
-    if world.is_first:
-        return _train_and_report(world, config, directory)
-    return train(config, world, directory)
-
-
-def _train_and_report(world: World, config: Config, directory: RunDirectory) -> Result:
-    display = Display(Console(), config, directory)
+def _train_and_report(config: Config, world: World, directory: RunDirectory) -> Result:
     corpus = open_corpus(config)
-    display.show_start(corpus, build_plan(build_model(config), config), world.device.type)
+    display = Display(Console(), config, directory, corpus)
+    display.show_start(build_plan(build_model(config), config), world.device.type)
     sinks: list[Sink] = [
         ProgressSink(display.console, config.train.steps, config.run.log_every),
         JsonLines(directory.metrics),

@@ -68,7 +68,7 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def is_finished(self, steps: int) -> bool:
-        """Whether all ``steps`` are trained, and summarized unless another directory did that."""
+        """Whether all ``steps`` are trained and summarized, here or in another run directory."""
         return self.step == steps and (self.summary.exists() or not self.history)
 
 

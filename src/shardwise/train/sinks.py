@@ -48,7 +48,7 @@ class StepMetrics:
 
 
 class Sink(Protocol):
-    """Receives the metrics of each step on rank 0; called with configuration and directory."""
+    """Receives the metrics of each step on rank 0; built from configuration and run directory."""
 
     def log(self, record: StepMetrics) -> None:
         """Called after each step."""

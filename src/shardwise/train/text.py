@@ -1,10 +1,10 @@
 """Treats files as one sequence of bytes, and splits them for validation."""
 
+import copy
 import hashlib
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,33 +14,25 @@ from numpy.typing import NDArray
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataConfig
 
-__all__ = ["STDLIB", "FileRange", "Text", "find_files", "split_files"]
+__all__ = ["STDLIB", "Text", "find_files", "split_files"]
 
 STDLIB = "stdlib"
 # Tests are repetitive, and installed packages differ between machines.
-NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """A range of bytes of a file."""
-
-    path: Path
-    offset: int
-    size: int
-
-
 class Text:
-    """A sequence of bytes from pieces of files; nothing is kept in memory."""
+    """The concatenated bytes of files; nothing is kept in memory."""
 
-    def __init__(self, pieces: Sequence[FileRange]) -> None:
-        self.pieces = [piece for piece in pieces if piece.size]
-        self._starts = [0, *accumulate(piece.size for piece in self.pieces)]
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._starts = [0, *accumulate(path.stat().st_size for path in paths)]
+        self._range = range(self._starts[-1])  # this text, as a part of all bytes
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._range)
 
     def read(self, start: int, size: int) -> Bytes:
         """Return ``size`` bytes from ``start`` on, uint8 [size].
@@ -49,29 +41,27 @@ class Text:
             ConfigError: a file cannot be read, or is shorter than before.
         """
         parts = [np.empty(0, np.uint8)]
+        start += self._range.start
         index = bisect_right(self._starts, start) - 1
         while size:
-            piece, skipped = self.pieces[index], start - self._starts[index]
-            length = min(size, piece.size - skipped)
+            path, offset = self._paths[index], start - self._starts[index]
+            length = min(size, self._starts[index + 1] - start)
             try:
-                part = np.fromfile(piece.path, np.uint8, length, offset=piece.offset + skipped)
+                part = np.fromfile(path, np.uint8, length, offset=offset)
             except OSError as error:
                 reason = f"cannot be read: {error.strerror}"
-                raise ConfigError(f"data.path: {piece.path} {reason}") from None
+                raise ConfigError(f"data.path: {path} {reason}") from None
             if len(part) != length:
-                raise ConfigError(f"data.path: {piece.path} has changed during the run")
+                raise ConfigError(f"data.path: {path} has changed during the run")
             parts.append(part)
             start, size, index = start + length, size - length, index + 1
         return np.concatenate(parts)
 
     def split(self, at: int) -> tuple["Text", "Text"]:
         """Split into the first ``at`` bytes and the rest."""
-        first, second = [], []
-        for piece, start in zip(self.pieces, self._starts, strict=False):
-            size = min(max(at - start, 0), piece.size)
-            first.append(FileRange(piece.path, piece.offset, size))
-            second.append(FileRange(piece.path, piece.offset + size, piece.size - size))
-        return Text(first), Text(second)
+        first, second = copy.copy(self), copy.copy(self)
+        first._range, second._range = self._range[:at], self._range[at:]
+        return first, second
 
 
 _GLOBS = {"text": "**/*.py", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
@@ -96,7 +86,7 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
         found = {file.relative_to(root).as_posix(): file for file in root.glob(pattern)}
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"data.glob={pattern!r}: {error}") from None
-    excluded = NOT_STDLIB if path == STDLIB else set()
+    excluded = _EXCLUDED if path == STDLIB else set()
     files = {
         name: file
         for name, file in sorted(found.items())
@@ -114,18 +104,18 @@ def split_files(files: dict[str, Path], share: float) -> tuple[Text, Text]:
     This order has no pattern and is the same on every machine. If no file fits, the end of the text
     is used for validation.
     """
-    pieces = {name: FileRange(path, 0, path.stat().st_size) for name, path in files.items()}
-    text = Text(list(pieces.values()))
+    text = Text(list(files.values()))
     target = left = round(share * len(text))
     chosen = set()
-    for name in sorted(pieces, key=_digest):
-        if 0 < pieces[name].size <= left:
+    for name in sorted(files, key=_digest):
+        size = files[name].stat().st_size
+        if 0 < size <= left:
             chosen.add(name)
-            left -= pieces[name].size
+            left -= size
     if not chosen:
         return text.split(len(text) - target)
-    train = [piece for name, piece in pieces.items() if name not in chosen]
-    return Text(train), Text([piece for name, piece in pieces.items() if name in chosen])
+    train = [path for name, path in files.items() if name not in chosen]
+    return Text(train), Text([path for name, path in files.items() if name in chosen])
 
 
 def _digest(name: str) -> bytes:

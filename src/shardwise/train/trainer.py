@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -89,10 +89,8 @@ class Trainer:
         """Whether training ends: at the last step, after a signal, or without progress."""
         config = self.config.train
         waited = self.step - self.best_step >= config.patience * config.validate_every
-        is_patient = not (config.patience and self.best_step and waited)
-        return bool(
-            self.step >= config.steps or self.stopped_by or self.ends_early or not is_patient
-        )
+        gives_up = config.patience and self.best_step and waited
+        return bool(self.step >= config.steps or self.stopped_by or self.ends_early or gives_up)
 
     @contextmanager
     def recorded(self, directory: Path) -> Iterator[None]:
@@ -210,17 +208,12 @@ class Trainer:
             world_size=self.world.size * replicas,
         )
 
-    def micro_batches(self, batch: Batch) -> Sequence[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         """Split ``batch`` into micro-batches on the device, [micro_batch, context] each."""
         size, device = self.config.micro_batch, self.world.device
-        inputs, targets = (torch.split(x.to(device, non_blocking=True), size) for x in batch[:2])
-        whole = batch.positions
-        positions: Sequence[Tensor | None] = (
-            [None] * len(inputs)
-            if whole is None
-            else torch.split(whole.to(device, non_blocking=True), size)
-        )
-        return [Batch(*part) for part in zip(inputs, targets, positions, strict=True)]
+        given = (x.to(device, non_blocking=True) for x in batch if x is not None)
+        parts = zip(*(torch.split(x, size) for x in given), strict=True)
+        return [Batch(*part) for part in parts]
 
     def weight_of(self, batch: Batch) -> float:
         """The factor that makes the ranks' mean of loss sums the mean over all targets."""
@@ -265,17 +258,14 @@ class Trainer:
         self._exposed_seconds = 0.0 if recorder is None else recorder.exposed_seconds
         measured = RankFigures.measure(self.world.device, self._exposed_seconds - before)
         own = loss.new_tensor([self.stop.number, *astuple(measured)])
-        mesh = self.runtime.mesh
-        values = across([loss, *own.unbind()], mesh, mesh.world)
-        figures = [values[:, 0].mean()] + ([] if norm is None else [norm.to(loss)])
-        # The only point of a step where the host waits for the device.
-        flat = torch.cat([torch.stack(figures), values[:, 1:].flatten()]).tolist()
-        mean_loss, *norms = flat[: len(figures)]
-        signals, *of_ranks = (flat[len(figures) + i :: len(own)] for i in range(len(own)))
+        mesh, norms = self.runtime.mesh, [] if norm is None else [norm.to(loss)]
+        values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [ranks, values]
+        values[:, 0] = values[:, 0].mean()
+        rows = values.tolist()  # the only point of a step where the host waits for the device
         self.overlapped_shares.append(self.runtime.scheduler.ledger.overlapped_share())
-        self.stopped_by = int(max(signals))
-        ranks = list(map(RankFigures, *of_ranks))
-        return StepResult(mean_loss, norms[0] if norms else None, ranks)
+        self.stopped_by = int(max(signal for _, signal, *_ in rows))
+        ranks = [RankFigures(*row[2 : 1 + len(own)]) for row in rows]
+        return StepResult(rows[0][0], rows[0][-1] if norms else None, ranks)
 
     # -- validation ------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ __all__ = [
     "flops_per_token",
     "peak_flops",
     "share_of_peak",
-    "waits_of",
+    "wait_metrics",
 ]
 
 
@@ -81,8 +81,8 @@ class RankFigures:
         return cls(exposed_seconds, peak, free)
 
 
-def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The fields of `StepMetrics` about waits. The slowest rank is the one that waits least."""
+def wait_metrics(ranks: Sequence[RankFigures]) -> dict[str, Any]:
+    """The fields of `StepMetrics` about waiting. The slowest rank is the one that waits least."""
     exposed = [rank.exposed_seconds for rank in ranks]
     return {
         "exposed_seconds": sum(exposed) / len(exposed),
@@ -92,7 +92,7 @@ def waits_of(ranks: Sequence[RankFigures]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepsOfRun(Container[int]):
-    """The recorded steps of a run, by the ledger's numbers: there each backward ends a step."""
+    """The recorded steps of a run, as numbers of the ledger, where each backward ends a step."""
 
     chosen: Literal["some"] | tuple[int, ...]  # "some", or step numbers as in the metrics
     first: int  # first step that this process trains

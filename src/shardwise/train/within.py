@@ -12,6 +12,7 @@ from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.train.build import build_model
 from shardwise.train.config import Config, TrainConfig
+from shardwise.train.planned import checkpointing_of
 
 __all__ = ["optimizer_of", "within"]
 
@@ -47,18 +48,12 @@ def within(config: Config, budget: str) -> Config:
         on_cpu=not torch.cuda.is_available(),
     )
     found = choose(search, base, bytes_of(budget), whole=True).configuration
-    checkpointing = found.checkpointing
     shard = {"strategy": found.strategy, "prefetch": found.prefetch, "replicas": 1}
-    memory |= {
-        "checkpoint_every": int(checkpointing != "none"),
-        "checkpoint": "selective" if "products" in checkpointing else "full",
-        "activations": "host" if found.activation_offload else "device",
-    }
     return config.model_copy(
         update={
             "shard": config.shard.model_copy(update=shard),
             "train": config.train.model_copy(update={"micro_batch": found.micro_batch}),
-            "memory": config.memory.model_copy(update=memory),
+            "memory": config.memory.model_copy(update=memory | checkpointing_of(found)),
         }
     )
 

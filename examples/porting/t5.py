@@ -1,6 +1,6 @@
 """A small T5-like model with mixed precision and activation checkpointing (FSDP1).
 
-torchrun --nproc-per-node 2 examples/porting/torch/t5.py
+torchrun --nproc-per-node 2 examples/porting/t5.py
 """
 
 import functools
@@ -14,9 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from shardwise.fsdp import FullyShardedDataParallel as FSDP
+from shardwise.fsdp import MixedPrecision, ShardingStrategy
+from shardwise.fsdp.wrap import transformer_auto_wrap_policy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, HEADS, VOCABULARY = 32, 4, 64

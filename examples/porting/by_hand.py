@@ -1,6 +1,6 @@
 """Wrapping by hand, with parameters offloaded to the host (FSDP1).
 
-torchrun --nproc-per-node 2 examples/porting/shardwise/by_hand.py
+torchrun --nproc-per-node 2 examples/porting/by_hand.py
 """
 
 import torch

@@ -1,19 +1,19 @@
 """Parameter groups and backward prefetch (FSDP1, ``use_orig_params=True``).
 
-torchrun --nproc-per-node 2 examples/porting/torch/orig_params.py
+torchrun --nproc-per-node 2 examples/porting/orig_params.py
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
+from shardwise.fsdp import (
     BackwardPrefetch,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     StateDictType,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from shardwise.fsdp import FullyShardedDataParallel as FSDP
+from shardwise.fsdp.wrap import ModuleWrapPolicy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

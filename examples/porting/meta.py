@@ -1,6 +1,6 @@
 """A model created on the meta device, loaded from a state dict, and saved with DCP (FSDP2).
 
-torchrun --nproc-per-node 2 examples/porting/torch/meta.py
+torchrun --nproc-per-node 2 examples/porting/meta.py
 """
 
 import shutil
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

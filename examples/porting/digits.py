@@ -1,6 +1,6 @@
 """A classifier of handwritten digits, wrapped by module size (FSDP1).
 
-torchrun --nproc-per-node 2 examples/porting/shardwise/digits.py
+torchrun --nproc-per-node 2 examples/porting/digits.py
 """
 
 import functools
