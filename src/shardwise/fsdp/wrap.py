@@ -6,7 +6,7 @@ that ("wrap this module?"). `shardwise.fully_shard` accepts the same policies as
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy as TorchCustomPolicy,
     ModuleWrapPolicy,
-    _construct_wrap_fn,
     _module_wrap_policy,
     _or_policy,
     _Policy,
-    _post_order_apply,
-    _recursive_wrap,
     _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
@@ -48,6 +45,9 @@ __all__ = [
     "wrap_children",
 ]
 
+Wrapper = Callable[..., nn.Module]
+Policy = Callable[..., bool]
+
 
 class CustomPolicy(TorchCustomPolicy):
     """PyTorch's policy, made callable so that it can be passed as ``units``."""
@@ -59,10 +59,10 @@ class CustomPolicy(TorchCustomPolicy):
 def wrap_children(
     root: nn.Module,
     policy: Any,
-    wrapper: type[nn.Module],
+    wrapper: Wrapper,
     options: Mapping[str, Any],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
 ) -> None:
     """Wrap the modules inside ``root`` that ``policy`` chooses, innermost first.
 
@@ -83,9 +83,9 @@ def wrap_children(
     if isinstance(policy, _Policy):
         # These policies choose modules and options for each before any module is wrapped, which
         # only a private method does.
-        chosen = policy._run_policy(root, ignored_modules, dict(options))
+        chosen = policy._run_policy(root, set(ignored_modules), dict(options))
         chosen |= {m: {**chosen.get(m, options), **without} for m in full_precision}
-        _post_order_apply(root, _construct_wrap_fn(root, chosen, wrapper))
+        _wrap_chosen(root, chosen, wrapper)
         return
     if full_precision:
         by_class = partial(_wrap_module_cls_individually, module_classes=classes)
@@ -94,13 +94,12 @@ def wrap_children(
     def wrap_one(module: nn.Module) -> nn.Module:
         return wrapper(module, **{**options, **(without if module in full_precision else {})})
 
-    _recursive_wrap(
-        root, policy, wrap_one, ignored_modules, ignored_params, only_wrap_children=True
-    )
+    ignored = {id(parameter) for parameter in ignored_params}
+    _wrap_recursively(root, policy, wrap_one, (ignored_modules, ignored), is_root=True)
 
 
 def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
-    mixed_precision = options["mixed_precision"]
+    mixed_precision = options.get("mixed_precision")
     return () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
 
 
@@ -120,8 +119,10 @@ def _keep_full_precision(modules: Collection[nn.Module]) -> None:
 
 
 def _check_none_wrapped(
-    root: nn.Module, wrapper: type[nn.Module], ignored_modules: Collection[nn.Module]
+    root: nn.Module, wrapper: Wrapper, ignored_modules: Collection[nn.Module]
 ) -> None:
+    if not isinstance(wrapper, type):
+        return
     for name, module in root.named_modules():
         if module not in ignored_modules and isinstance(module, wrapper):
             raise PlanError(
@@ -129,3 +130,36 @@ def _check_none_wrapped(
                 f"{name} in {type(root).__name__}; pass auto_wrap_policy to the outermost wrapper "
                 "only, or wrap all modules by hand"
             )
+
+
+def _wrap_chosen(
+    module: nn.Module, chosen: Mapping[nn.Module, dict[str, Any]], wrapper: Wrapper
+) -> None:
+    for name, child in module.named_children():
+        _wrap_chosen(child, chosen, wrapper)
+        if child in chosen:
+            setattr(module, name, wrapper(child, **chosen[child]))
+
+
+def _wrap_recursively(
+    module: nn.Module,
+    policy: Policy,
+    wrap_one: Callable[[nn.Module], nn.Module],
+    ignored: tuple[Collection[nn.Module], set[int]],
+    *,
+    is_root: bool = False,
+) -> tuple[nn.Module, int]:
+    """Wrap ``module`` if ``policy`` chooses it; return it and its number of wrapped elements."""
+    modules, parameters = ignored
+    total = sum(p.numel() for p in module.parameters() if id(p) not in parameters)
+    if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        return module, 0
+    num_wrapped = 0
+    for name, child in module.named_children():
+        if child not in modules:
+            replaced, count = _wrap_recursively(child, policy, wrap_one, ignored)
+            setattr(module, name, replaced)
+            num_wrapped += count
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=total - num_wrapped):
+        return module, num_wrapped
+    return wrap_one(module), total
