@@ -65,7 +65,7 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         raise _unknown(units)
     if isinstance(units, int):
         if units < 1:
-            raise PlanError(f"units={units}: expected a size in parameters, 1 or more")
+            raise PlanError(f"units={units}: expected a size of at least 1 parameter")
         return _size_policy(units)
     if isinstance(units, type) or not callable(units):
         given = tuple(units) if isinstance(units, Collection) else (units,)
