@@ -11,8 +11,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Folder", "LocalFolder", "OpenFile", "errors_at", "folder_at"]
+__all__ = ["Folder", "LocalFolder", "ReadInto", "errors_at", "folder_at"]
+
+# Fills memory with the bytes of a file from an offset on; returns False if the file ends before.
+ReadInto = Callable[[memoryview, int], bool]
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -137,8 +141,12 @@ class Folder:
             content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
             return content
 
-    def open(self, name: str) -> "OpenFile":
-        return StoredFile(self / name)
+    def open(self, name: str, cleanup: contextlib.ExitStack) -> ReadInto:  # noqa: ARG002
+        """Return a function that reads a file, which stays open until ``cleanup`` ends.
+
+        Each call sends one request.
+        """
+        return partial(_read_range, self / name)
 
     def create(self, marker: str, content: bytes) -> None:
         """Create the folder with one file, ``marker``, in it."""
@@ -198,23 +206,13 @@ class Folder:
         return dict(sorted(inside.items()))
 
 
-class StoredFile:
-    """An object of a store; each range is read with one request."""
-
-    def __init__(self, file: Folder) -> None:
-        self._file = file
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        stop = offset + content.nbytes
-        with errors_at(self._file):
-            found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
-        if len(found) != content.nbytes:
-            return False
-        content[:] = found
-        return True
-
-    def close(self) -> None:
-        pass
+def _read_range(file: Folder, content: memoryview, offset: int) -> bool:
+    with errors_at(file):
+        found = file.store.cat_file(file.path, start=offset, end=offset + content.nbytes)
+    if len(found) != content.nbytes:
+        return False
+    content[:] = found
+    return True
 
 
 class LocalFolder(Folder):
@@ -253,8 +251,9 @@ class LocalFolder(Folder):
     def age_seconds(self, name: str) -> float:
         return time.time() - (self.target / name).stat().st_mtime
 
-    def open(self, name: str) -> "LocalFile":
-        return LocalFile(self.target / name)
+    def open(self, name: str, cleanup: contextlib.ExitStack) -> ReadInto:
+        file = cleanup.enter_context((self.target / name).open("rb", buffering=0))
+        return partial(_read_local, file.fileno())
 
     def create(self, marker: str, content: bytes) -> None:
         while True:
@@ -305,23 +304,13 @@ class LocalFolder(Folder):
         return sorted(self.target.iterdir()) if self.target.is_dir() else []
 
 
-class LocalFile:
-    """A local file, open for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        """Fill ``content`` with the bytes from ``offset`` on; False if the file ends before."""
-        while content.nbytes:
-            count = os.preadv(self._descriptor, [content], offset)
-            if count == 0:
-                return False
-            content, offset = content[count:], offset + count
-        return True
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def _read_local(descriptor: int, content: memoryview, offset: int) -> bool:
+    while content.nbytes:
+        count = os.preadv(descriptor, [content], offset)
+        if count == 0:
+            return False
+        content, offset = content[count:], offset + count
+    return True
 
 
 def _sync(directory: Path) -> None:
@@ -331,9 +320,6 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-OpenFile = LocalFile | StoredFile
 
 
 @contextlib.contextmanager
