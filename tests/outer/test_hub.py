@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import PeerLost, PlanError
+from shardwise.outer.exchange import Progress
 from shardwise.outer.hub import Hub
+from shardwise.outer.link import HubExchange
 from shardwise.outer.serving import HubThread
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -27,7 +29,8 @@ from tests.outer.test_group import replica_of, shared_of, train, two_replicas
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 
-DEADLINE = 60.0  # of rounds for which no replica is late
+DEADLINE = 60.0  # seconds; for rounds for which no replica is late
+STATE_BYTES = 1 << 23  # more than the connections buffer
 
 
 class Replica:
@@ -280,6 +283,34 @@ def test_replicas_that_do_not_fit_are_refused(other: sw.Outer, seed: int, messag
         with pytest.raises(PlanError, match=message):
             b.outer.join()
         close(a, b)
+
+
+def test_a_replica_that_joins_during_a_transfer_does_not_interrupt_it() -> None:
+    with HubThread() as hub:
+        giver, first, second = (_exchange(hub, number) for number in range(3))
+        giver.connect([Progress()], "")
+        giver.wait(DEADLINE)
+        tickets = []
+        for number, joining in enumerate((first, second)):
+            joining.connect([Progress(digest="another")], "")
+            assert eventually(lambda n=number: len(hub.hub.replicas) == n + 2)
+            giver.send(0, torch.zeros(1, dtype=torch.uint8), "")
+            (decision,) = giver.decided(0, DEADLINE)
+            giver.applied(0, decision)
+            tickets.append(decision.ticket)
+        states = [bytes([number]) * STATE_BYTES for number in range(2)]
+        for ticket, state in zip(tickets, states, strict=True):  # their chunks alternate
+            giver.give_state(ticket, state)
+        for joining, state in zip((first, second), states, strict=True):
+            joining.wait(DEADLINE)
+            assert joining.take_state(joining.ticket) == state
+        for exchange in (giver, first, second):
+            exchange.close()
+
+
+def _exchange(hub: HubThread, number: int) -> HubExchange:
+    hello = {"num_ranks": 1, "num_replicas": 1, "deadline": DEADLINE, "options": {}}
+    return HubExchange(hub.address, number, 0, hello)
 
 
 def test_a_silent_stranger_does_no_harm() -> None:

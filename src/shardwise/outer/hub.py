@@ -44,7 +44,6 @@ class Hub:
         self._options: dict[str, Any] = {}
         self._start_timer: asyncio.TimerHandle | None = None
         self._tickets = itertools.count(1)
-        self._ticket: tuple[int, int] | None = None  # its number, and the replica that sends
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -150,8 +149,9 @@ class Hub:
 
     def _remove(self, replica: Replica) -> None:
         del self.replicas[replica.number]
-        if self._ticket is not None and self._ticket[1] == replica.number:
-            self._ticket = None
+        for waiting in self.replicas.values():
+            if waiting.giver == replica.number:
+                waiting.ticket, waiting.giver = 0, -1
         for fragment, current in enumerate(self._rounds):
             current.differences.pop(replica.number, None)
             self._decide_if_complete(fragment)
@@ -281,18 +281,19 @@ class Hub:
                     connection.send(frame)
 
     def _request_state(self, giver: Replica) -> int:
-        """The number of a new request for a state; 0 if no replica waits for one."""
-        joining = self._with_role(Role.JOINING)
-        if not joining or (self._ticket is not None and all(one.since_ticket for one in joining)):
-            return 0
-        self._ticket = next(self._tickets), giver.number
-        for one in joining:
-            one.since_ticket = True
-        return self._ticket[0]
+        """Request the state of ``giver`` for the replicas that wait for one; return the ticket.
+
+        Replicas that already receive a state keep it. Returns 0 if no other replica waits.
+        """
+        waiting = [one for one in self._with_role(Role.JOINING) if not one.ticket]
+        ticket = next(self._tickets) if waiting else 0
+        for one in waiting:
+            one.ticket, one.giver = ticket, giver.number
+        return ticket
 
     def _forward_state(self, frame: Frame, rank: int) -> None:
         for replica in self._with_role(Role.JOINING):
-            if replica.since_ticket:
+            if replica.ticket == frame.header["ticket"]:
                 replica.ranks[rank].send(frame)
 
 

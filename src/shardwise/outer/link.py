@@ -49,6 +49,7 @@ class HubExchange(Exchange):
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._giving: set[asyncio.Task[None]] = set()
         # Guards the attributes below, `is_member` and `_progress`.
         self._changed = threading.Condition()
         self.is_member = False
@@ -56,7 +57,7 @@ class HubExchange(Exchange):
         # By fragment and digest before the round; the first digest is the same for all fragments.
         self._decisions: dict[tuple[int, str], Decision] = {}
         self._sent: dict[int, tuple[str, Tensor]] = {}  # the last difference of each fragment
-        self._chunks: dict[int, bytes] = {}  # of the state of the last ticket
+        self._chunks: list[bytes] = []  # of the state with the last ticket
         self._chunks_ticket = 0
         self._states: dict[int, bytes] = {}  # complete states, by ticket
         self._refusal = ""
@@ -263,16 +264,17 @@ class HubExchange(Exchange):
             self._writer.transport.abort()
 
     def _start_giving(self, ticket: int, state: bytes) -> None:
-        self._giving = self._loop.create_task(self._give(ticket, state))
+        task = self._loop.create_task(self._give(ticket, state))
+        self._giving.add(task)  # the loop keeps only a weak reference
+        task.add_done_callback(self._giving.discard)
 
     async def _give(self, ticket: int, state: bytes) -> None:
-        view, count = memoryview(state), -(-len(state) // _STATE_CHUNK_BYTES)
-        for index in range(count):
-            writer = self._writer
-            if writer is None:
+        writer, starts = self._writer, range(0, len(state), _STATE_CHUNK_BYTES)
+        header = {"ticket": ticket, "count": len(starts)}
+        for start in starts:
+            if writer is None or writer is not self._writer:  # the connection was lost
                 return
-            body = view[index * _STATE_CHUNK_BYTES : (index + 1) * _STATE_CHUNK_BYTES]
-            header = {"ticket": ticket, "index": index, "count": count}
+            body = memoryview(state)[start : start + _STATE_CHUNK_BYTES]
             self._write(Frame(Kind.STATE, header, body))
             self.state_bytes += len(body)
             with contextlib.suppress(OSError):
@@ -334,7 +336,7 @@ class HubExchange(Exchange):
         if ticket != self._chunks_ticket:
             self._chunks_ticket = ticket
             self._chunks.clear()
-        self._chunks[frame.header["index"]] = bytes(frame.body)
+        self._chunks.append(frame.body)
         if len(self._chunks) == count:
-            self._states[ticket] = b"".join(self._chunks[index] for index in range(count))
+            self._states[ticket] = b"".join(self._chunks)
             self._chunks.clear()

@@ -64,7 +64,8 @@ class Replica:
     ranks: dict[int, Connection] = field(default_factory=dict)
     role: Role = Role.ARRIVED
     step: int = 0  # the last step that it has reported
-    since_ticket: bool = False  # whether it waits for the requested state
+    ticket: int = 0  # of the requested state that it waits for; 0: none
+    giver: int = -1  # the replica that sends this state
 
     @property
     def hello(self) -> Hello:
