@@ -72,7 +72,8 @@ class OuterOptimizer(Optimizer):
         self._is_member = False
         self._ticket = 0  # of the state that this rank has to send after the step
         for parameter in parameters:
-            self.state[parameter] = {ANCHOR: _copy_of(parameter)}
+            shared = local_of(parameter).detach().clone()
+            self.state[parameter] = {ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -218,8 +219,7 @@ class OuterOptimizer(Optimizer):
         differences = [self._anchor(p) - local_of(p) for p in parameters]
         if self.outer.delay:
             for parameter, difference in zip(parameters, differences, strict=True):
-                sharding = cast("Sharding", sharding_of(parameter))
-                self.state[parameter][SENT] = sharding.wrap(difference.reshape(-1))
+                self.state[parameter][SENT] = _sharded_as(parameter, difference)
         self._send(number, differences)
 
     def _send(self, number: int, differences: Sequence[Tensor]) -> None:
@@ -305,8 +305,7 @@ class OuterOptimizer(Optimizer):
         shared = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             one = nn.Parameter(self.state[parameter][ANCHOR])
-            sharding = cast("Sharding", sharding_of(parameter))
-            one.grad = sharding.wrap(gradient)
+            one.grad = _sharded_as(parameter, gradient)
             shared.append(one)
         optimizer = self._make(shared)
         group = self.param_groups[0]
@@ -321,9 +320,9 @@ class OuterOptimizer(Optimizer):
             self.state[parameter].update(optimizer.state.get(one, {}))
 
 
-def _copy_of(parameter: Tensor) -> Tensor:
-    sharding = cast("Sharding", sharding_of(parameter))
-    return sharding.wrap(local_of(parameter).detach().clone().reshape(-1))
+def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """The tensor that is sharded like ``parameter`` and of which this rank stores ``local``."""
+    return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
 
 
 def maker_of(outer: Outer) -> Callable[[list[Any]], Any]:
