@@ -1,4 +1,4 @@
-"""Replicas that meet at a hub: who is late or gone, and who comes back."""
+"""Replicas that synchronize through a hub: late, lost and returning replicas."""
 
 import contextlib
 import random
@@ -34,7 +34,7 @@ STATE_BYTES = 1 << 23  # more than the connections buffer
 
 
 class Replica:
-    """One process that is a replica, played by a thread."""
+    """A replica with one rank, whose steps a thread runs."""
 
     def __init__(self, hub: str, number: int, outer: sw.Outer, **options: Any) -> None:
         torch.manual_seed(options.pop("seed", 3))
@@ -55,7 +55,7 @@ class Replica:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The objects to save in a checkpoint."""
         return {"model": self.model, "optimizer": self.optimizer, "outer": self.outer}
 
     @property
@@ -72,7 +72,7 @@ def at_once(*actions: Callable[[], object]) -> None:
 
 
 def together(*replicas: Replica, until: int) -> None:
-    """Train them at the same time, up to a step."""
+    """Train ``replicas`` concurrently up to step ``until``."""
     at_once(*(partial(one.train_until, until) for one in replicas))
 
 
@@ -119,7 +119,7 @@ def test_a_hub_gives_the_numbers_of_a_process_group() -> None:
 
 @on_ranks(2)
 def test_no_rank_sends_while_another_one_of_its_replica_is_cut_off() -> None:
-    """It would wait for a decision that needs what the other one has not sent."""
+    """Otherwise it would wait for a decision that needs the other rank's difference."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     hub = HubThread() if dist.get_rank() == 0 else None
     address = [hub.address if hub else ""]
@@ -164,7 +164,7 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
         def come_back() -> None:
             assert back.outer.join() >= 13
             has_joined.set()
-            while not target.done():  # the other one waits for it in a round before it says so
+            while not target.done():  # the other replica waits for it in a round before that
                 back.train(1)
             back.train_until(target.result())
 
@@ -176,7 +176,7 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
 
         at_once(come_back, go_on)
         assert_equal_shared(a, back)
-        # Its inner optimizer goes on as that of the other replica.
+        # Its inner optimizer has the states of the other replica.
         states = zip(a.optimizer.state.values(), back.optimizer.state.values(), strict=True)
         assert all(one.keys() == other.keys() for one, other in states)
         close(a, back)
@@ -193,12 +193,12 @@ def test_a_late_replica_is_named_and_what_it_did_counts_later(
         at_once(a.outer.join, b.outer.join)
         b.train(1)
         assert eventually(lambda: hub.hub.replicas[1].step == 1)
-        a.train(2)  # goes on alone
+        a.train(2)  # does not wait for b
         assert "replica 1 (rank 0, after step 1) is late" in caplog.text
         own = [local_of(p).detach().clone() for p in b.model.parameters()]
         shift = [new - old for new, old in zip(a.shared, b.shared, strict=True)]
         assert eventually(lambda: b.outer.exchange.group_step == 2)
-        b.outer._synchronize(2)  # as at the end of a step that changed nothing
+        b.outer._synchronize(2)  # as after a step that changed nothing
         moved = [local_of(p).detach() for p in b.model.parameters()]
         for now, before, by in zip(moved, own, shift, strict=True):
             torch.testing.assert_close(now, before + by, rtol=1e-12, atol=1e-12)
@@ -228,12 +228,12 @@ def test_replicas_train_on_without_a_hub_and_meet_again_at_the_next() -> None:
 
 
 def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
-    """They follow on the same digest."""
+    """Both begin with the same digest."""
     outer = sw.Outer(every=2, fragments=2, dtype="float64", deadline=1.0)
     with HubThread() as hub:
         a, b = (Replica(hub.address, number, outer, num_replicas=2) for number in range(2))
         at_once(a.outer.join, b.outer.join)
-        a.train(2)  # goes on alone, with both fragments
+        a.train(2)  # does not wait for b; synchronizes both fragments
         assert eventually(lambda: b.outer.exchange.group_step == 2)
         b.train(1)
         assert b.outer.progress[0] == a.outer.progress[0]
@@ -248,7 +248,7 @@ def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
 def test_replicas_that_come_back_at_different_steps_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One is before the step of the first fragment, and the other one after it."""
+    """One is before the step of the first fragment, the other after it."""
     expired: list[int] = []
     monkeypatch.setattr(Hub, "_expire", lambda _, fragment: expired.append(fragment))
     outer = sw.Outer(every=4, fragments=2, dtype="float32", deadline=DEADLINE)
@@ -326,7 +326,7 @@ def test_a_silent_stranger_does_no_harm() -> None:
 
 
 class Life:
-    """A replica that trains, pauses, dies and comes back as a generator of random numbers says."""
+    """A replica that trains, pauses, dies and comes back at random."""
 
     def __init__(self, hub: str, number: int, seed: int, seen: dict[Any, int]) -> None:
         self._make = partial(Replica, hub, number, FUZZED, num_replicas=3)
@@ -347,12 +347,12 @@ class Life:
                     close(self.now)
                     time.sleep(self._random.random() * 0.1)
                     self.now = self._make()
-                    with contextlib.suppress(PeerLost):  # all others have ended
+                    with contextlib.suppress(PeerLost):  # all other replicas have ended
                         self.now.outer.join()
         self.check()
 
     def check(self) -> None:
-        """The same decisions have led to the same bits."""
+        """Check that equal digests mean equal bits."""
         outer = self.now.outer
         for number, fragment in enumerate(outer.fragments):
             total = 0

@@ -1,4 +1,4 @@
-"""What reaches a hub and does not belong there, and replicas that do not fit together."""
+"""Clients of a hub that are not replicas, and replicas that do not match."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def test_a_stranger_is_shown_out_and_replicas_go_on(
             try:
                 while piece := stranger.recv(1 << 12):
                     answer += piece
-            except ConnectionResetError:  # bytes of the stranger were not read
+            except ConnectionResetError:  # the hub closed before it had read everything
                 pass
         assert "refused" in str(answer) or "is no rank of a replica" in caplog.text
         a = Replica(hub.address, 0, ROW)
@@ -65,7 +65,7 @@ def test_a_stranger_is_shown_out_and_replicas_go_on(
         close(a)
 
 
-@pytest.mark.parametrize("iterations", range(6))  # from a connection to the end of the hub
+@pytest.mark.parametrize("iterations", range(6))  # of the loop before the hub ends
 def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
     iterations: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +121,7 @@ def test_another_outer_optimizer_and_another_model_are_refused() -> None:
 
 def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is_told() -> None:
     class Tuned(Replica):
-        """Its first layer is frozen."""
+        """A replica whose first layer is frozen."""
 
         def __init__(self, hub: str, number: int, seed: int) -> None:
             torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is
 
 
 def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
-    """A schedule of the outer learning rate in one replica alone."""
+    """One replica changes the learning rate of its outer optimizer."""
     with HubThread() as hub:
         a, b = (Replica(hub.address, number, ROW, num_replicas=2) for number in range(2))
         together(a, b, until=2)
