@@ -23,7 +23,7 @@ from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, i
 from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice, bytes_of
-from shardwise.checkpoint.stores import Folder, ReadInto
+from shardwise.checkpoint.stores import MAX_OPEN_FILES, Folder, ReadInto
 from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 __all__ = [
@@ -200,13 +200,19 @@ class SafetensorsSource:
 
     def read(self, name: str, start: int, content: memoryview) -> None:
         file, offset = self._locations[name]
-        if file not in self._files:
-            self._files[file] = self._folder.open(file, self._cleanup)
-        if not self._files[file](content, offset + start):
+        read_into = self._files.get(file) or self._open(file)
+        if not read_into(content, offset + start):
             raise CheckpointDamaged(f"{name}: {self._folder / file} ends before this tensor does")
 
     def close(self) -> None:
+        self._files.clear()
         self._cleanup.close()
+
+    def _open(self, file: str) -> ReadInto:
+        if len(self._files) == MAX_OPEN_FILES:
+            self.close()
+        self._files[file] = read_into = self._folder.open(file, self._cleanup)
+        return read_into
 
 
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:

@@ -22,8 +22,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Folder", "LocalFolder", "ReadInto", "errors_at", "folder_at"]
+__all__ = ["MAX_OPEN_FILES", "Folder", "LocalFolder", "ReadInto", "errors_at", "folder_at"]
 
+# Files of a component that are open at once; processes are often limited to 1024.
+MAX_OPEN_FILES = 128
 # Fills memory with the bytes of a file from an offset on; returns False if the file ends before.
 ReadInto = Callable[[memoryview, int], bool]
 

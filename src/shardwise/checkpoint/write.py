@@ -26,7 +26,7 @@ from shardwise.checkpoint.directory import (
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
-from shardwise.checkpoint.stores import LocalFolder
+from shardwise.checkpoint.stores import MAX_OPEN_FILES, LocalFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
@@ -102,17 +102,24 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
 
 def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     parts: list[BlockPart] = []
-    with contextlib.ExitStack() as files:  # syncs them to disk when it closes
-        for file in _rotated(job.files, ranks):
-            numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
-            own = [(offset, number) for offset, number in numbers if number in job.slices]
-            if not own:
-                continue
-            output = _FlushedFile(files.enter_context(_opened(folder, file.name)))
-            for offset, number in own:
-                parts += _write_slice(output, offset, job.slices[number], number)
-            output.flush()
+    files = _rotated(job.files, ranks)
+    for first in range(0, len(files), MAX_OPEN_FILES):
+        with contextlib.ExitStack() as opened:  # syncs them to disk when it closes
+            for file in files[first : first + MAX_OPEN_FILES]:
+                parts += _write_to_file(folder, file, job, opened)
     return parts
+
+
+def _write_to_file(
+    folder: LocalFolder, file: File, job: WriteJob, opened: contextlib.ExitStack
+) -> Iterator[BlockPart]:
+    numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
+    own = [(offset, number) for offset, number in numbers if number in job.slices]
+    if own:
+        output = _FlushedFile(opened.enter_context(_opened(folder, file.name)))
+        for offset, number in own:
+            yield from _write_slice(output, offset, job.slices[number], number)
+        output.flush()
 
 
 def _rotated(files: list[File], ranks: Coordinator) -> list[File]:
