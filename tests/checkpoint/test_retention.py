@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -181,6 +182,24 @@ def test_a_checkpoint_that_another_process_removes_at_the_same_time(
     monkeypatch.setattr(directory, "discard", discard_twice)
     sw.save(tmp_path / "step-2", model=model, retention=sw.Retention(1))
     assert _names(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize("check", ["is_dir", "is_file"])
+def test_checkpoints_that_another_process_removes_while_they_are_listed(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-1"
+    sw.save(path, model=nn.Linear(2, 3))
+    original = getattr(Path, check)
+
+    def check_and_remove(checked: Path) -> bool:
+        found: bool = original(checked)
+        if path in (checked, checked.parent):
+            shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, check, check_and_remove)
+    assert sw.latest(path) is None
 
 
 def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":

@@ -251,7 +251,9 @@ class LocalFolder(Folder):
         }
 
     def age_seconds(self, name: str) -> float:
-        return time.time() - (self.target / name).stat().st_mtime
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - (self.target / name).stat().st_mtime
+        return 0.0
 
     def open(self, name: str, cleanup: contextlib.ExitStack) -> ReadInto:
         file = cleanup.enter_context((self.target / name).open("rb", buffering=0))
@@ -293,17 +295,20 @@ class LocalFolder(Folder):
             self.target.rmdir()
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        return {
-            path.name: {
-                "type": "directory" if path.is_dir() else "file",
-                "size": path.stat().st_size,
-            }
-            for path in self._paths()
-            if path.is_dir() or path.is_file()  # a broken link is neither
-        }
+        found = {}
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if path.is_dir():
+                    found[path.name] = {"type": "directory", "size": 0}
+                elif path.is_file():  # and not a broken link
+                    found[path.name] = {"type": "file", "size": path.stat().st_size}
+        return found
 
     def _paths(self) -> list[Path]:
-        return sorted(self.target.iterdir()) if self.target.is_dir() else []
+        try:
+            return sorted(self.target.iterdir())
+        except _ABSENT:
+            return []
 
 
 def _read_local(descriptor: int, content: memoryview, offset: int) -> bool:
