@@ -77,7 +77,7 @@ def _begin(name: str, strategy: str, path: Path) -> None:
 
 
 def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
-    """Load and save; returns the names of what changed."""
+    """Load and save; return the names of the tensors that changed."""
     options = {**options_for(strategy), **VARIATIONS.get(strategy, {})}
     training = Training(name, seed=5, **options)
     loaded = sw.load(source, model=training.model, optimizer=training.optimizer)

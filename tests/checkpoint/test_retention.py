@@ -203,7 +203,7 @@ def test_checkpoints_that_another_process_removes_while_they_are_listed(
 
 
 def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":
-    """A process, and the files of its save to ``path`` that never gets to the manifest."""
+    """Start a process that owns an unfinished save to ``path``."""
     child = subprocess.Popen(["sleep", "120"])
     _forge_marker(path, pid=child.pid, created=psutil.Process(child.pid).create_time())
     (path / "model.safetensors").write_bytes(b"partial")
@@ -211,7 +211,7 @@ def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":
 
 
 def _forge_marker(path: Path, **fields: object) -> None:
-    """The marker of a save by this process, except for ``fields``."""
+    """Create the marker of a save by this process, with some ``fields`` replaced."""
     path.mkdir(exist_ok=True)
     owner = Owner.current()
     (path / MARKER).write_text(json.dumps({**vars(owner), **fields}), encoding="utf-8")

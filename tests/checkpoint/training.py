@@ -1,4 +1,4 @@
-"""A model and an optimizer on some ranks, and their bits."""
+"""A sharded model with an optimizer, and its bits."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Training:
         self.optimizer = adamw(self.model)
 
     def step(self, number: int = 0) -> None:
-        """One step, on a batch that depends on ``number`` alone."""
+        """Train one step on a batch that depends only on ``number``."""
         torch.manual_seed(1000 + number)
         self.case.loss(self.model(own_part(self.case.batch(BATCH)))).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -51,7 +51,7 @@ class Training:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, and more states than the default."""
+    """AdamW with two groups and more states than by default."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.2},

@@ -125,7 +125,7 @@ def load(
 
 
 class _LoadPlan:
-    """What to read, and what to assign after everything has been read."""
+    """Reads all tensors, and assigns values once everything has been read."""
 
     def __init__(
         self, opened: OpenCheckpoint, model: nn.Module | None, selection: Selection

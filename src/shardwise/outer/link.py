@@ -291,7 +291,7 @@ class HubExchange(Exchange):
                         rounds = self._rounds_text()
                         logger.warning(message, self._name, self.address, state, rounds)
                     self.connection_error = ""
-                    self._states.clear()  # of earlier connections
+                    self._states.clear()  # received on earlier connections
                 case Kind.REFUSED:
                     self._refusal = frame.body.decode()
                 case Kind.DECISION:

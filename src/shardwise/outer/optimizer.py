@@ -280,7 +280,7 @@ class OuterOptimizer(Optimizer):
             torch.autograd.graph.increment_version(parameter)
 
     def _agree(self, num_decisions: int = 0) -> Known:
-        """What all ranks of this replica have received."""
+        """Agree with the other ranks of this replica on what all of them have received."""
         exchange = self.exchange
         own = Known(num_decisions, exchange.ticket, exchange.is_member, exchange.group_step)
         links = communicator(self._runtime.mesh.world, self._runtime.pools.device)

@@ -42,7 +42,7 @@ class Known:
 
 
 def agree(own: Known, links: Communicator, device: torch.device) -> Known:
-    """What every rank has received, so that all ranks do the same next."""
+    """Agree on what every rank has received, so that all ranks do the same next."""
     where = "agreement on the messages of other replicas"
     table = _all_gather(astuple(own), links, device, where)
     decisions, ticket, is_member, group_step = table.amin(0).tolist()
