@@ -293,7 +293,7 @@ def test_a_replica_that_joins_during_a_transfer_does_not_interrupt_it() -> None:
         tickets = []
         for number, joining in enumerate((first, second)):
             joining.connect([Progress(digest="another")], "")
-            assert eventually(lambda n=number: len(hub.hub.replicas) == n + 2)
+            assert eventually(lambda n=number: len(hub.hub.replicas) == n + 2)  # type: ignore[misc]
             giver.send(0, torch.zeros(1, dtype=torch.uint8), "")
             (decision,) = giver.decided(0, DEADLINE)
             giver.applied(0, decision)
@@ -305,6 +305,21 @@ def test_a_replica_that_joins_during_a_transfer_does_not_interrupt_it() -> None:
             joining.wait(DEADLINE)
             assert joining.take_state(joining.ticket) == state
         for exchange in (giver, first, second):
+            exchange.close()
+
+
+def test_the_deadline_of_a_lost_replica_does_not_apply_to_the_others() -> None:
+    with HubThread() as hub:
+        exchanges = [_exchange(hub, number) for number in range(3)]
+        for exchange in exchanges:
+            exchange.connect([Progress()], "")
+            exchange.wait(DEADLINE)
+        first, *others = exchanges
+        first.send(0, torch.zeros(1, dtype=torch.uint8), "")
+        assert eventually(lambda: hub.hub._rounds[0].timer is not None)
+        first.close()
+        assert eventually(lambda: hub.hub._rounds[0].timer is None)
+        for exchange in others:
             exchange.close()
 
 

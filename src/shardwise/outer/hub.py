@@ -153,7 +153,7 @@ class Hub:
             if waiting.giver == replica.number:
                 waiting.ticket, waiting.giver = 0, -1
         for fragment, current in enumerate(self._rounds):
-            current.differences.pop(replica.number, None)
+            current.remove(replica.number)
             self._decide_if_complete(fragment)
         if not self._with_role(Role.MEMBER):  # no replica is left that could send its state
             for waiting in self._with_role(Role.JOINING):

@@ -41,6 +41,17 @@ class Round:
         )
         return next(others, None)
 
+    def remove(self, replica: int) -> None:
+        """Remove the differences of a replica; the deadline begins again with the next one."""
+        self.differences.pop(replica, None)
+        if not self.differences:
+            self.stop_timer()
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
     def has_all_of(self, replica: Replica) -> bool:
         """Whether all ranks of ``replica`` have sent their differences."""
         return len(self.differences.get(replica.number, ())) == len(replica.ranks)
@@ -91,8 +102,7 @@ class Round:
 
     def following(self, salt: str) -> "Round":
         """The round after this one."""
-        if self.timer is not None:
-            self.timer.cancel()
+        self.stop_timer()
         digest = hashlib.sha256((self.digest + salt).encode()).hexdigest()[:24]
         return Round(self.fragment, self.number + 1, digest)
 
