@@ -1,6 +1,6 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.collect import check_sharded, check_storable, parameter_names, tensors_of
 from shardwise.checkpoint.format import Spec
+from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
 from shardwise.tensor.sharding import sharding_of
 
@@ -95,11 +96,7 @@ def _section(title: str, names: list[str]) -> str:
 
 
 def match_module(
-    module: nn.Module,
-    specs: Mapping[str, Spec],
-    aliases: Mapping[str, str],
-    selection: Selection,
-    report: LoadReport,
+    module: nn.Module, component: OpenComponent, selection: Selection, report: LoadReport
 ) -> list[Target]:
     """Match the parameters and buffers of ``module``; a tied one matches by any of its names."""
     check_sharded(module)
@@ -107,6 +104,7 @@ def match_module(
     names = {name: [name] for name in tensors}
     for other, name in other_names.items():
         names[name].append(other)
+    specs, aliases = component.specs, component.aliases
     targets, used = [], set()
     for name, tensor in tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
@@ -147,47 +145,40 @@ def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
 class OptimizerStates:
     """The states of an optimizer, matched by parameter names.
 
-    `match` decides what to load; after all `targets` have been read, `assign` changes the
-    optimizer.
+    After all `targets` have been read, `assign` changes the optimizer.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        encoded: Mapping[str, Any],
-        specs: Mapping[str, Spec],
+        component: OpenComponent,
+        selection: Selection,
+        report: LoadReport,
     ) -> None:
-        """``encoded`` is the component's tree, ``specs`` describes its tensors."""
-        self.targets: list[Target] = []
-        self._optimizer = optimizer
-        self._parameters = parameter_names(optimizer, model)
-        self._encoded = encoded
-        self._specs = specs
-        self._states: dict[Tensor, dict[str, Any]] = {}
-        self._options: list[dict[str, Any]] = []  # one dict per parameter group
-        self._stale: list[Tensor] = []  # parameters whose state is removed, because none was saved
-
-    def match(self, selection: Selection, report: LoadReport) -> None:
         """Allocate the tensors to read into.
 
         Raises:
             CheckpointError: the states belong to another kind of optimizer.
         """
-        _check_kind(self._optimizer, self._encoded)
-        saved = self._encoded["state"]
-        for name, state in saved.items():
-            if name in self._parameters and selection.includes(name):
-                parameter = self._parameters[name]
-                self._states[parameter] = {
-                    key: self._decode(parameter, key, value) for key, value in state.items()
-                }
-        self._stale = [
-            parameter
-            for name, parameter in self._parameters.items()
-            if name not in saved and selection.includes(name)
-        ]
-        self._match_groups(selection, report)
+        self.targets: list[Target] = []
+        self._optimizer = optimizer
+        self._specs = component.specs
+        _check_kind(optimizer, component.tree)
+        parameters = parameter_names(optimizer, model)
+        selected = {name: p for name, p in parameters.items() if selection.includes(name)}
+        saved = component.tree["state"]
+        self._states = {
+            selected[name]: {
+                key: self._decode(selected[name], key, value) for key, value in state.items()
+            }
+            for name, state in saved.items()
+            if name in selected
+        }
+        # Parameters whose state is removed, because none was saved.
+        self._stale = [parameter for name, parameter in selected.items() if name not in saved]
+        self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
+        self._match_groups(component.tree["param_groups"], parameters, selection, report)
 
     def assign(self) -> None:
         """Assign the states and the options of the groups to the optimizer."""
@@ -197,10 +188,15 @@ class OptimizerStates:
         for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
             group.update(options)
 
-    def _match_groups(self, selection: Selection, report: LoadReport) -> None:
-        """Restore the options if the groups have the same parameters."""
-        saved = self._encoded["param_groups"]
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+    def _match_groups(
+        self,
+        saved: Sequence[dict[str, Any]],
+        parameters: Mapping[str, Tensor],
+        selection: Selection,
+        report: LoadReport,
+    ) -> None:
+        """Decode the options if the groups have the same parameters."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
         own = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         found = [group["params"] for group in saved]
         if own == found:
@@ -210,8 +206,8 @@ class OptimizerStates:
             ]
             return
         known = {name for group in found for name in group}
-        missing = [name for name in self._parameters if name not in known]
-        unexpected = [name for name in sorted(known) if name not in self._parameters]
+        missing = [name for name in parameters if name not in known]
+        unexpected = [name for name in sorted(known) if name not in parameters]
         for names_of, listed in ((missing, report.missing), (unexpected, report.unexpected)):
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
