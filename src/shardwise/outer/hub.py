@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from shardwise.outer.frames import HEARTBEAT_SECONDS, Frame, Kind, read_frame
 from shardwise.outer.members import Connection, Hello, Replica, Role
-from shardwise.outer.rounds import Difference, Round, rounds_text
+from shardwise.outer.rounds import Round, rounds_text
 
 __all__ = ["Hub"]
 
@@ -237,8 +237,7 @@ class Hub:
             if header["round"] >= current.number:  # the error makes it reconnect
                 raise ValueError("it has applied a round that this hub has not decided")
             return  # it is late
-        difference = Difference(bytes(frame.body), header["step"], header["checksum"])
-        other = current.add(number, rank, difference)
+        other = current.add(number, rank, frame)
         if other is not None:
             advice = (
                 "use the same outer optimizer and learning rates in all replicas; a replica that "

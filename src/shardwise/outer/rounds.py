@@ -9,16 +9,7 @@ from typing import Any
 from shardwise.outer.frames import Frame, Kind
 from shardwise.outer.members import Replica
 
-__all__ = ["Difference", "Round", "rounds_text"]
-
-
-@dataclass(frozen=True, eq=False)
-class Difference:
-    """The difference sent by one rank."""
-
-    body: bytes
-    step: int  # the local step after which it was taken
-    checksum: str  # of the shared parameters that it refers to
+__all__ = ["Round", "rounds_text"]
 
 
 @dataclass(eq=False)
@@ -28,16 +19,17 @@ class Round:
     fragment: int
     number: int
     digest: str  # of all earlier rounds
-    differences: dict[int, dict[int, Difference]] = field(default_factory=dict)  # by replica, rank
+    differences: dict[int, dict[int, Frame]] = field(default_factory=dict)  # by replica, rank
     timer: asyncio.TimerHandle | None = None
 
-    def add(self, replica: int, rank: int, difference: Difference) -> int | None:
+    def add(self, replica: int, rank: int, difference: Frame) -> int | None:
         """Add a difference; return another replica whose shared parameters differ, or None."""
+        checksum = difference.header["checksum"]
         self.differences.setdefault(replica, {})[rank] = difference
         others = (
             number
             for number, ranks in self.differences.items()
-            if rank in ranks and ranks[rank].checksum != difference.checksum
+            if rank in ranks and ranks[rank].header["checksum"] != checksum
         )
         return next(others, None)
 
@@ -62,7 +54,7 @@ class Round:
         The replica was not a member at the step of this round. It may be waiting for the other
         fragment, while the replicas that have sent their differences here wait for this one.
         """
-        steps = [one.step for ranks in self.differences.values() for one in ranks.values()]
+        steps = [x.header["step"] for ranks in self.differences.values() for x in ranks.values()]
         own = self.differences.get(replica.number, ())
         return bool(steps) and any(
             rank not in own and connection.sent_step > min(steps)
@@ -82,13 +74,13 @@ class Round:
         self, complete: Sequence[Replica], late: Sequence[str], digest: str
     ) -> dict[str, Any]:
         """The header of the decision to average ``complete``, after which ``digest`` applies."""
-        steps = (one.step for each in complete for one in self.differences[each.number].values())
+        frames = [x for replica in complete for x in self.differences[replica.number].values()]
         return {
             "fragment": self.fragment,
             "round": self.number,
             "before": self.digest,
             "after": digest,
-            "step": max(steps),
+            "step": max(frame.header["step"] for frame in frames),
             "replicas": [replica.number for replica in complete],
             "late": list(late),
         }
