@@ -23,7 +23,15 @@ from shardwise.checkpoint.stores import folder_at
 from shardwise.checkpoint.upload import assign_files
 from shardwise.cli import main
 from tests.checkpoint.s3 import FakeS3, reach, serving
-from tests.checkpoint.training import Training, differing, digests, options_for
+from tests.checkpoint.training import (
+    Training,
+    differing,
+    digests,
+    load_wide,
+    options_for,
+    save_wide,
+    wide,
+)
 from tests.covering import leaving
 from tests.forked import run_forked
 from tests.ranks import run_on
@@ -84,7 +92,7 @@ def _save_and_load_with_s3fs(endpoint: str) -> bool:
 @pytest.mark.parametrize("strategy", leaving(["fsdp"], ["fsdp", "hsdp"]))
 def test_tensors_that_are_cut_inside_blocks(strategy: str, s3: FakeS3, tmp_path: Path) -> None:
     run_on(4, _write_wide, s3.endpoint, strategy, "s3://bucket/x")
-    sw.save(tmp_path / "x", model=_wide())
+    sw.save(tmp_path / "x", model=wide(3613))
     assert s3.digests("x/") == digests(tmp_path / "x")
     sizes = run_on(3, _read_wide, s3.endpoint, "s3://bucket/x")
     (file,) = read_manifest(folder_at("s3://bucket/x")).files
@@ -278,28 +286,14 @@ def _hop(endpoint: str, strategy: str, size: int, source: str, url: str) -> list
     return differing(training.bits(), again.bits())
 
 
-def _wide() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(701, 3613), nn.Linear(613, 5), nn.Linear(5, 500_003))
-
-
 def _write_wide(endpoint: str, strategy: str, url: str) -> None:
-    model = sw.fully_shard(_wide(), units=nn.Linear, **options_for(strategy))
     with reach(endpoint):
-        sw.save(url, model=model)
+        save_wide(3613, strategy, url)
 
 
 def _read_wide(endpoint: str, url: str) -> int:
-    model = _wide()
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    sw.fully_shard(model, units=nn.Linear)
     with reach(endpoint):
-        loaded = sw.load(url, model=model)
-    for parameter, values in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
-    return loaded.bytes_read
+        return load_wide(3613, url)
 
 
 def _grow(url: str) -> int:

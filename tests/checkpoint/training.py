@@ -78,6 +78,30 @@ def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
+def wide(size: int) -> nn.Module:
+    """A model with parameters of several checksum blocks, which ranks cut inside blocks."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(701, size), nn.Linear(613, 5), nn.Linear(5, 500_003))
+
+
+def save_wide(size: int, strategy: str, place: Path | str) -> None:
+    model = sw.fully_shard(wide(size), units=nn.Linear, **options_for(strategy))
+    sw.save(place, model=model)
+
+
+def load_wide(size: int, place: Path | str) -> int:
+    """Load what `save_wide` saved and check it; return the bytes that this rank read."""
+    model = wide(size)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    sw.fully_shard(model, units=nn.Linear)
+    loaded = sw.load(place, model=model)
+    for parameter, values in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
+    return loaded.bytes_read
+
+
 def options_for(strategy: str) -> dict[str, Any]:
     """The arguments of `fully_shard` for a strategy on the current ranks."""
     is_hybrid = strategy in ("hsdp", "hfsdp") and world_size() > 1
