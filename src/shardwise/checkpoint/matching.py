@@ -201,7 +201,7 @@ class OptimizerStates:
         found = [group["params"] for group in saved]
         if own == found:
             self._options = [
-                tree.decode({k: v for k, v in group.items() if k != "params"}, self._whole)
+                tree.decode({k: v for k, v in group.items() if k != "params"}, self._decode_option)
                 for group in saved
             ]
             return
@@ -214,32 +214,37 @@ class OptimizerStates:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
-        present = self._optimizer.state.get(parameter, {}).get(key)
-        # Optimizers whose states are cut differently from their parameters have this method.
-        make: Callable[..., Tensor | None] = getattr(self._optimizer, "empty_state", _no_tensor)
-
         def allocate(name: str) -> Tensor:
-            spec = self._specs[name]
-            made = make(parameter, key, spec.shape, spec.torch_dtype)
-            if made is not None:
-                self.targets.append(Target(name, made))
-                return made
-            # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
-            if key == "step" or spec.shape != tuple(parameter.shape):
-                return self._whole(name, self._device_of(parameter, key))
-            is_reused = _can_hold(present, spec, parameter)
-            tensor = present if is_reused else _empty_like(parameter, spec)
-            assert isinstance(tensor, Tensor)
-            self.targets.append(Target(name, tensor))
-            return tensor
+            return self._add_target(name, self._empty_state(parameter, key, self._specs[name]))
 
         return tree.decode(value, allocate)
 
-    def _whole(self, name: str, device: torch.device | None = None) -> Tensor:
+    def _decode_option(self, name: str) -> Tensor:
         spec = self._specs[name]
-        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=device or "cpu")
+        return self._add_target(name, torch.empty(spec.shape, dtype=spec.torch_dtype))
+
+    def _add_target(self, name: str, tensor: Tensor) -> Tensor:
         self.targets.append(Target(name, tensor))
         return tensor
+
+    def _empty_state(self, parameter: Tensor, key: str, spec: Spec) -> Tensor:
+        """A tensor for the state ``key`` of ``parameter``: the current one if it fits."""
+        # Optimizers whose states are cut differently from their parameters have this method.
+        make: Callable[..., Tensor | None] | None = getattr(self._optimizer, "empty_state", None)
+        made = make(parameter, key, spec.shape, spec.torch_dtype) if make else None
+        if made is not None:
+            return made
+        # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
+        if key == "step" or spec.shape != tuple(parameter.shape):
+            device = self._device_of(parameter, key)
+            return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
+        present = self._optimizer.state.get(parameter, {}).get(key)
+        if isinstance(present, Tensor) and _can_hold(present, spec, parameter):
+            return present
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            return sharding.empty(spec.torch_dtype, parameter.device)
+        return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
     def _device_of(self, parameter: Tensor, key: str) -> torch.device:
         """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
@@ -281,25 +286,14 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
         )
 
 
-def _no_tensor(*_args: Any) -> None:
-    """Stands for a missing ``empty_state``: the states are cut like the parameter."""
-
-
-def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:
+def _can_hold(present: Tensor, spec: Spec, parameter: Tensor) -> bool:
     """Whether ``present``, the optimizer's current state, can receive the values."""
-    if not isinstance(present, Tensor) or present.dtype is not spec.torch_dtype:
+    if present.dtype is not spec.torch_dtype:
         return False
     sharding = sharding_of(parameter)
     if sharding is not None:
         return sharding.describes(present)
     return present.shape == parameter.shape and present.is_contiguous()
-
-
-def _empty_like(parameter: Tensor, spec: Spec) -> Tensor:
-    sharding = sharding_of(parameter)
-    if sharding is not None:
-        return sharding.empty(spec.torch_dtype, parameter.device)
-    return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
 
 def _sizes(groups: list[list[str]]) -> str:

@@ -139,7 +139,7 @@ def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
             yield f"{folder / name}: {head}"
         elif crc32(head) != crc:
             yield f"{folder / name}: damaged or foreign"
-    known = {MANIFEST, *manifest.file_names}
+    known = {MANIFEST, *(file.name for file in manifest.files), *manifest.others}
     for name in checkpoint_files(folder):
         if name not in known:
             yield f"{folder / name}: foreign: the manifest does not list it"
