@@ -17,7 +17,6 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
-from shardwise.transport.communicator import communicator
 
 __all__ = ["outer_optimizer"]
 
@@ -86,9 +85,7 @@ def outer_optimizer(
         },
     }
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
-        device = runtime.pools.device
-        links = communicator(runtime.mesh.world, device)
-        checksum = checksum_over_ranks(checksum_of(frozen), links, device)
+        checksum = checksum_over_ranks(checksum_of(frozen), runtime)
         hello["options"]["checksum of frozen parameters"] = checksum
     exchange = HubExchange(hub, replica, runtime.mesh.world.own_rank, hello)
     return OuterOptimizer(model, optimizer, outer, exchange)

@@ -38,7 +38,6 @@ from shardwise.plan.axes import AxisBytes
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
-from shardwise.transport.communicator import communicator
 
 __all__ = ["OuterOptimizer", "maker_of", "template_of"]
 
@@ -283,8 +282,7 @@ class OuterOptimizer(Optimizer):
         """Agree with the other ranks of this replica on what all of them have received."""
         exchange = self.exchange
         own = Known(num_decisions, exchange.ticket, exchange.is_member, exchange.group_step)
-        links = communicator(self._runtime.mesh.world, self._runtime.pools.device)
-        return agree(own, links, self._runtime.pools.device)
+        return agree(own, self._runtime)
 
     def _take_state(self, ticket: int) -> None:
         decode_state(self.exchange.take_state(ticket), self._optimizer, self)

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
+from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of, sharding_of
-from shardwise.transport.communicator import Communicator
+from shardwise.transport.communicator import communicator
 
 __all__ = [
     "ANCHOR",
@@ -41,19 +42,18 @@ class Known:
     group_step: int
 
 
-def agree(own: Known, links: Communicator, device: torch.device) -> Known:
+def agree(own: Known, runtime: Runtime) -> Known:
     """Agree on what every rank has received, so that all ranks do the same next."""
-    where = "agreement on the messages of other replicas"
-    table = _all_gather(astuple(own), links, device, where)
+    table = _all_gather(astuple(own), runtime, "agreement on the messages of other replicas")
     decisions, ticket, is_member, group_step = table.amin(0).tolist()
     if ticket != table[:, 1].max():
         ticket = 0
     return Known(decisions, ticket, bool(is_member), group_step)
 
 
-def checksum_over_ranks(own: int, links: Communicator, device: torch.device) -> str:
+def checksum_over_ranks(own: int, runtime: Runtime) -> str:
     """Combine the `checksum_of` every rank of this replica."""
-    table = _all_gather((own,), links, device, "checksum of frozen parameters")
+    table = _all_gather((own,), runtime, "checksum of frozen parameters")
     return f"{zlib.crc32(table.numpy().tobytes()):08x}"
 
 
@@ -66,15 +66,14 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def _all_gather(
-    own: Sequence[int], links: Communicator, device: torch.device, where: str
-) -> Tensor:
+def _all_gather(own: Sequence[int], runtime: Runtime, where: str) -> Tensor:
     """Gather n integers from each rank: [num_ranks, n]."""
+    links = communicator(runtime.mesh.world, runtime.pools.device)
     table = torch.zeros(links.num_ranks, len(own), dtype=torch.int64)
     table[links.rank] = torch.tensor(own)
     if links.num_ranks == 1:
         return table
-    table = table.to(device).flatten()
+    table = table.to(runtime.pools.device).flatten()
     links.where = where
     links.wait(links.reduce.all_gather(table, links.world, where))
     return table.view(links.num_ranks, -1).cpu()
