@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import PeerLost, PlanError
-from shardwise.outer.exchange import Progress
+from shardwise.outer.exchange import Decision, Progress
 from shardwise.outer.hub import Hub
 from shardwise.outer.link import HubExchange
 from shardwise.outer.serving import HubThread
@@ -321,6 +322,26 @@ def test_the_deadline_of_a_lost_replica_does_not_apply_to_the_others() -> None:
         assert eventually(lambda: hub.hub._rounds[0].timer is None)
         for exchange in others:
             exchange.close()
+
+
+def test_a_replica_sends_its_state_for_every_ticket_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HubThread() as hub:
+        a = Replica(hub.address, 0, sw.Outer(every=1, dtype="float64", deadline=DEADLINE))
+        a.outer.join()
+        exchange, decided = a.outer.exchange, a.outer.exchange.decided
+        given: list[int] = []
+
+        def decided_with_tickets(fragment: int, seconds: float) -> list[Decision]:
+            found = decided(fragment, seconds)
+            return [replace(one, ticket=ticket) for one in found for ticket in (1, 2)]
+
+        monkeypatch.setattr(exchange, "decided", decided_with_tickets)
+        monkeypatch.setattr(exchange, "give_state", lambda ticket, _: given.append(ticket))
+        a.train(1)
+        assert given == [1, 2]
+        close(a)
 
 
 def _exchange(hub: HubThread, number: int) -> HubExchange:

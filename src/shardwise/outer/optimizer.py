@@ -69,7 +69,7 @@ class OuterOptimizer(Optimizer):
         # What all ranks of this replica have received.
         self._group_step = 0
         self._is_member = False
-        self._ticket = 0  # of the state that this rank has to send after the step
+        self._tickets: list[int] = []  # under which this rank has to send its state
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
             self.state[parameter] = {ANCHOR: _sharded_as(parameter, shared)}
@@ -177,9 +177,11 @@ class OuterOptimizer(Optimizer):
         self.param_groups[0]["local_steps"] += 1
         self.exchange.step = self.local_steps
         self._synchronize(self.local_steps)
-        if self._ticket:
-            self.exchange.give_state(self._ticket, encode_state(self._optimizer, self))
-            self._ticket = 0
+        if self._tickets:
+            state = encode_state(self._optimizer, self)
+            for ticket in self._tickets:
+                self.exchange.give_state(ticket, state)
+            self._tickets.clear()
 
     def _synchronize(self, step: int) -> None:
         delay = self.outer.delay
@@ -259,7 +261,8 @@ class OuterOptimizer(Optimizer):
             group["progress"] = [*group["progress"]]
             group["progress"][number] = astuple(decision.progress)
             self._apply(self.fragments[number], decision)
-            self._ticket = decision.ticket or self._ticket
+            if decision.ticket:
+                self._tickets.append(decision.ticket)
         return True
 
     def _apply(self, fragment: Fragment, decision: Decision) -> None:
