@@ -140,8 +140,8 @@ def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
             p.zero_()
     sw.fully_shard(model, mesh=mesh["shard"], units=nn.Linear)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    row = sw.Outer(every=1, dtype="float32", optimizer=AVERAGE)
-    sw.outer_optimizer(model, optimizer, row, group=mesh.get_group("replicate"))
+    outer = sw.Outer(every=1, dtype="float32", optimizer=AVERAGE)
+    sw.outer_optimizer(model, optimizer, outer, group=mesh.get_group("replicate"))
     replica = mesh.get_local_rank("replicate")
     for step in range(3):
         for index, p in enumerate(model.parameters()):
@@ -232,7 +232,7 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
     assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
 
 
-def test_rows_outside_their_ranges_are_refused() -> None:
+def test_options_outside_their_ranges_are_refused() -> None:
     with pytest.raises(PlanError, match=r"Outer\(dtype='int5'\): expected one of int4"):
         sw.Outer(dtype="int5")
     with pytest.raises(PlanError, match=r"Outer\(fragments=5\): expected an integer, 1 to 4"):
