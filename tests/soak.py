@@ -1,10 +1,11 @@
-"""``python -m tests.soak --kills 100``: training runs that are killed again and again.
+"""``python -m tests.soak --kills 100``: kill training runs repeatedly and check their checkpoints.
 
-A tiny run on local ranks is killed at random moments (SIGKILL to its whole process group: while it
-starts, trains, saves or removes old checkpoints) and started again, until it comes to its end; then
-the next run begins. After each kill the last complete checkpoint is no older than the one before
-it and has the bytes of an undisturbed run's at that step. At the end so have the metrics, each step
-once. A process of its own, for it forks: torch is imported once.
+A tiny run on local ranks is killed at random moments (SIGKILL to its process group: while it
+starts, trains, saves or removes old checkpoints) and restarted, until it completes; then the next
+run begins. After each kill, the last complete checkpoint must not be older than the one before, and
+must have the same bytes as an undisturbed run at that step. At the end, the metrics must equal the
+undisturbed ones, with each step once. Runs in a separate process, because it forks: torch is
+imported only once.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# All that a rank needs, before it is forked.
+# Imports everything that a rank needs, before it is forked.
 import shardwise.train.run
 from shardwise.checkpoint.directory import MARKER, complete, latest
 from shardwise.checkpoint.stores import folder_at
@@ -54,18 +55,18 @@ bytes = 0
 
 
 @dataclass
-class Tally:
-    """What has happened so far."""
+class Counts:
+    """The number of kills and runs so far."""
 
     kills: int = 0
-    in_start: int = 0  # before the first step of an attempt
-    in_save: int = 0  # a checkpoint was left half written
+    in_start: int = 0  # kills before the first step of an attempt
+    in_save: int = 0  # kills that left an unfinished checkpoint
     runs: int = 0
-    saved: set[int] = field(default_factory=set)  # steps that were looked at after a kill
+    saved: set[int] = field(default_factory=set)  # steps whose checkpoints were compared
 
 
 class Attempt:
-    """One start of the run, as a process group of its own."""
+    """One start of a run, in its own process group."""
 
     def __init__(self, arguments: list[str], num_ranks: int, log: Path) -> None:
         with socket.socket() as probe:
@@ -76,12 +77,12 @@ class Attempt:
         for rank in range(num_ranks):
             pid = os.fork()
             if not pid:
-                _be_rank(rank, num_ranks, port, arguments, log, self.pids)
+                _run_rank(rank, num_ranks, port, arguments, log, self.pids)
             self.pids.append(pid)
             os.setpgid(pid, self.pids[0])
 
     def kill(self) -> None:
-        """End all of it at once; it may have ended by itself."""
+        """Kill all ranks at once; they may have ended already."""
         os.killpg(self.pids[0], signal.SIGKILL)
         for pid in self.pids:
             os.waitpid(pid, 0)
@@ -90,17 +91,17 @@ class Attempt:
         return all(_has_ended(pid) for pid in self.pids)
 
     def finish(self) -> None:
-        """Return when all of it has ended well."""
+        """Return when all ranks have ended successfully."""
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
-        told = self.log.read_text(encoding="utf-8")[-4000:]
-        assert not any(codes), f"exit codes {codes}:\n{told}"
+        output = self.log.read_text(encoding="utf-8")[-4000:]
+        assert not any(codes), f"exit codes {codes}:\n{output}"
 
 
 class Soak:
-    """The undisturbed run, and those that are compared with it."""
+    """An undisturbed run, and the killed runs that are compared with it."""
 
     def __init__(self, folder: Path, num_ranks: int, seed: int, steps: int) -> None:
-        self.tally = Tally()
+        self.counts = Counts()
         self._folder = folder
         self._num_ranks = num_ranks
         self._random = random.Random(seed)
@@ -111,26 +112,25 @@ class Soak:
         self._whole = folder / "whole"
         self._start(self._whole, "checkpoint.keep=1000000").finish()
 
-    def run(self, kills: int) -> Tally:
-        """Kill so often, and let each run come to its end."""
-        while self.tally.kills < kills:
-            directory = self._folder / f"run-{self.tally.runs}"
-            # Every other one writes beside the training.
-            options = [f"checkpoint.wait={str(self.tally.runs % 2 == 0).lower()}"]
+    def run(self, kills: int) -> Counts:
+        """Kill runs ``kills`` times in total, and complete each run."""
+        while self.counts.kills < kills:
+            directory = self._folder / f"run-{self.counts.runs}"
+            # Every other run saves asynchronously.
+            options = [f"checkpoint.wait={str(self.counts.runs % 2 == 0).lower()}"]
             reached = 0
-            while self.tally.kills < kills and self._attempt(directory, options):
+            while self.counts.kills < kills and self._attempt(directory, options):
                 reached = self._check(directory, reached)
             if not (directory / "summary.json").exists():
                 self._start(directory, *options).finish()
             self._check_end(directory)
-            self.tally.runs += 1
-        return self.tally
+            self.counts.runs += 1
+        return self.counts
 
     def _attempt(self, directory: Path, options: list[str]) -> bool:
-        """Start it and kill it; False if it came to its end before."""
+        """Start a run and kill it; return False if it completed before."""
         metrics = directory / "metrics.jsonl"
-        # The first line of what it does is a step, or a save: each attempt is killed some time
-        # after that, and one in eight while it starts.
+        # One attempt in eight is killed while it starts, the others after they write metrics.
         in_start = self._random.random() < 1 / 8
         attempt = self._start(directory, *options)
         try:
@@ -145,21 +145,21 @@ class Soak:
             attempt.finish()
             return False
         attempt.kill()
-        self.tally.kills += 1
-        self.tally.in_start += in_start
+        self.counts.kills += 1
+        self.counts.in_start += in_start
         return True
 
     def _check(self, directory: Path, reached: int) -> int:
-        """The last complete checkpoint is that of an undisturbed run; its step."""
+        """Compare the complete checkpoints with the undisturbed run; return the last step."""
         folder = directory / "checkpoints"
         found = list(folder.iterdir()) if folder.exists() else []
-        self.tally.in_save += any((path / MARKER).exists() for path in found)
+        self.counts.in_save += any((path / MARKER).exists() for path in found)
         for path in (folder / found.name for found in complete(folder_at(folder))):
             _compare(path, self._whole / "checkpoints" / path.name)
         newest = latest(folder)
         step = 0 if newest is None else int(newest.name.removeprefix("step-"))
-        assert step >= reached, f"step {reached} was committed, and now there is only {step}"
-        self.tally.saved.add(step)
+        assert step >= reached, f"step {reached} was saved, but the last checkpoint is {step}"
+        self.counts.saved.add(step)
         return step
 
     def _check_end(self, directory: Path) -> None:
@@ -174,10 +174,10 @@ class Soak:
         return Attempt(["train", str(self._config), *words], self._num_ranks, log)
 
 
-def _be_rank(
+def _run_rank(
     rank: int, num_ranks: int, port: int, arguments: list[str], log: Path, others: list[int]
 ) -> None:
-    """In a child; never returns."""
+    """Run a rank in a forked process; never returns."""
     code = 1
     try:
         os.setpgid(0, others[0] if others else 0)
@@ -207,12 +207,12 @@ def _losses(metrics: Path) -> list[tuple[int, float, float]]:
 def _wait(ready: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE_SECONDS
     while not ready():
-        assert time.monotonic() < end, "it does not move"
+        assert time.monotonic() < end, "the run makes no progress"
         time.sleep(0.005)
 
 
 def _has_ended(pid: int) -> bool:
-    """Without reaping it."""
+    """Whether a child has ended; it is not reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -221,7 +221,7 @@ def _size(path: Path) -> int:
 
 
 def main() -> None:
-    """Parse the command line, run, tell."""
+    """Parse the command line, run and print the counts."""
     assert shardwise.train.run
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
@@ -232,12 +232,12 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak = Soak(Path(folder), options.ranks, options.seed, options.steps)
-        tally = soak.run(options.kills)
+        counts = soak.run(options.kills)
     sys.stdout.write(
-        f"{tally.kills} kills of {tally.runs} runs of {options.steps} steps on {options.ranks} "
-        f"ranks in {time.monotonic() - began:.0f} s: {tally.in_start} while starting, "
-        f"{tally.in_save} in the middle of a save; checkpoints of {len(tally.saved)} different "
-        "steps were looked at, all with the bytes of an undisturbed run, and none was lost\n"
+        f"{counts.kills} kills of {counts.runs} runs of {options.steps} steps on {options.ranks} "
+        f"ranks in {time.monotonic() - began:.0f} s: {counts.in_start} while starting, "
+        f"{counts.in_save} during a save; checkpoints of {len(counts.saved)} different steps were "
+        "compared, all have the bytes of an undisturbed run, and none was lost\n"
     )
 
 

@@ -51,7 +51,7 @@ def _build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def flip_bit(path: Path, rng: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    # Half of them at the beginning, in the headers.
+    # Half of the flips are near the beginning, in the headers.
     at = rng.randrange(min(len(content), 2000) if rng.random() < 0.5 else len(content))
     content[at] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
@@ -111,7 +111,7 @@ DAMAGES: list[Callable[[Path, random.Random], str]] = [
 
 
 def find_undetected(cases: int, seed: int, folder: Path) -> tuple[list[str], Counter[str]]:
-    """Damage a checkpoint ``cases`` times; returns what was missed and the counts by kind."""
+    """Damage a checkpoint ``cases`` times; return the undetected cases and the counts by kind."""
     rng = random.Random(seed)
     subject = Subject(folder)
     subject.load(subject.path)

@@ -1,4 +1,4 @@
-"""Saves that are killed at random moments, and what they leave behind."""
+"""Kill saves at random moments, and check the checkpoints that are left."""
 
 import os
 import random
@@ -21,14 +21,14 @@ RETENTION = sw.Retention(last=2)
 
 
 def kill_saves(folder: Path) -> None:
-    """In each round a child saves one checkpoint after the other until it is killed.
+    """In each round, fork a child that saves checkpoints, kill it, and check the directory.
 
-    Then the directory is checked. For a process with one rank and one thread, since it forks.
+    Call this in a process with one rank and one thread.
     """
     rng = random.Random(3)
     started = time.perf_counter()
     save(folder, 0, make(0))
-    seconds = time.perf_counter() - started  # of a save, under the current load
+    seconds = time.perf_counter() - started  # duration of a save under the current load
     reached, remains = 0, 0
     for _ in range(ROUNDS):
         ready, started_save = os.pipe()
@@ -55,7 +55,7 @@ def kill_saves(folder: Path) -> None:
 
 
 def save_forever(folder: Path, first: int, started_save: int) -> None:
-    """In a child, until it is killed."""
+    """Save checkpoints in a child until it is killed."""
     try:
         model = make(first)
         for number in range(first, 1 << 30):

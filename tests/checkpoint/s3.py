@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-import fsspec.config
 import obstore.fsspec
 
 BUCKET = "bucket"
@@ -83,8 +83,7 @@ def serving() -> Iterator[FakeS3]:
 @contextmanager
 def reach(endpoint: str) -> Iterator[None]:
     """Resolve s3:// URLs to ``endpoint`` in this process."""
-    obstore.fsspec.register("s3")
-    fsspec.config.conf["s3"] = {
+    options = {
         "endpoint": endpoint,
         "access_key_id": "somebody",
         "secret_access_key": "secret",
@@ -92,10 +91,10 @@ def reach(endpoint: str) -> Iterator[None]:
         "client_options": {"allow_http": True},
         "retry_config": {"max_retries": 0},
     }
-    try:
+    registered, configured = "fsspec.registry._registry", "fsspec.config.conf"
+    with mock.patch.dict(registered), mock.patch.dict(configured, {"s3": options}):
+        obstore.fsspec.register("s3")
         yield
-    finally:
-        del fsspec.config.conf["s3"]
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -44,7 +44,7 @@ def test_an_asynchronous_save_writes_the_values_at_the_call(tmp_path: Path) -> N
 
 @on_ranks(2)
 def test_each_asynchronous_save_writes_its_own_values(tmp_path: Path) -> None:
-    """All of them copy to the same host memory, one after the other."""
+    """All saves copy to the same host memory, one after the other."""
     for name, wait in (("blocking", True), ("asynchronous", False)):
         _save_each_step(tmp_path / name, wait)
     steps = [digests(tmp_path / "asynchronous" / str(number)) for number in range(4)]
@@ -143,7 +143,7 @@ def test_the_next_call_raises_the_error_of_the_pending_save(tmp_path: Path) -> N
     failed = sw.save(tmp_path / "taken", model=model, wait=False)
     with pytest.raises(sw.CheckpointError, match="taken"):
         sw.save(tmp_path / "x", model=model)
-    failed.wait()  # its error was raised already
+    failed.wait()  # does not raise again
     sw.save(tmp_path / "x", model=model)
     sw.load(tmp_path / "x", model=model)
 

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.checkpoint.training import Training, differing, digests, options_for
+from tests.checkpoint.training import (
+    Training,
+    differing,
+    digests,
+    load_wide,
+    options_for,
+    save_wide,
+)
 from tests.models import CASES
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import rank
@@ -57,10 +64,10 @@ def test_training_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) 
 )
 def test_checksums_of_blocks_that_ranks_share(ranks: int, strategy: str, tmp_path: Path) -> None:
     """Parameters larger than a block, with boundaries inside blocks; replicas divide them."""
-    run_on(ranks, _write_wide, strategy, tmp_path / "x")
-    run_on(1, _write_wide, "ddp", tmp_path / "y")
+    run_on(ranks, save_wide, 613, strategy, tmp_path / "x")
+    run_on(1, save_wide, 613, "ddp", tmp_path / "y")
     assert digests(tmp_path / "x") == digests(tmp_path / "y")
-    run_on(3, _read_wide, tmp_path / "x")
+    run_on(3, load_wide, 613, tmp_path / "x")
 
 
 def test_modules_schedulers_and_plain_data_are_restored(tmp_path: Path) -> None:
@@ -77,7 +84,7 @@ def _begin(name: str, strategy: str, path: Path) -> None:
 
 
 def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
-    """Load and save; returns the names of what changed."""
+    """Load and save; return the names of the tensors that changed."""
     options = {**options_for(strategy), **VARIATIONS.get(strategy, {})}
     training = Training(name, seed=5, **options)
     loaded = sw.load(source, model=training.model, optimizer=training.optimizer)
@@ -88,26 +95,6 @@ def _hop(name: str, strategy: str, source: Path, path: Path) -> list[str]:
     again.step()  # its states are overwritten
     sw.load(path, model=again.model, optimizer=again.optimizer)
     return differing(training.bits(), again.bits())
-
-
-def _wide() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(701, 613), nn.Linear(613, 5), nn.Linear(5, 500_003))
-
-
-def _write_wide(strategy: str, path: Path) -> None:
-    model = sw.fully_shard(_wide(), units=nn.Linear, **options_for(strategy))
-    sw.save(path, model=model)
-
-
-def _read_wide(path: Path) -> None:
-    model = _wide()
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
-    nn.init.zeros_(model[0].weight)  # type: ignore[index]
-    sw.fully_shard(model, units=nn.Linear)
-    sw.load(path, model=model)
-    for parameter, values in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
 
 
 def _averaged(model: nn.Module) -> torch.optim.swa_utils.AveragedModel:

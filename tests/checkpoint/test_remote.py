@@ -23,7 +23,15 @@ from shardwise.checkpoint.stores import folder_at
 from shardwise.checkpoint.upload import assign_files
 from shardwise.cli import main
 from tests.checkpoint.s3 import FakeS3, reach, serving
-from tests.checkpoint.training import Training, differing, digests, options_for
+from tests.checkpoint.training import (
+    Training,
+    differing,
+    digests,
+    load_wide,
+    options_for,
+    save_wide,
+    wide,
+)
 from tests.covering import leaving
 from tests.forked import run_forked
 from tests.ranks import run_on
@@ -56,7 +64,7 @@ def test_every_hop_keeps_every_bit_and_every_file(s3: FakeS3, tmp_path: Path) ->
 
 
 def test_s3fs_writes_and_reads_the_same_objects(s3: FakeS3) -> None:
-    """What the extra ``s3`` installs; the other tests use obstore, which has no threads to end."""
+    """The extra ``s3`` installs s3fs; the other tests use obstore, which starts no threads."""
     sw.save("s3://bucket/obstore", model=_small())
     assert run_forked(partial(_save_and_load_with_s3fs, s3.endpoint))
     assert s3.digests("s3fs/") == s3.digests("obstore/")
@@ -84,7 +92,7 @@ def _save_and_load_with_s3fs(endpoint: str) -> bool:
 @pytest.mark.parametrize("strategy", leaving(["fsdp"], ["fsdp", "hsdp"]))
 def test_tensors_that_are_cut_inside_blocks(strategy: str, s3: FakeS3, tmp_path: Path) -> None:
     run_on(4, _write_wide, s3.endpoint, strategy, "s3://bucket/x")
-    sw.save(tmp_path / "x", model=_wide())
+    sw.save(tmp_path / "x", model=wide(3613))
     assert s3.digests("x/") == digests(tmp_path / "x")
     sizes = run_on(3, _read_wide, s3.endpoint, "s3://bucket/x")
     (file,) = read_manifest(folder_at("s3://bucket/x")).files
@@ -112,7 +120,7 @@ def test_saves_to_other_file_systems(tmp_path: Path) -> None:
 
 
 def test_an_upload_needs_a_few_megabytes(tmp_path: Path) -> None:
-    """For a file of 80 MB, which one rank sends and of which another holds half."""
+    """The file has 80 MB; one rank sends it, and another rank holds half of it."""
     grown = run_on(2, _grow, f"file://{tmp_path}/x")
     assert max(grown) < 24 << 20, grown
     assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
@@ -140,7 +148,7 @@ def test_a_save_killed_at_any_moment_leaves_the_previous_checkpoint(s3: FakeS3) 
         found.add(last)
         if last == url + "1":
             sw.save(url + "2", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
-        else:  # it was removing the other
+        else:  # it was removing step-1
             sw.save(url + "3", model=model, max_file_bytes=SMALL, retention=sw.Retention(1))
             s3.objects = {k.replace("step-3", "step-2"): x for k, x in s3.objects.items()}
         assert s3.objects == whole, "files were not removed"
@@ -267,7 +275,7 @@ def _trained() -> Training:
 
 
 def _hop(endpoint: str, strategy: str, size: int, source: str, url: str) -> list[str]:
-    """Load and save; returns the names of what changed."""
+    """Load and save; return the names of the tensors that changed."""
     training = Training("tiny", seed=5, **options_for(strategy))
     again = Training("tiny", seed=6, **options_for(strategy))
     with reach(endpoint):
@@ -278,42 +286,28 @@ def _hop(endpoint: str, strategy: str, size: int, source: str, url: str) -> list
     return differing(training.bits(), again.bits())
 
 
-def _wide() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(701, 3613), nn.Linear(613, 5), nn.Linear(5, 500_003))
-
-
 def _write_wide(endpoint: str, strategy: str, url: str) -> None:
-    model = sw.fully_shard(_wide(), units=nn.Linear, **options_for(strategy))
     with reach(endpoint):
-        sw.save(url, model=model)
+        save_wide(3613, strategy, url)
 
 
 def _read_wide(endpoint: str, url: str) -> int:
-    model = _wide()
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    sw.fully_shard(model, units=nn.Linear)
     with reach(endpoint):
-        loaded = sw.load(url, model=model)
-    for parameter, values in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
-    return loaded.bytes_read
+        return load_wide(3613, url)
 
 
 def _grow(url: str) -> int:
     model = nn.Linear(1024, WIDE // 1024, bias=False)
     sw.fully_shard(model)
-    sw.save(f"{url}-first", model=sw.fully_shard(nn.Linear(1024, 16)))  # imports, threads, links
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    sw.save(f"{url}-first", model=sw.fully_shard(nn.Linear(1024, 16)))  # imports, connections
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _peak()
     sw.save(url, model=model)
     return _peak() - before
 
 
 def _peak() -> int:
-    """Bytes of this process's memory."""
+    """The peak memory of this process in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10

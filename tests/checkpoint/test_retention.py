@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -183,8 +184,26 @@ def test_a_checkpoint_that_another_process_removes_at_the_same_time(
     assert _names(tmp_path) == ["step-2"]
 
 
+@pytest.mark.parametrize("check", ["is_dir", "is_file"])
+def test_checkpoints_that_another_process_removes_while_they_are_listed(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-1"
+    sw.save(path, model=nn.Linear(2, 3))
+    original = getattr(Path, check)
+
+    def check_and_remove(checked: Path) -> bool:
+        found: bool = original(checked)
+        if path in (checked, checked.parent):
+            shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, check, check_and_remove)
+    assert sw.latest(path) is None
+
+
 def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":
-    """A process, and the files of its save to ``path`` that never gets to the manifest."""
+    """Start a process that owns an unfinished save to ``path``."""
     child = subprocess.Popen(["sleep", "120"])
     _forge_marker(path, pid=child.pid, created=psutil.Process(child.pid).create_time())
     (path / "model.safetensors").write_bytes(b"partial")
@@ -192,7 +211,7 @@ def _start_unfinished_save(path: Path) -> "subprocess.Popen[bytes]":
 
 
 def _forge_marker(path: Path, **fields: object) -> None:
-    """The marker of a save by this process, except for ``fields``."""
+    """Create the marker of a save by this process, with some ``fields`` replaced."""
     path.mkdir(exist_ok=True)
     owner = Owner.current()
     (path / MARKER).write_text(json.dumps({**vars(owner), **fields}), encoding="utf-8")

@@ -121,6 +121,19 @@ def test_doctor_lists_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "rng.safetensors: missing; it contains value" in output
 
 
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(240))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 160, hard))
+    try:
+        sw.save(tmp_path / "x", model=model, max_file_bytes=1)
+        sw.load(tmp_path / "x", model=model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((tmp_path / "x").glob("*.safetensors"))) == 240
+
+
 def test_saving_to_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")

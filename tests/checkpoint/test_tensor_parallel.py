@@ -58,7 +58,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 
 
 def on_two_dims(seed: int, options: dict[str, Any]) -> LlamaForCausalLM:
-    """A model with tensor parallelism on pairs of ranks, and shards of it on others."""
+    """A model with tensor parallelism over one mesh dim, sharded over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = llama(seed)
     for layer in model.model.layers:
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_opened_on_other_meshes(tmp_path: Path, options: dict[st
         found = bits(other, restored)
         different = [key for key, one in expected.items() if not torch.equal(one, found[key])]
         assert not different, where
-        train(other, restored)  # as the states are where the parameters are
+        train(other, restored)  # fails if states and parameters are cut differently
     sw.save(tmp_path / "y", model=others["four shards"])
     model = on_two_dims(4, options)
     sw.load(tmp_path / "y", model=model)

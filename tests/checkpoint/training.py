@@ -1,4 +1,4 @@
-"""A model and an optimizer on some ranks, and their bits."""
+"""A sharded model with an optimizer, and its bits."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Training:
         self.optimizer = adamw(self.model)
 
     def step(self, number: int = 0) -> None:
-        """One step, on a batch that depends on ``number`` alone."""
+        """Train one step on a batch that depends only on ``number``."""
         torch.manual_seed(1000 + number)
         self.case.loss(self.model(own_part(self.case.batch(BATCH)))).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -51,7 +51,7 @@ class Training:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, and more states than the default."""
+    """AdamW with two groups and more states than by default."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.2},
@@ -76,6 +76,30 @@ def digests(path: Path) -> dict[str, str]:
 
 def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def wide(size: int) -> nn.Module:
+    """A model with parameters of several checksum blocks, which ranks cut inside blocks."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(701, size), nn.Linear(613, 5), nn.Linear(5, 500_003))
+
+
+def save_wide(size: int, strategy: str, place: Path | str) -> None:
+    model = sw.fully_shard(wide(size), units=nn.Linear, **options_for(strategy))
+    sw.save(place, model=model)
+
+
+def load_wide(size: int, place: Path | str) -> int:
+    """Load what `save_wide` saved and check it; return the bytes that this rank read."""
+    model = wide(size)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    sw.fully_shard(model, units=nn.Linear)
+    loaded = sw.load(place, model=model)
+    for parameter, values in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), values)  # type: ignore[attr-defined]
+    return loaded.bytes_read
 
 
 def options_for(strategy: str) -> dict[str, Any]:

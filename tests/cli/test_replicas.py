@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.outer import hub as hub_module
+from shardwise.outer import frames
 from shardwise.outer.members import Role
 from shardwise.outer.serving import HubThread
 
@@ -129,7 +129,7 @@ def test_replicas_train_on_alone_while_the_hub_is_gone(tiny: Path, tmp_path: Pat
             command.wait_for(lambda place=place, later=later: _steps(place)[-1] > later)  # type: ignore[misc]
         hub = _start_hub(address, again := tmp_path / "hub-again.log")
         for number, command in enumerate(pair):
-            name = f"replica {number} is there"
+            name = f"replica {number} is connected"
             command.wait_for(lambda name=name: name in again.read_text())  # type: ignore[misc]
         ends = _end(tmp_path, *pair)
     finally:
@@ -145,7 +145,7 @@ def test_replicas_train_on_alone_while_the_hub_is_gone(tiny: Path, tmp_path: Pat
 def test_a_replica_that_is_stopped_for_long_comes_back_with_the_state_of_the_other(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "SILENT_SECONDS", 5.0)
+    monkeypatch.setattr(frames, "SILENT_SECONDS", 5.0)
     first, second = tmp_path / "first", tmp_path / "second"
     with HubThread() as hub:
         replicas = hub.hub.replicas

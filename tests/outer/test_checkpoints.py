@@ -1,4 +1,4 @@
-"""Checkpoints of replicas that meet at a hub."""
+"""Checkpoints of replicas that synchronize through a hub."""
 
 import errno
 import os

@@ -130,7 +130,7 @@ def test_replicas_equal_diloco_in_one_process(outer: sw.Outer) -> None:
 
 @on_ranks(2, 4)
 def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
-    """Exactly, for values whose sums are exact in float32; of complex ones, too."""
+    """Exactly equal, because the sums are exact in float32. Includes complex parameters."""
     mesh = two_replicas()
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model.register_parameter("turned", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
@@ -140,8 +140,8 @@ def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
             p.zero_()
     sw.fully_shard(model, mesh=mesh["shard"], units=nn.Linear)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    row = sw.Outer(every=1, dtype="float32", optimizer=AVERAGE)
-    sw.outer_optimizer(model, optimizer, row, group=mesh.get_group("replicate"))
+    outer = sw.Outer(every=1, dtype="float32", optimizer=AVERAGE)
+    sw.outer_optimizer(model, optimizer, outer, group=mesh.get_group("replicate"))
     replica = mesh.get_local_rank("replicate")
     for step in range(3):
         for index, p in enumerate(model.parameters()):
@@ -188,7 +188,7 @@ def test_planned_bytes_are_those_that_were_sent(strategy: str) -> None:
     "outer",
     [
         sw.Outer(every=2, fragments=2, dtype="float64"),
-        # After three steps, the difference of the first fragment is on its way.
+        # After three steps, the difference of the first fragment is in transit.
         sw.Outer(every=4, fragments=2, delay=2, mixing=0.25, dtype="float64"),
     ],
     ids=["between rounds", "during a round"],
@@ -203,7 +203,7 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
     path = tmp_path / f"replica-{replica}"
     sw.save(path, model=model, optimizer=optimizer, outer=handle)
     dist.barrier()
-    # One rank in each of four replicas: two go on from each checkpoint.
+    # Four replicas of one rank each; two of them load each checkpoint.
     torch.manual_seed(5)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     other, other_optimizer, other_handle = replica_of(outer, alone, lr=1.0)
@@ -221,7 +221,7 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
     train(other, other_optimizer, other_replica, range(3, 8))
     for pair in zip(shared_of(handle), shared_of(other_handle), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
-    # The other's local parameters are those of the replica whose checkpoint it has loaded.
+    # Its own parameters equal those of the replica whose checkpoint it has loaded.
     locals_ = whole(list(model.parameters()))
     expected: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(expected, locals_)
@@ -232,7 +232,7 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
     assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
 
 
-def test_rows_outside_their_ranges_are_refused() -> None:
+def test_options_outside_their_ranges_are_refused() -> None:
     with pytest.raises(PlanError, match=r"Outer\(dtype='int5'\): expected one of int4"):
         sw.Outer(dtype="int5")
     with pytest.raises(PlanError, match=r"Outer\(fragments=5\): expected an integer, 1 to 4"):

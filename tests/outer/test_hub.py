@@ -1,4 +1,4 @@
-"""Replicas that meet at a hub: who is late or gone, and who comes back."""
+"""Replicas that synchronize through a hub: late, lost and returning replicas."""
 
 import contextlib
 import random
@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.errors import PeerLost, PlanError
+from shardwise.outer.exchange import Decision, Progress
 from shardwise.outer.hub import Hub
+from shardwise.outer.link import HubExchange
 from shardwise.outer.serving import HubThread
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -27,11 +30,12 @@ from tests.outer.test_group import replica_of, shared_of, train, two_replicas
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 
-DEADLINE = 60.0  # of rounds for which no replica is late
+DEADLINE = 60.0  # seconds; for rounds for which no replica is late
+STATE_BYTES = 1 << 23  # more than the connections buffer
 
 
 class Replica:
-    """One process that is a replica, played by a thread."""
+    """A replica with one rank, whose steps a thread runs."""
 
     def __init__(self, hub: str, number: int, outer: sw.Outer, **options: Any) -> None:
         torch.manual_seed(options.pop("seed", 3))
@@ -52,7 +56,7 @@ class Replica:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The objects to save in a checkpoint."""
         return {"model": self.model, "optimizer": self.optimizer, "outer": self.outer}
 
     @property
@@ -69,7 +73,7 @@ def at_once(*actions: Callable[[], object]) -> None:
 
 
 def together(*replicas: Replica, until: int) -> None:
-    """Train them at the same time, up to a step."""
+    """Train ``replicas`` concurrently up to step ``until``."""
     at_once(*(partial(one.train_until, until) for one in replicas))
 
 
@@ -116,7 +120,7 @@ def test_a_hub_gives_the_numbers_of_a_process_group() -> None:
 
 @on_ranks(2)
 def test_no_rank_sends_while_another_one_of_its_replica_is_cut_off() -> None:
-    """It would wait for a decision that needs what the other one has not sent."""
+    """Otherwise it would wait for a decision that needs the other rank's difference."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     hub = HubThread() if dist.get_rank() == 0 else None
     address = [hub.address if hub else ""]
@@ -161,7 +165,7 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
         def come_back() -> None:
             assert back.outer.join() >= 13
             has_joined.set()
-            while not target.done():  # the other one waits for it in a round before it says so
+            while not target.done():  # the other replica waits for it in a round before that
                 back.train(1)
             back.train_until(target.result())
 
@@ -173,7 +177,7 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
 
         at_once(come_back, go_on)
         assert_equal_shared(a, back)
-        # Its inner optimizer goes on as that of the other replica.
+        # Its inner optimizer has the states of the other replica.
         states = zip(a.optimizer.state.values(), back.optimizer.state.values(), strict=True)
         assert all(one.keys() == other.keys() for one, other in states)
         close(a, back)
@@ -190,12 +194,12 @@ def test_a_late_replica_is_named_and_what_it_did_counts_later(
         at_once(a.outer.join, b.outer.join)
         b.train(1)
         assert eventually(lambda: hub.hub.replicas[1].step == 1)
-        a.train(2)  # goes on alone
+        a.train(2)  # does not wait for b
         assert "replica 1 (rank 0, after step 1) is late" in caplog.text
         own = [local_of(p).detach().clone() for p in b.model.parameters()]
         shift = [new - old for new, old in zip(a.shared, b.shared, strict=True)]
         assert eventually(lambda: b.outer.exchange.group_step == 2)
-        b.outer._synchronize(2)  # as at the end of a step that changed nothing
+        b.outer._synchronize(2)  # as after a step that changed nothing
         moved = [local_of(p).detach() for p in b.model.parameters()]
         for now, before, by in zip(moved, own, shift, strict=True):
             torch.testing.assert_close(now, before + by, rtol=1e-12, atol=1e-12)
@@ -225,12 +229,12 @@ def test_replicas_train_on_without_a_hub_and_meet_again_at_the_next() -> None:
 
 
 def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
-    """They follow on the same digest."""
+    """Both begin with the same digest."""
     outer = sw.Outer(every=2, fragments=2, dtype="float64", deadline=1.0)
     with HubThread() as hub:
         a, b = (Replica(hub.address, number, outer, num_replicas=2) for number in range(2))
         at_once(a.outer.join, b.outer.join)
-        a.train(2)  # goes on alone, with both fragments
+        a.train(2)  # does not wait for b; synchronizes both fragments
         assert eventually(lambda: b.outer.exchange.group_step == 2)
         b.train(1)
         assert b.outer.progress[0] == a.outer.progress[0]
@@ -245,7 +249,7 @@ def test_a_late_replica_keeps_the_first_rounds_of_fragments_apart() -> None:
 def test_replicas_that_come_back_at_different_steps_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One is before the step of the first fragment, and the other one after it."""
+    """One is before the step of the first fragment, the other after it."""
     expired: list[int] = []
     monkeypatch.setattr(Hub, "_expire", lambda _, fragment: expired.append(fragment))
     outer = sw.Outer(every=4, fragments=2, dtype="float32", deadline=DEADLINE)
@@ -282,6 +286,69 @@ def test_replicas_that_do_not_fit_are_refused(other: sw.Outer, seed: int, messag
         close(a, b)
 
 
+def test_a_replica_that_joins_during_a_transfer_does_not_interrupt_it() -> None:
+    with HubThread() as hub:
+        giver, first, second = (_exchange(hub, number) for number in range(3))
+        giver.connect([Progress()], "")
+        giver.wait(DEADLINE)
+        tickets = []
+        for number, joining in enumerate((first, second)):
+            joining.connect([Progress(digest="another")], "")
+            assert eventually(lambda n=number: len(hub.hub.replicas) == n + 2)  # type: ignore[misc]
+            giver.send(0, torch.zeros(1, dtype=torch.uint8), "")
+            (decision,) = giver.decided(0, DEADLINE)
+            giver.applied(0, decision)
+            tickets.append(decision.ticket)
+        states = [bytes([number]) * STATE_BYTES for number in range(2)]
+        for ticket, state in zip(tickets, states, strict=True):  # their chunks alternate
+            giver.give_state(ticket, state)
+        for joining, state in zip((first, second), states, strict=True):
+            joining.wait(DEADLINE)
+            assert joining.take_state(joining.ticket) == state
+        for exchange in (giver, first, second):
+            exchange.close()
+
+
+def test_the_deadline_of_a_lost_replica_does_not_apply_to_the_others() -> None:
+    with HubThread() as hub:
+        exchanges = [_exchange(hub, number) for number in range(3)]
+        for exchange in exchanges:
+            exchange.connect([Progress()], "")
+            exchange.wait(DEADLINE)
+        first, *others = exchanges
+        first.send(0, torch.zeros(1, dtype=torch.uint8), "")
+        assert eventually(lambda: hub.hub._rounds[0].timer is not None)
+        first.close()
+        assert eventually(lambda: hub.hub._rounds[0].timer is None)
+        for exchange in others:
+            exchange.close()
+
+
+def test_a_replica_sends_its_state_for_every_ticket_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HubThread() as hub:
+        a = Replica(hub.address, 0, sw.Outer(every=1, dtype="float64", deadline=DEADLINE))
+        a.outer.join()
+        exchange, decided = a.outer.exchange, a.outer.exchange.decided
+        given: list[int] = []
+
+        def decided_with_tickets(fragment: int, seconds: float) -> list[Decision]:
+            found = decided(fragment, seconds)
+            return [replace(one, ticket=ticket) for one in found for ticket in (1, 2)]
+
+        monkeypatch.setattr(exchange, "decided", decided_with_tickets)
+        monkeypatch.setattr(exchange, "give_state", lambda ticket, _: given.append(ticket))
+        a.train(1)
+        assert given == [1, 2]
+        close(a)
+
+
+def _exchange(hub: HubThread, number: int) -> HubExchange:
+    hello = {"num_ranks": 1, "num_replicas": 1, "deadline": DEADLINE, "options": {}}
+    return HubExchange(hub.address, number, 0, hello)
+
+
 def test_a_silent_stranger_does_no_harm() -> None:
     outer = sw.Outer(every=2, dtype="int8")
     with HubThread() as hub:
@@ -295,7 +362,7 @@ def test_a_silent_stranger_does_no_harm() -> None:
 
 
 class Life:
-    """A replica that trains, pauses, dies and comes back as a generator of random numbers says."""
+    """A replica that trains, pauses, dies and comes back at random."""
 
     def __init__(self, hub: str, number: int, seed: int, seen: dict[Any, int]) -> None:
         self._make = partial(Replica, hub, number, FUZZED, num_replicas=3)
@@ -316,12 +383,12 @@ class Life:
                     close(self.now)
                     time.sleep(self._random.random() * 0.1)
                     self.now = self._make()
-                    with contextlib.suppress(PeerLost):  # all others have ended
+                    with contextlib.suppress(PeerLost):  # all other replicas have ended
                         self.now.outer.join()
         self.check()
 
     def check(self) -> None:
-        """The same decisions have led to the same bits."""
+        """Check that equal digests mean equal bits."""
         outer = self.now.outer
         for number, fragment in enumerate(outer.fragments):
             total = 0

@@ -1,4 +1,4 @@
-"""What reaches a hub and does not belong there, and replicas that do not fit together."""
+"""Clients of a hub that are not replicas, and replicas that do not match."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from shardwise.tensor.sharding import local_of
 from tests.models import Stack
 from tests.outer.test_hub import DEADLINE, Replica, at_once, close, together
 
-ROW = sw.Outer(every=2, dtype="int8", deadline=DEADLINE)
+OUTER = sw.Outer(every=2, dtype="int8", deadline=DEADLINE)
 
 
 def frame(header: bytes, body: bytes = b"") -> bytes:
@@ -55,17 +55,17 @@ def test_a_stranger_is_shown_out_and_replicas_go_on(
             try:
                 while piece := stranger.recv(1 << 12):
                     answer += piece
-            except ConnectionResetError:  # bytes of the stranger were not read
+            except ConnectionResetError:  # the hub closed before it had read everything
                 pass
         assert "refused" in str(answer) or "is no rank of a replica" in caplog.text
-        a = Replica(hub.address, 0, ROW)
+        a = Replica(hub.address, 0, OUTER)
         a.train(2)
         assert a.outer.progress[0].round == 1
         assert list(hub.hub.replicas) == [0]
         close(a)
 
 
-@pytest.mark.parametrize("iterations", range(6))  # from a connection to the end of the hub
+@pytest.mark.parametrize("iterations", range(6))  # of the loop before the hub ends
 def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
     iterations: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_hub_that_ends_finishes_the_connections_that_it_has_just_accepted(
 def test_two_replicas_with_one_number_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_TAKEN_SECONDS", 0.0)
     with HubThread() as hub:
-        first, second = (Replica(hub.address, 0, ROW) for _ in range(2))
+        first, second = (Replica(hub.address, 0, OUTER) for _ in range(2))
         first.outer.join()
         with pytest.raises(PlanError, match=r"another process is replica 0, rank 0; give each"):
             second.outer.join()
@@ -104,15 +104,15 @@ def test_two_replicas_with_one_number_are_told_so(monkeypatch: pytest.MonkeyPatc
 
 def test_another_outer_optimizer_and_another_model_are_refused() -> None:
     slower = partial(torch.optim.SGD, lr=0.1)
-    other_row = sw.Outer(every=2, dtype="int8", deadline=DEADLINE, optimizer=slower)
+    other_outer = sw.Outer(every=2, dtype="int8", deadline=DEADLINE, optimizer=slower)
     with HubThread() as hub:
-        a, b = Replica(hub.address, 0, ROW), Replica(hub.address, 1, other_row)
+        a, b = Replica(hub.address, 0, OUTER), Replica(hub.address, 1, other_outer)
         a.outer.join()
         with pytest.raises(PlanError, match=r"has outer optimizer='SGD\(.*lr=0.1"):
             b.outer.join()
         model = sw.fully_shard(Stack(2).double(), units=nn.Linear)
         optimizer = torch.optim.AdamW(model.parameters())
-        c = sw.outer_optimizer(model, optimizer, ROW, hub=hub.address, replica=2)
+        c = sw.outer_optimizer(model, optimizer, OUTER, hub=hub.address, replica=2)
         with pytest.raises(PlanError, match=r"has digest of model and units=.* the same model"):
             c.join()
         c.remove()
@@ -121,7 +121,7 @@ def test_another_outer_optimizer_and_another_model_are_refused() -> None:
 
 def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is_told() -> None:
     class Tuned(Replica):
-        """Its first layer is frozen."""
+        """A replica whose first layer is frozen."""
 
         def __init__(self, hub: str, number: int, seed: int) -> None:
             torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is
             self.model = sw.fully_shard(model, units=nn.Linear)
             self.optimizer = torch.optim.AdamW(self.model.parameters())
             self.outer = sw.outer_optimizer(
-                self.model, self.optimizer, ROW, hub=hub, replica=number, num_replicas=2
+                self.model, self.optimizer, OUTER, hub=hub, replica=number, num_replicas=2
             )
 
     with HubThread() as hub:
@@ -146,9 +146,9 @@ def test_replicas_with_other_frozen_values_are_refused_and_one_that_unfreezes_is
 
 
 def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
-    """A schedule of the outer learning rate in one replica alone."""
+    """One replica changes the learning rate of its outer optimizer."""
     with HubThread() as hub:
-        a, b = (Replica(hub.address, number, ROW, num_replicas=2) for number in range(2))
+        a, b = (Replica(hub.address, number, OUTER, num_replicas=2) for number in range(2))
         together(a, b, until=2)
         b.outer.param_groups[0]["lr"] = 0.1
         together(a, b, until=3)
@@ -170,7 +170,7 @@ def test_replicas_whose_outer_optimizers_drift_apart_get_an_error() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_replica_whose_parameters_are_not_finite_leaves_the_others_theirs(value: float) -> None:
     with HubThread() as hub:
-        a, b = (Replica(hub.address, number, ROW, num_replicas=2) for number in range(2))
+        a, b = (Replica(hub.address, number, OUTER, num_replicas=2) for number in range(2))
         together(a, b, until=2)
         with torch.no_grad():
             local_of(b.model.first.weight)[0] = value

@@ -1,4 +1,4 @@
-"""The state that a replica which comes back takes from another one."""
+"""A returning replica takes the state of another one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 class Replica:
-    """One of those that have the same ranks; its outer optimizer is any optimizer with states."""
+    """A replica on the same ranks as the others; its outer optimizer is plain SGD."""
 
     def __init__(self, make: Make, seed: int) -> None:
         torch.manual_seed(seed)

@@ -134,13 +134,12 @@ class Retention:
         series, number = _split(saved.name)
         if number is None:
             return []
-        found = []
-        for folder in complete(saved.parent):
-            own_series, own_number = _split(folder.name)
-            if own_number is not None and own_series == series and not folder.is_link:
-                found.append((own_number, folder))
-        found.sort(key=lambda each: (each[0], each[1].name))
-        return [each for each in found if each[0] <= number][: -self.last]
+        found = [
+            (own_number, folder)
+            for own_number, folder in _numbered(saved.parent)
+            if _split(folder.name)[0] == series and own_number <= number and not folder.is_link
+        ]
+        return found[: -self.last]
 
 
 @overload
@@ -156,9 +155,15 @@ def latest(root: str | os.PathLike[str]) -> Path | str | None:
 
     Returns a path, or a URL if ``root`` is one.
     """
-    numbered = [(_split(folder.name)[1], folder) for folder in complete(folder_at(root))]
-    found = [(number, folder.name, folder) for number, folder in numbered if number is not None]
-    return max(found, key=lambda each: each[:2])[2].target if found else None
+    found = _numbered(folder_at(root))
+    return found[-1][1].target if found else None
+
+
+def _numbered(root: Folder) -> list[tuple[int, Folder]]:
+    """The complete checkpoints whose names end with a number, in the order of number and name."""
+    numbered = [(_split(folder.name)[1], folder) for folder in complete(root)]
+    found = [(number, folder) for number, folder in numbered if number is not None]
+    return sorted(found, key=lambda each: (each[0], each[1].name))
 
 
 def complete(root: Folder) -> Iterator[Folder]:

@@ -206,9 +206,9 @@ def _open_torch(path: Path) -> dict[str, OpenComponent]:
 
 
 def _component_of(name: str, value: Any) -> OpenComponent:
-    tensors: dict[str, Tensor] = {}
     if isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
         return OpenComponent("module", Reader(_Tensors(value)))
+    tensors: dict[str, Tensor] = {}
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
     if name == _OPTIMIZERS[0]:

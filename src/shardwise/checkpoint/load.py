@@ -125,7 +125,7 @@ def load(
 
 
 class _LoadPlan:
-    """What to read, and what to assign after everything has been read."""
+    """Reads all tensors, and assigns values once everything has been read."""
 
     def __init__(
         self, opened: OpenCheckpoint, model: nn.Module | None, selection: Selection
@@ -154,14 +154,14 @@ class _LoadPlan:
             raise CheckpointError(f"{name}: not in the checkpoint, which contains {known}")
         match component.kind, value:
             case "module", nn.Module():
-                specs, aliases = component.specs, component.aliases
-                targets = match_module(value, specs, aliases, self._selection, self.report)
+                targets = match_module(value, component, self._selection, self.report)
                 self._read_into(component, targets)
             case "optimizer", Optimizer():
                 if self._model is None:
                     raise CheckpointError(f"{name}: pass model= to load an optimizer")
-                states = OptimizerStates(value, self._model, component.tree, component.specs)
-                states.match(self._selection, self.report)
+                states = OptimizerStates(
+                    value, self._model, component, self._selection, self.report
+                )
                 self._assignments.append(states.assign)
                 self._read_into(component, states.targets)
             case "object", _ if callable(getattr(value, "load_state_dict", None)):

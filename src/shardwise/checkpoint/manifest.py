@@ -46,10 +46,6 @@ class Manifest:
     others: Mapping[str, tuple[int, int]]
 
     @property
-    def file_names(self) -> list[str]:
-        return [*(file.name for file in self.files), *self.others]
-
-    @property
     def files(self) -> list[File]:
         return [file for component in self.components.values() for file in component.files]
 

@@ -1,6 +1,6 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.collect import check_sharded, check_storable, parameter_names, tensors_of
 from shardwise.checkpoint.format import Spec
+from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
 from shardwise.tensor.sharding import sharding_of
 
@@ -95,11 +96,7 @@ def _section(title: str, names: list[str]) -> str:
 
 
 def match_module(
-    module: nn.Module,
-    specs: Mapping[str, Spec],
-    aliases: Mapping[str, str],
-    selection: Selection,
-    report: LoadReport,
+    module: nn.Module, component: OpenComponent, selection: Selection, report: LoadReport
 ) -> list[Target]:
     """Match the parameters and buffers of ``module``; a tied one matches by any of its names."""
     check_sharded(module)
@@ -107,6 +104,7 @@ def match_module(
     names = {name: [name] for name in tensors}
     for other, name in other_names.items():
         names[name].append(other)
+    specs, aliases = component.specs, component.aliases
     targets, used = [], set()
     for name, tensor in tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
@@ -147,47 +145,40 @@ def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
 class OptimizerStates:
     """The states of an optimizer, matched by parameter names.
 
-    `match` decides what to load; after all `targets` have been read, `assign` changes the
-    optimizer.
+    After all `targets` have been read, `assign` changes the optimizer.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        encoded: Mapping[str, Any],
-        specs: Mapping[str, Spec],
+        component: OpenComponent,
+        selection: Selection,
+        report: LoadReport,
     ) -> None:
-        """``encoded`` is the component's tree, ``specs`` describes its tensors."""
-        self.targets: list[Target] = []
-        self._optimizer = optimizer
-        self._parameters = parameter_names(optimizer, model)
-        self._encoded = encoded
-        self._specs = specs
-        self._states: dict[Tensor, dict[str, Any]] = {}
-        self._options: list[dict[str, Any]] = []  # one dict per parameter group
-        self._stale: list[Tensor] = []  # parameters whose state is removed, because none was saved
-
-    def match(self, selection: Selection, report: LoadReport) -> None:
         """Allocate the tensors to read into.
 
         Raises:
             CheckpointError: the states belong to another kind of optimizer.
         """
-        _check_kind(self._optimizer, self._encoded)
-        saved = self._encoded["state"]
-        for name, state in saved.items():
-            if name in self._parameters and selection.includes(name):
-                parameter = self._parameters[name]
-                self._states[parameter] = {
-                    key: self._decode(parameter, key, value) for key, value in state.items()
-                }
-        self._stale = [
-            parameter
-            for name, parameter in self._parameters.items()
-            if name not in saved and selection.includes(name)
-        ]
-        self._match_groups(selection, report)
+        self.targets: list[Target] = []
+        self._optimizer = optimizer
+        self._specs = component.specs
+        _check_kind(optimizer, component.tree)
+        parameters = parameter_names(optimizer, model)
+        selected = {name: p for name, p in parameters.items() if selection.includes(name)}
+        saved = component.tree["state"]
+        self._states = {
+            selected[name]: {
+                key: self._decode(selected[name], key, value) for key, value in state.items()
+            }
+            for name, state in saved.items()
+            if name in selected
+        }
+        # Parameters whose state is removed, because none was saved.
+        self._stale = [parameter for name, parameter in selected.items() if name not in saved]
+        self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
+        self._match_groups(component.tree["param_groups"], parameters, selection, report)
 
     def assign(self) -> None:
         """Assign the states and the options of the groups to the optimizer."""
@@ -197,53 +188,63 @@ class OptimizerStates:
         for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
             group.update(options)
 
-    def _match_groups(self, selection: Selection, report: LoadReport) -> None:
-        """Restore the options if the groups have the same parameters."""
-        saved = self._encoded["param_groups"]
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+    def _match_groups(
+        self,
+        saved: Sequence[dict[str, Any]],
+        parameters: Mapping[str, Tensor],
+        selection: Selection,
+        report: LoadReport,
+    ) -> None:
+        """Decode the options if the groups have the same parameters."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
         own = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         found = [group["params"] for group in saved]
         if own == found:
             self._options = [
-                tree.decode({k: v for k, v in group.items() if k != "params"}, self._whole)
+                tree.decode({k: v for k, v in group.items() if k != "params"}, self._decode_option)
                 for group in saved
             ]
             return
         known = {name for group in found for name in group}
-        missing = [name for name in self._parameters if name not in known]
-        unexpected = [name for name in sorted(known) if name not in self._parameters]
+        missing = [name for name in parameters if name not in known]
+        unexpected = [name for name in sorted(known) if name not in parameters]
         for names_of, listed in ((missing, report.missing), (unexpected, report.unexpected)):
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
-        present = self._optimizer.state.get(parameter, {}).get(key)
-        # Optimizers whose states are cut differently from their parameters have this method.
-        make: Callable[..., Tensor | None] = getattr(self._optimizer, "empty_state", _no_tensor)
-
         def allocate(name: str) -> Tensor:
-            spec = self._specs[name]
-            made = make(parameter, key, spec.shape, spec.torch_dtype)
-            if made is not None:
-                self.targets.append(Target(name, made))
-                return made
-            # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
-            if key == "step" or spec.shape != tuple(parameter.shape):
-                return self._whole(name, self._device_of(parameter, key))
-            is_reused = _can_hold(present, spec, parameter)
-            tensor = present if is_reused else _empty_like(parameter, spec)
-            assert isinstance(tensor, Tensor)
-            self.targets.append(Target(name, tensor))
-            return tensor
+            return self._add_target(name, self._empty_state(parameter, key, self._specs[name]))
 
         return tree.decode(value, allocate)
 
-    def _whole(self, name: str, device: torch.device | None = None) -> Tensor:
+    def _decode_option(self, name: str) -> Tensor:
         spec = self._specs[name]
-        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=device or "cpu")
+        return self._add_target(name, torch.empty(spec.shape, dtype=spec.torch_dtype))
+
+    def _add_target(self, name: str, tensor: Tensor) -> Tensor:
         self.targets.append(Target(name, tensor))
         return tensor
+
+    def _empty_state(self, parameter: Tensor, key: str, spec: Spec) -> Tensor:
+        """A tensor for the state ``key`` of ``parameter``: the current one if it fits."""
+        # Optimizers whose states are cut differently from their parameters have this method.
+        make: Callable[..., Tensor | None] | None = getattr(self._optimizer, "empty_state", None)
+        made = make(parameter, key, spec.shape, spec.torch_dtype) if make else None
+        if made is not None:
+            return made
+        # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
+        if key == "step" or spec.shape != tuple(parameter.shape):
+            device = self._device_of(parameter, key)
+            return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
+        present = self._optimizer.state.get(parameter, {}).get(key)
+        if isinstance(present, Tensor) and _can_hold(present, spec, parameter):
+            return present
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            return sharding.empty(spec.torch_dtype, parameter.device)
+        return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
     def _device_of(self, parameter: Tensor, key: str) -> torch.device:
         """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
@@ -285,25 +286,14 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
         )
 
 
-def _no_tensor(*_args: Any) -> None:
-    """Stands for a missing ``empty_state``: the states are cut like the parameter."""
-
-
-def _can_hold(present: Any, spec: Spec, parameter: Tensor) -> bool:
+def _can_hold(present: Tensor, spec: Spec, parameter: Tensor) -> bool:
     """Whether ``present``, the optimizer's current state, can receive the values."""
-    if not isinstance(present, Tensor) or present.dtype is not spec.torch_dtype:
+    if present.dtype is not spec.torch_dtype:
         return False
     sharding = sharding_of(parameter)
     if sharding is not None:
         return sharding.describes(present)
     return present.shape == parameter.shape and present.is_contiguous()
-
-
-def _empty_like(parameter: Tensor, spec: Spec) -> Tensor:
-    sharding = sharding_of(parameter)
-    if sharding is not None:
-        return sharding.empty(spec.torch_dtype, parameter.device)
-    return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
 
 def _sizes(groups: list[list[str]]) -> str:

@@ -138,11 +138,12 @@ def write_hf(
 
 def _to_torch(components: dict[str, OpenComponent], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(_state_dicts(components), out)
+    torch.save({name: _state_dict(part) for name, part in components.items()}, out)
 
 
 def _to_dcp(components: dict[str, OpenComponent], out: Path) -> None:
-    save_distributed(_state_dicts(components), checkpoint_id=out, no_dist=True)
+    state = {name: _state_dict(part) for name, part in components.items()}
+    save_distributed(state, checkpoint_id=out, no_dist=True)
 
 
 FORMATS: dict[str, Callable[[dict[str, OpenComponent], Path], None]] = {
@@ -152,12 +153,8 @@ FORMATS: dict[str, Callable[[dict[str, OpenComponent], Path], None]] = {
 }
 
 
-def _state_dicts(components: dict[str, OpenComponent]) -> dict[str, Any]:
-    """All components by name; modules as state dicts, with tied tensors under each name."""
-    return {name: _state_dict(component) for name, component in components.items()}
-
-
 def _state_dict(component: OpenComponent) -> Any:
+    """The value of a component; of a module, its state dict with tied tensors under each name."""
     read = component.reader.read_whole
     if component.kind != "module":
         return tree.decode(component.tree, read)

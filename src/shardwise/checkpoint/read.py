@@ -23,7 +23,7 @@ from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, i
 from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice, bytes_of
-from shardwise.checkpoint.stores import Folder, OpenFile
+from shardwise.checkpoint.stores import MAX_OPEN_FILES, Folder, ReadInto
 from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
 __all__ = [
@@ -139,7 +139,7 @@ def file_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
             yield f"{folder / name}: {head}"
         elif crc32(head) != crc:
             yield f"{folder / name}: damaged or foreign"
-    known = {MANIFEST, *manifest.file_names}
+    known = {MANIFEST, *(file.name for file in manifest.files), *manifest.others}
     for name in checkpoint_files(folder):
         if name not in known:
             yield f"{folder / name}: foreign: the manifest does not list it"
@@ -195,18 +195,24 @@ class SafetensorsSource:
         self.read_bytes = folder.read_bytes
         self._folder = folder
         self._locations = locations
-        self._files: dict[str, OpenFile] = {}
+        self._files: dict[str, ReadInto] = {}
+        self._cleanup = contextlib.ExitStack()
 
     def read(self, name: str, start: int, content: memoryview) -> None:
         file, offset = self._locations[name]
-        if file not in self._files:
-            self._files[file] = self._folder.open(file)
-        if not self._files[file].read_into(content, offset + start):
+        read_into = self._files.get(file) or self._open(file)
+        if not read_into(content, offset + start):
             raise CheckpointDamaged(f"{name}: {self._folder / file} ends before this tensor does")
 
     def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
+        self._files.clear()
+        self._cleanup.close()
+
+    def _open(self, file: str) -> ReadInto:
+        if len(self._files) == MAX_OPEN_FILES:
+            self.close()
+        self._files[file] = read_into = self._folder.open(file, self._cleanup)
+        return read_into
 
 
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:

@@ -11,8 +11,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Folder", "LocalFolder", "OpenFile", "errors_at", "folder_at"]
+__all__ = ["MAX_OPEN_FILES", "Folder", "LocalFolder", "ReadInto", "errors_at", "folder_at"]
+
+# Files of a component that are open at once; processes are often limited to 1024.
+MAX_OPEN_FILES = 128
+# Fills memory with the bytes of a file from an offset on; returns False if the file ends before.
+ReadInto = Callable[[memoryview, int], bool]
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -137,8 +143,12 @@ class Folder:
             content: bytes = self.store.cat_file(f"{self.path}/{name}", **span)
             return content
 
-    def open(self, name: str) -> "OpenFile":
-        return StoredFile(self / name)
+    def open(self, name: str, cleanup: contextlib.ExitStack) -> ReadInto:  # noqa: ARG002
+        """Return a function that reads a file, which stays open until ``cleanup`` ends.
+
+        Each call sends one request.
+        """
+        return partial(_read_range, self / name)
 
     def create(self, marker: str, content: bytes) -> None:
         """Create the folder with one file, ``marker``, in it."""
@@ -198,23 +208,13 @@ class Folder:
         return dict(sorted(inside.items()))
 
 
-class StoredFile:
-    """An object of a store; each range is read with one request."""
-
-    def __init__(self, file: Folder) -> None:
-        self._file = file
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        stop = offset + content.nbytes
-        with errors_at(self._file):
-            found = self._file.store.cat_file(self._file.path, start=offset, end=stop)
-        if len(found) != content.nbytes:
-            return False
-        content[:] = found
-        return True
-
-    def close(self) -> None:
-        pass
+def _read_range(file: Folder, content: memoryview, offset: int) -> bool:
+    with errors_at(file):
+        found = file.store.cat_file(file.path, start=offset, end=offset + content.nbytes)
+    if len(found) != content.nbytes:
+        return False
+    content[:] = found
+    return True
 
 
 class LocalFolder(Folder):
@@ -251,10 +251,13 @@ class LocalFolder(Folder):
         }
 
     def age_seconds(self, name: str) -> float:
-        return time.time() - (self.target / name).stat().st_mtime
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - (self.target / name).stat().st_mtime
+        return 0.0
 
-    def open(self, name: str) -> "LocalFile":
-        return LocalFile(self.target / name)
+    def open(self, name: str, cleanup: contextlib.ExitStack) -> ReadInto:
+        file = cleanup.enter_context((self.target / name).open("rb", buffering=0))
+        return partial(_read_local, file.fileno())
 
     def create(self, marker: str, content: bytes) -> None:
         while True:
@@ -292,36 +295,29 @@ class LocalFolder(Folder):
             self.target.rmdir()
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        return {
-            path.name: {
-                "type": "directory" if path.is_dir() else "file",
-                "size": path.stat().st_size,
-            }
-            for path in self._paths()
-            if path.is_dir() or path.is_file()  # a broken link is neither
-        }
+        found = {}
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if path.is_dir():
+                    found[path.name] = {"type": "directory", "size": 0}
+                elif path.is_file():  # and not a broken link
+                    found[path.name] = {"type": "file", "size": path.stat().st_size}
+        return found
 
     def _paths(self) -> list[Path]:
-        return sorted(self.target.iterdir()) if self.target.is_dir() else []
+        try:
+            return sorted(self.target.iterdir())
+        except _ABSENT:
+            return []
 
 
-class LocalFile:
-    """A local file, open for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
-
-    def read_into(self, content: memoryview, offset: int) -> bool:
-        """Fill ``content`` with the bytes from ``offset`` on; False if the file ends before."""
-        while content.nbytes:
-            count = os.preadv(self._descriptor, [content], offset)
-            if count == 0:
-                return False
-            content, offset = content[count:], offset + count
-        return True
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def _read_local(descriptor: int, content: memoryview, offset: int) -> bool:
+    while content.nbytes:
+        count = os.preadv(descriptor, [content], offset)
+        if count == 0:
+            return False
+        content, offset = content[count:], offset + count
+    return True
 
 
 def _sync(directory: Path) -> None:
@@ -331,9 +327,6 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-OpenFile = LocalFile | StoredFile
 
 
 @contextlib.contextmanager

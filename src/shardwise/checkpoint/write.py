@@ -26,7 +26,7 @@ from shardwise.checkpoint.directory import (
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
-from shardwise.checkpoint.stores import LocalFolder
+from shardwise.checkpoint.stores import MAX_OPEN_FILES, LocalFolder
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
@@ -91,27 +91,38 @@ def _manifest(job: WriteJob, parts: list[BlockPart]) -> Manifest:
 
 def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     """Write this rank's bytes, sync them to disk, and return their checksums."""
-    parts = _write_slices(folder, job, ranks)
+    parts: list[BlockPart] = []
+    files = _rotated(job.files, ranks)
+    for first in range(0, len(files), MAX_OPEN_FILES):
+        with contextlib.ExitStack() as opened:  # syncs them to disk when it closes
+            for file in files[first : first + MAX_OPEN_FILES]:
+                parts += _write_file(folder, file, job, ranks, opened)
     if ranks.rank == 0:
-        heads = {file.name: file.head for file in job.files}
-        for name, content in {**heads, **job.others}.items():
+        for name, content in job.others.items():
             with _opened(folder, name) as descriptor:
                 _write_at(descriptor, memoryview(content), 0)
     return parts
 
 
-def _write_slices(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
+def _write_file(
+    folder: LocalFolder,
+    file: File,
+    job: WriteJob,
+    ranks: Coordinator,
+    opened: contextlib.ExitStack,
+) -> list[BlockPart]:
+    """Write this rank's slices to a file, which stays open; rank 0 also writes the header."""
+    numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
+    own = [(offset, number) for offset, number in numbers if number in job.slices]
+    if not own and ranks.rank != 0:
+        return []
+    output = _FlushedFile(opened.enter_context(_opened(folder, file.name)))
+    if ranks.rank == 0:
+        output.write(memoryview(file.head), 0)
     parts: list[BlockPart] = []
-    with contextlib.ExitStack() as files:  # syncs them to disk when it closes
-        for file in _rotated(job.files, ranks):
-            numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
-            own = [(offset, number) for offset, number in numbers if number in job.slices]
-            if not own:
-                continue
-            output = _FlushedFile(files.enter_context(_opened(folder, file.name)))
-            for offset, number in own:
-                parts += _write_slice(output, offset, job.slices[number], number)
-            output.flush()
+    for offset, number in own:
+        parts += _write_slice(output, offset, job.slices[number], number)
+    output.flush()
     return parts
 
 

@@ -1,4 +1,4 @@
-"""``python -m shardwise.outer HOST:PORT``: the hub at which replicas meet."""
+"""``python -m shardwise.outer HOST:PORT``: run the hub that connects replicas."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from shardwise.outer.serving import serve
 
 
 def main() -> None:
-    """Run a hub until it is ended."""
+    """Run a hub until the process is killed."""
     host, _, port = sys.argv[1].rpartition(":") if len(sys.argv) == 2 else ("", "", "")  # noqa: PLR2004
     if not port.isdecimal():
         sys.exit("usage: python -m shardwise.outer HOST:PORT")

@@ -1,4 +1,4 @@
-"""How a model and its optimizer become a replica."""
+"""`outer_optimizer`: make a model and its optimizer a replica."""
 
 from hashlib import sha256
 from typing import Any
@@ -17,7 +17,6 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
-from shardwise.transport.communicator import communicator
 
 __all__ = ["outer_optimizer"]
 
@@ -32,10 +31,10 @@ def outer_optimizer(
     replica: int = 0,
     num_replicas: int = 1,
 ) -> OuterOptimizer:
-    """From now on ``optimizer.step()`` also synchronizes this replica with others.
+    """Make ``optimizer.step()`` also synchronize this replica with others.
 
-    With a ``hub`` each replica is a world of its own, under a launcher of its own, so that it may
-    die without the others, and come back::
+    With a ``hub``, each replica is a separate world with its own launcher, so it may die without
+    the others and come back::
 
         model = sw.fully_shard(model, units=Block)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -46,21 +45,22 @@ def outer_optimizer(
         while outer.local_steps < 10_000:
             ...
 
-    The hub is ``python -m shardwise.outer 10.0.0.1:29400``. With a ``group`` all replicas are in
-    one world, sharded over the inner dim of a mesh: ``fully_shard(model, mesh=mesh["shard"])`` and
-    ``group=mesh.get_group("replicate")``.
+    Start the hub with ``python -m shardwise.outer 10.0.0.1:29400``. With a ``group``, all replicas
+    are in one world, sharded over the inner dim of a mesh: ``fully_shard(model,
+    mesh=mesh["shard"])`` and ``group=mesh.get_group("replicate")``.
 
     Args:
-        model: sharded, over the ranks of this replica alone.
-        optimizer: of the model's parameters.
-        outer: how often, how much at a time, in which format.
-        group: the ranks of all replicas that hold the same shard, one of each.
-        hub: instead of a group, where the hub is.
-        replica: the number of this replica, which no other one has at the same time.
-        num_replicas: how many to wait for at the beginning, for ``outer.deadline`` at most.
+        model: sharded over the ranks of this replica only.
+        optimizer: the optimizer of the model's parameters.
+        outer: when and how replicas are synchronized.
+        group: the ranks that hold the same shard, one from each replica.
+        hub: instead of a group, the address of the hub as ``host:port``.
+        replica: the number of this replica, unique among those that run at the same time.
+        num_replicas: the number of replicas to wait for at the beginning, at most for
+            ``outer.deadline`` seconds.
 
     Raises:
-        PlanError: the model, the optimizer or the options do not fit.
+        PlanError: the model, the optimizer or the options cannot be used.
     """
     runtime = runtime_of_root(model)
     _check(model, optimizer, runtime)
@@ -85,9 +85,7 @@ def outer_optimizer(
         },
     }
     if frozen := [p for p in model.parameters() if not p.requires_grad]:
-        device = runtime.pools.device
-        links = communicator(runtime.mesh.world, device)
-        checksum = checksum_over_ranks(checksum_of(frozen), links, device)
+        checksum = checksum_over_ranks(checksum_of(frozen), runtime)
         hello["options"]["checksum of frozen parameters"] = checksum
     exchange = HubExchange(hub, replica, runtime.mesh.world.own_rank, hello)
     return OuterOptimizer(model, optimizer, outer, exchange)
@@ -96,23 +94,23 @@ def outer_optimizer(
 def _check(model: nn.Module, optimizer: object, runtime: Runtime) -> None:
     if not isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
-        raise PlanError(f"outer_optimizer takes a torch.optim.Optimizer, got {name}")
-    runtime.scheduler.check_idle("replicas cannot begin to synchronize in the middle of a step")
+        raise PlanError(f"outer_optimizer expects a torch.optim.Optimizer, got {name}")
+    runtime.scheduler.check_idle("sw.outer_optimizer cannot be called in the middle of a step")
     for name, parameter in model.named_parameters():
         sharding = sharding_of(parameter)
         if parameter.requires_grad and (sharding is None or sharding.tensor_parallel):
             raise PlanError(
-                f"{name} is trained and not sharded by fully_shard alone, so it would differ "
-                "between replicas; freeze it, or do not name it in ignored_params"
+                f"{name} is trainable but not sharded by fully_shard alone, so it would differ "
+                "between replicas; freeze it, or remove it from ignored_params"
             )
         if getattr(parameter, STEPS_IN_BACKWARD, False):
             raise PlanError(
                 "sw.optimizer_in_backward has no step after which replicas could synchronize; "
-                "call remove() of its handle"
+                "call remove() on its handle"
             )
 
 
 def _description(optimizer: Optimizer) -> str:
-    """Its class and its options."""
+    """The class and the options of ``optimizer``."""
     options = ", ".join(f"{key}={value}" for key, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({options})"

@@ -1,4 +1,4 @@
-"""How differences get from replica to replica: what an exchange is, and one by a process group."""
+"""The exchange of differences between replicas: its interface, and one over a process group."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,122 +15,121 @@ __all__ = ["Decision", "Exchange", "GroupExchange", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a fragment is."""
+    """The rounds that have been applied to a fragment."""
 
-    round: int = 0  # rounds so far
-    digest: str = "start"  # of all decisions so far: replicas with the same one have the same bits
-    step: int = 0  # the local step after which the differences of the last one were taken
+    round: int = 0  # number of rounds
+    digest: str = "start"  # of all decisions; equal digests mean equal bits
+    step: int = 0  # the local step after which the differences of the last round were taken
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The outcome of one round of a fragment, with the same content in all replicas."""
+    """The outcome of one round of a fragment, the same in all replicas."""
 
-    packed: Sequence[Tensor]  # differences that count, in the order of replicas; uint8
-    progress: Progress  # after it
-    counts_own: bool = True  # whether the difference of this replica is one of them
-    ticket: int = 0  # of the copy of its state that this replica has to give; 0: none
+    packed: Sequence[Tensor]  # the differences to average, uint8, in the order of replicas
+    progress: Progress  # after this round
+    includes_own: bool = True  # whether this replica's difference is among them
+    ticket: int = 0  # if not 0, this replica has to send its state under this number
 
 
 class Exchange(ABC):
-    """The same shard in all replicas. Rounds of a fragment are decided one after the other.
+    """Exchanges differences with the ranks that hold the same shard in other replicas.
 
-    Methods that only matter where replicas come and go do nothing by default.
+    The rounds of a fragment are decided one after the other. With an elastic exchange, replicas may
+    leave and join, and the ranks of a replica have to agree on what they have received. The methods
+    that only elastic exchanges need do nothing by default.
     """
 
-    # Whether replicas come and go, so that the ranks of a replica have to agree on what they know.
     is_elastic = False
 
     def __init__(self) -> None:
-        self.sent_bytes = 0  # of differences
-        self.state_bytes = 0  # of states that were given
-        self.step = 0  # of the replica, which others are told
-        self.group_step = 0  # the last step that any replica has synchronized after
-        self.is_member = True  # or else waits for others, or for a state
-        self.trouble = ""  # why it has no connection
+        self.sent_bytes = 0  # bytes of differences
+        self.state_bytes = 0  # bytes of states sent to other replicas
+        self.step = 0  # this replica's step, which other replicas receive
+        self.group_step = 0  # the last step after which any replica has synchronized
+        self.is_member = True  # False while it waits for other replicas or for a state
+        self.connection_error = ""  # why there is no connection
+        self._progress: list[Progress] = []  # of each fragment
 
     @abstractmethod
     def message_bytes(self, packed_bytes: int) -> int:
-        """The bytes that this rank sends for a difference of that size."""
+        """The number of bytes that this rank sends for a difference of ``packed_bytes``."""
+
+    def connect(self, progress: Sequence[Progress], checksum: str) -> None:  # noqa: ARG002
+        """Begin; ``checksum`` is that of the shared parameters after the rounds in ``progress``."""
+        self._progress = list(progress)
 
     @abstractmethod
-    def send(self, fragment: int, packed: Tensor, values: str) -> None:
-        """Send the difference of the round that is next; returns at once.
+    def send(self, fragment: int, packed: Tensor, checksum: str) -> None:
+        """Send a difference for the next round of a fragment, without waiting.
 
         Args:
-            fragment: its number.
+            fragment: the number of the fragment.
             packed: the difference, uint8.
-            values: a checksum of the shared parameters that it was taken from.
+            checksum: of the shared parameters that the difference refers to.
         """
 
     @abstractmethod
     def decided(self, fragment: int, seconds: float) -> list[Decision]:
-        """What follows on what was applied, in order, with a wait of so long for the first one."""
+        """The decisions after the last applied one, in order.
 
-    def applied(self, fragment: int, decision: Decision) -> None:  # noqa: B027
-        """The decision was applied."""
+        Waits up to ``seconds`` for the first one.
+        """
 
-    # -- where replicas come and go ---------------------------------------------------------------
+    def applied(self, fragment: int, decision: Decision) -> None:
+        """Record that ``decision`` was applied."""
+        self._progress[fragment] = decision.progress
 
-    def connect(self, progress: Sequence[Progress], values: str) -> None:  # noqa: B027
-        """Begin, with a checksum of the shared parameters after these rounds."""
+    # -- elastic exchanges ------------------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:  # noqa: B027
-        """Wait for so long at most until this rank is a member or has a state to take."""
+        """Wait up to ``seconds`` until this replica is a member or has received a state."""
 
     @property
     def ticket(self) -> int:
-        """The number of the state that has come from another replica; 0: none."""
+        """The number of the state received from another replica, or 0."""
         return 0
 
     def take_state(self, ticket: int) -> bytes:
-        """The state with this number."""
+        """Return the received state with this number."""
         raise NotImplementedError
 
     def give_state(self, ticket: int, state: bytes) -> None:  # noqa: B027
         """Send this rank's state in the background."""
 
     def ready(self, progress: Sequence[Progress]) -> None:  # noqa: B027
-        """A state was taken."""
+        """Become a member after this rank has loaded a state."""
 
     def close(self) -> None:  # noqa: B027
-        """Leave."""
+        """Leave the other replicas."""
 
 
 class GroupExchange(Exchange):
-    """Between the ranks of a process group that hold the same shard, all of which take part."""
+    """Exchanges differences over a process group, all of whose ranks take part in every round."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._group = group
         self._size = dist.get_world_size(group)
-        self._device = _device_of(group)
-        self._pending: dict[int, tuple[dist.Work, list[Tensor]]] = {}
-        self._rounds: dict[int, int] = {}
+        types = list(backends_of(group))
+        self._device = torch.device("cpu" if "cpu" in types else types[0])
+        self._pending: dict[int, tuple[dist.Work, list[Tensor]]] = {}  # by fragment
 
     def message_bytes(self, packed_bytes: int) -> int:
         return packed_bytes * (self._size - 1)
 
-    def connect(self, progress: Sequence[Progress], values: str) -> None:  # noqa: ARG002
-        self._rounds = {fragment: one.round for fragment, one in enumerate(progress)}
-
-    def send(self, fragment: int, packed: Tensor, values: str) -> None:  # noqa: ARG002
+    def send(self, fragment: int, packed: Tensor, checksum: str) -> None:  # noqa: ARG002
         own = packed.to(self._device)
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         work = dist.all_gather(gathered, own, group=self._group, async_op=True)
         assert work is not None
         self._pending[fragment] = work, gathered
-        self.sent_bytes += own.nbytes * (self._size - 1)
+        self.sent_bytes += self.message_bytes(own.nbytes)
 
     def decided(self, fragment: int, seconds: float) -> list[Decision]:  # noqa: ARG002
         if fragment not in self._pending:
             return []
         work, gathered = self._pending.pop(fragment)
         work.wait()
-        self._rounds[fragment] = self._rounds.get(fragment, 0) + 1
-        return [Decision(gathered, Progress(self._rounds[fragment], step=self.step))]
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    types = list(backends_of(group))
-    return torch.device("cpu" if "cpu" in types else types[0])
+        round_ = self._progress[fragment].round + 1
+        return [Decision(gathered, Progress(round_, step=self.step))]

@@ -1,4 +1,4 @@
-"""Parts of a model that are synchronized at different times."""
+"""Fragments: the parts of a model that are synchronized at different times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +8,27 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from shardwise.outer.packing import packed_bytes, wide_dtype
+from shardwise.blockwise import FORMATS, Blocks
 from shardwise.plan.outer import Outer, partition
 from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of
 
 __all__ = ["Fragment", "fragments_of"]
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """Parameters that are synchronized together."""
+    """Parameters that are synchronized together, and the format of their differences."""
 
     parameters: Sequence[Tensor]
-    dtype: str
+    dtype: str  # see `Outer`
     block: int
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of this rank's shards, in real numbers."""
+        """The number of real numbers in this rank's shard of each parameter."""
         return [_real(local_of(p)).numel() for p in self.parameters]
 
     @property
@@ -35,23 +37,44 @@ class Fragment:
 
     @property
     def packed_bytes(self) -> int:
-        return packed_bytes(self.num_elements, self.dtype, self.block)
-
-    @property
-    def device(self) -> torch.device:
-        return local_of(self.parameters[0]).device
+        """The number of bytes that `pack` returns."""
+        if self.dtype in FORMATS:
+            return Blocks(self.dtype, self.block).num_bytes(self.num_elements)
+        return self.num_elements * _DTYPES[self.dtype].itemsize
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All of them as one [n]; complex numbers are pairs."""
-        wide = wide_dtype(self.dtype)
-        return torch.cat([_real(tensor).reshape(-1).to(wide) for tensor in tensors])
+        """Concatenate one tensor per parameter to [n]; a complex number is a pair."""
+        return torch.cat([_real(tensor).reshape(-1).to(self._wide_dtype) for tensor in tensors])
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """The reverse, each 1-D and of the dtype of its parameter."""
-        return [
-            _as_dtype(part, parameter.dtype)
-            for part, parameter in zip(torch.split(flat, self.sizes), self.parameters, strict=True)
-        ]
+    def pack(self, flat: Tensor) -> Tensor:
+        """Encode ``flat`` [n] as uint8 [packed_bytes], on the same device."""
+        if self.dtype not in FORMATS:
+            return flat.to(_DTYPES[self.dtype]).view(torch.uint8)
+        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8, device=flat.device)
+        Blocks(self.dtype, self.block).encode(flat, packed)
+        return packed
+
+    def mean(self, packed: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of packed tensors, as a 1-D tensor per parameter, in the parameter's dtype.
+
+        The same bytes in the same order give the same bits.
+        """
+        device = local_of(self.parameters[0]).device
+        total = torch.zeros(self.num_elements, dtype=self._wide_dtype, device=device)
+        for one in packed:
+            if self.dtype in FORMATS:
+                values = torch.empty_like(total)
+                Blocks(self.dtype, self.block).decode(one.to(device), values)
+                total += values
+            else:
+                total += one.to(device).view(_DTYPES[self.dtype])
+        parts = torch.split(total.div_(len(packed)), self.sizes)
+        return [_as_dtype(part, p.dtype) for part, p in zip(parts, self.parameters, strict=True)]
+
+    @property
+    def _wide_dtype(self) -> torch.dtype:
+        """The dtype in which differences are averaged."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -65,6 +88,7 @@ def _as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fragments_of(runtime: Runtime, outer: Outer) -> list[Fragment]:
+    """Divide the trainable parameters of ``runtime`` into ``outer.fragments`` sets of units."""
     units = [
         [p.sharded for p in unit.parameters if p.sharded.requires_grad] for unit in runtime.units
     ]

@@ -1,4 +1,4 @@
-"""What travels between a replica's ranks and the hub: frames with a JSON header and a body."""
+"""Messages between the ranks of a replica and the hub: frames with a JSON header and a body."""
 
 import asyncio
 import json
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["ALIVE_SECONDS", "SILENT_SECONDS", "Frame", "Kind", "read_frame"]
+__all__ = ["HEARTBEAT_SECONDS", "SILENT_SECONDS", "Frame", "Kind", "read_frame"]
 
-ALIVE_SECONDS = 1.0  # between signs of life
-SILENT_SECONDS = 15.0  # without any, a connection counts as lost
+HEARTBEAT_SECONDS = 1.0  # interval between heartbeats
+SILENT_SECONDS = 15.0  # a connection that receives nothing for this long is lost
 
-_PREFIX = struct.Struct("<IQ")  # bytes of the header, and of the body
-_MAX_HEADER_BYTES = 1 << 20  # of a stranger's first bytes more would be allocated
-_PIECE_BYTES = 1 << 16  # that are waited for at a time
+_PREFIX = struct.Struct("<IQ")  # bytes of the header, bytes of the body
+_MAX_HEADER_BYTES = 1 << 20  # limits what an unknown client can make us allocate
+_CHUNK_BYTES = 1 << 16  # the timeout applies to each chunk of this size
 
 
 class Kind(StrEnum):
-    """What a frame says."""
+    """The kind of a frame."""
 
-    HELLO = "hello"  # to the hub: who this is, and what was applied so far
-    WELCOME = "welcome"  # whether it takes part, or has to wait for a state
-    REFUSED = "refused"  # it cannot take part; the body is the reason
+    HELLO = "hello"  # to the hub: which rank this is, and the rounds that it has applied
+    WELCOME = "welcome"  # whether the replica is a member or has to wait for a state
+    REFUSED = "refused"  # the replica cannot take part; the body is the reason
     DELTA = "delta"  # to the hub: a difference
-    DECISION = "decision"  # the differences of a round that count
-    STATE = "state"  # of a replica, for those that wait for one
-    READY = "ready"  # to the hub: a state was taken, and this is what was applied now
-    ALIVE = "alive"
+    DECISION = "decision"  # the differences that a round averages
+    STATE = "state"  # part of a replica's state, for replicas that wait for one
+    READY = "ready"  # to the hub: this rank has loaded a state
+    HEARTBEAT = "heartbeat"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,30 +36,30 @@ class Frame:
 
     kind: Kind
     header: dict[str, Any] = field(default_factory=dict)
-    body: Any = b""  # bytes, or something with a buffer of them
+    body: Any = b""  # bytes, or an object with the buffer protocol
 
     def encode(self) -> list[Any]:
-        """Its bytes, in parts."""
+        """The parts of the frame to write in order."""
         header = json.dumps({"kind": self.kind, **self.header}).encode()
         return [_PREFIX.pack(len(header), len(self.body)), header, self.body]
 
 
-async def read_frame(reader: asyncio.StreamReader, max_body: int, seconds: float) -> Frame:
-    """The next frame, of which something has to come every so many ``seconds``.
+async def read_frame(reader: asyncio.StreamReader, max_body: int) -> Frame:
+    """Read the next frame.
 
     Raises:
         asyncio.IncompleteReadError: the connection ended.
-        TimeoutError: the other side is silent.
-        ValueError, KeyError, AttributeError: what came is no frame.
+        TimeoutError: nothing was received for `SILENT_SECONDS`.
+        ValueError, KeyError, AttributeError: the bytes are not a frame.
     """
 
     async def read(size: int) -> bytes:
-        parts = []
+        chunks = []
         while size:
-            part = min(size, _PIECE_BYTES)
-            parts.append(await asyncio.wait_for(reader.readexactly(part), seconds))
-            size -= part
-        return b"".join(parts)
+            chunk = min(size, _CHUNK_BYTES)
+            chunks.append(await asyncio.wait_for(reader.readexactly(chunk), SILENT_SECONDS))
+            size -= chunk
+        return b"".join(chunks)
 
     header_size, body_size = _PREFIX.unpack(await read(_PREFIX.size))
     if header_size > _MAX_HEADER_BYTES or body_size > max_body:

@@ -1,4 +1,4 @@
-"""A rank's connection to the hub, on a thread of its own."""
+"""A rank's connection to the hub, served by a thread."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import PlanError
 from shardwise.outer.exchange import Decision, Exchange, Progress
-from shardwise.outer.frames import ALIVE_SECONDS, SILENT_SECONDS, Frame, Kind, read_frame
+from shardwise.outer.frames import HEARTBEAT_SECONDS, Frame, Kind, read_frame
 from shardwise.outer.rounds import rounds_text
 
 __all__ = ["HubExchange"]
@@ -23,12 +23,15 @@ __all__ = ["HubExchange"]
 logger = logging.getLogger("shardwise.outer")
 
 _RETRY_SECONDS = 0.25  # between attempts to connect
-_STATE_PIECE_BYTES = 1 << 17  # so that differences do not wait for long behind a state
+_STATE_CHUNK_BYTES = 1 << 17  # small, so that differences are not delayed by a state
 _MAX_BODY_BYTES = 1 << 36
 
 
 class HubExchange(Exchange):
-    """With the ranks at the same place in other replicas, through the hub at ``address``."""
+    """Exchanges differences with the same rank of other replicas, through the hub at ``address``.
+
+    The thread reconnects whenever the connection is lost.
+    """
 
     is_elastic = True
 
@@ -38,38 +41,38 @@ class HubExchange(Exchange):
         if not (host and port.isdecimal()):
             raise PlanError(f"hub={address!r}: expected host:port")
         self.address = address
-        self._at = host, int(port)
+        self._host, self._port = host, int(port)
         process = secrets.token_hex(8)
         self._hello = {"replica": replica, "rank": rank, "process": process, **hello}
         self._name = f"replica {replica}, rank {rank}"
-        self._replica = replica
-        self._changed = threading.Condition()
-        # Below: guarded by it.
-        self._progress: list[Progress] = []
-        self._values = ""
-        # By fragment, and by the digest that they follow on, which is the same for all at first.
-        self._decisions: dict[tuple[int, str], Decision] = {}
-        self._sent: dict[int, tuple[str, Tensor]] = {}  # the last difference of each fragment
-        self._pieces: dict[int, bytes] = {}  # of the state of the last ticket
-        self._ticket = 0
-        self._states: dict[int, bytes] = {}  # that are complete, by ticket
-        self._refusal = ""
-        self._counted: set[int] = set()  # replicas of the last round
-        self.is_member = False
-        self._writer: asyncio.StreamWriter | None = None
-        self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._giving: set[asyncio.Task[None]] = set()
+        # Guards the attributes below, `is_member` and `_progress`.
+        self._changed = threading.Condition()
+        self.is_member = False
+        self._checksum = ""  # of the shared parameters at the last `connect`; empty if outdated
+        # By fragment and digest before the round; the first digest is the same for all fragments.
+        self._decisions: dict[tuple[int, str], Decision] = {}
+        self._sent: dict[int, tuple[str, Tensor]] = {}  # the last difference of each fragment
+        self._chunks: list[bytes] = []  # of the state with the last ticket
+        self._chunks_ticket = 0
+        self._states: dict[int, bytes] = {}  # complete states, by ticket
+        self._refusal = ""
+        self._averaged: set[int] = set()  # replicas in the last round
+        self._writer: asyncio.StreamWriter | None = None
 
     # -- called by the rank -----------------------------------------------------------------------
 
     def message_bytes(self, packed_bytes: int) -> int:
         return packed_bytes
 
-    def connect(self, progress: Sequence[Progress], values: str) -> None:
+    def connect(self, progress: Sequence[Progress], checksum: str) -> None:
         with self._changed:
-            self._progress, self._values = list(progress), values
+            super().connect(progress, checksum)
+            self._checksum = checksum
         if self._thread is None:
             self._task = self._loop.create_task(self._run())
             self._thread = threading.Thread(
@@ -77,20 +80,21 @@ class HubExchange(Exchange):
             )
             self._thread.start()
 
-    def send(self, fragment: int, packed: Tensor, values: str) -> None:
+    def send(self, fragment: int, packed: Tensor, checksum: str) -> None:
         with self._changed:
             if not self.is_member:
                 return
+            progress = self._progress[fragment]
             header = {
                 "fragment": fragment,
-                "round": self._progress[fragment].round,
-                "digest": self._progress[fragment].digest,
+                "round": progress.round,
+                "digest": progress.digest,
                 "step": self.step,
-                "values": values,
+                "checksum": checksum,
             }
             own = packed.cpu()
             body = own.numpy().tobytes()
-            self._sent[fragment] = self._progress[fragment].digest, own
+            self._sent[fragment] = progress.digest, own
             self._submit(partial(self._write, Frame(Kind.DELTA, header, body)))
         self.sent_bytes += len(body)
 
@@ -98,24 +102,20 @@ class HubExchange(Exchange):
         with self._changed:
             own = self._progress[fragment]
             has_sent = fragment in self._sent and self._sent[fragment][0] == own.digest
-            patience = seconds if has_sent else 0.0
-            self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, patience)
+            timeout = seconds if has_sent else 0.0
+            self._wait(lambda: bool(self._chain(fragment)) or not self.is_member, timeout)
             found = self._chain(fragment)
-            later = [
-                one.progress.round
-                for (number, _), one in self._decisions.items()
-                if number == fragment
-            ]
+            later = [x.progress.round for (n, _), x in self._decisions.items() if n == fragment]
             if not found and max(later, default=0) > own.round:
                 logger.warning("%s misses round %d of fragment %d", self._name, own.round, fragment)
-                self._submit(self._break)  # to be given a state
+                self._submit(self._disconnect)  # after which it receives a state
             return found
 
     def applied(self, fragment: int, decision: Decision) -> None:
         with self._changed:
-            self._values = ""  # of other parameters by now
+            self._checksum = ""
             self._decisions.pop((fragment, self._progress[fragment].digest), None)
-            self._progress[fragment] = decision.progress
+            super().applied(fragment, decision)
 
     def wait(self, seconds: float) -> None:
         with self._changed:
@@ -137,19 +137,18 @@ class HubExchange(Exchange):
 
     def ready(self, progress: Sequence[Progress]) -> None:
         with self._changed:
-            level = logging.WARNING if self._counted else logging.INFO  # it had taken part before
+            level = logging.WARNING if self._averaged else logging.INFO  # a member before
             message = "%s took the state of another replica, after step %d, %s"
             self._progress = list(progress)
             logger.log(level, message, self._name, self.step, self._rounds_text())
-            self._values = ""
+            self._checksum = ""
             self._decisions = {
-                (fragment, digest): one
-                for (fragment, digest), one in self._decisions.items()
-                if one.progress.round > progress[fragment].round
+                (fragment, digest): decision
+                for (fragment, digest), decision in self._decisions.items()
+                if decision.progress.round > progress[fragment].round
             }
             self.is_member = self._writer is not None
-            header = {"rounds": [one.round for one in progress], "step": self.step}
-            self._submit(partial(self._write, Frame(Kind.READY, header)))
+            self._submit(partial(self._write, Frame(Kind.READY, {"step": self.step})))
 
     def close(self) -> None:
         if self._thread is not None and self._task is not None:
@@ -162,6 +161,11 @@ class HubExchange(Exchange):
         return rounds_text([one.round for one in self._progress])
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait up to ``seconds`` for ``condition``.
+
+        Raises:
+            PlanError: the hub refused this rank.
+        """
         until = time.monotonic() + seconds
         while not condition() and not self._refusal and time.monotonic() < until:
             self._changed.wait(min(1.0, until - time.monotonic()))
@@ -169,7 +173,7 @@ class HubExchange(Exchange):
             raise PlanError(f"the hub at {self.address} refused this rank: {self._refusal}")
 
     def _chain(self, fragment: int) -> list[Decision]:
-        """What follows on what was applied, as far as it has come."""
+        """The received decisions that follow the last applied one without a gap."""
         found, digest = [], self._progress[fragment].digest
         while (fragment, digest) in self._decisions:
             decision = self._decisions[fragment, digest]
@@ -187,15 +191,18 @@ class HubExchange(Exchange):
         self._loop.close()
 
     def _submit(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on the thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(action)
 
     async def _run(self) -> None:
         while not (self._refusal or self._is_closing):
             try:
-                reader, writer = await asyncio.open_connection(*self._at, limit=1 << 22)
+                reader, writer = await asyncio.open_connection(
+                    self._host, self._port, limit=1 << 22
+                )
             except OSError as error:
-                self.trouble = f"no hub at {self.address}: {error}"
+                self.connection_error = f"no hub at {self.address}: {error}"
             else:
                 await self._talk_until_lost(reader, writer)
             await asyncio.sleep(_RETRY_SECONDS)
@@ -207,66 +214,67 @@ class HubExchange(Exchange):
             await self._talk(reader, writer)
         except (OSError, EOFError, TimeoutError, ValueError, LookupError, TypeError) as error:
             reason = str(error) or type(error).__name__
-            self.trouble = f"{self._name} lost the hub at {self.address}: {reason}"
+            self.connection_error = f"{self._name} lost the hub at {self.address}: {reason}"
             message = "%s; after step %d, %s, it trains on alone until the hub is back"
-            logger.warning(message, self.trouble, self.step, self._rounds_text())
+            logger.warning(message, self.connection_error, self.step, self._rounds_text())
         finally:
             self._forget()
             writer.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.set_write_buffer_limits(high=_STATE_PIECE_BYTES)
+        writer.transport.set_write_buffer_limits(high=_STATE_CHUNK_BYTES)
         with self._changed:
             self._decisions.clear()
             hello = {
                 **self._hello,
                 "rounds": [one.round for one in self._progress],
                 "digests": [one.digest for one in self._progress],
-                "values": self._values,
+                "checksum": self._checksum,
             }
         writer.writelines(Frame(Kind.HELLO, hello).encode())
         self._writer = writer
-        beat = self._loop.create_task(self._beat())
+        heartbeats = self._loop.create_task(self._send_heartbeats())
         try:
             while not (self._refusal or self._is_closing):
-                self._receive(await read_frame(reader, _MAX_BODY_BYTES, SILENT_SECONDS))
+                self._receive(await read_frame(reader, _MAX_BODY_BYTES))
         finally:
-            beat.cancel()
+            heartbeats.cancel()
 
     def _forget(self) -> None:
-        """The connection is gone, and with it what has come and was not applied."""
+        """Drop everything that belongs to the lost connection."""
         with self._changed:
             self._writer = None
             self.is_member = False
             self._decisions.clear()
             self._sent.clear()
-            self._pieces.clear()
+            self._chunks.clear()
             self._changed.notify_all()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self._write(Frame(Kind.ALIVE, {"step": self.step}))
-            await asyncio.sleep(ALIVE_SECONDS)
+            self._write(Frame(Kind.HEARTBEAT, {"step": self.step}))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _write(self, frame: Frame) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.writelines(frame.encode())
 
-    def _break(self) -> None:
+    def _disconnect(self) -> None:
         if self._writer is not None:
             self._writer.transport.abort()
 
     def _start_giving(self, ticket: int, state: bytes) -> None:
-        self._giving = self._loop.create_task(self._give(ticket, state))
+        task = self._loop.create_task(self._give(ticket, state))
+        self._giving.add(task)  # the loop keeps only a weak reference
+        task.add_done_callback(self._giving.discard)
 
     async def _give(self, ticket: int, state: bytes) -> None:
-        view, count = memoryview(state), -(-len(state) // _STATE_PIECE_BYTES)
-        for index in range(count):
-            writer = self._writer
-            if writer is None:
+        writer, starts = self._writer, range(0, len(state), _STATE_CHUNK_BYTES)
+        header = {"ticket": ticket, "count": len(starts)}
+        for start in starts:
+            if writer is None or writer is not self._writer:  # the connection was lost
                 return
-            body = view[index * _STATE_PIECE_BYTES : (index + 1) * _STATE_PIECE_BYTES]
-            header = {"ticket": ticket, "index": index, "count": count}
+            body = memoryview(state)[start : start + _STATE_CHUNK_BYTES]
             self._write(Frame(Kind.STATE, header, body))
             self.state_bytes += len(body)
             with contextlib.suppress(OSError):
@@ -277,58 +285,58 @@ class HubExchange(Exchange):
             match frame.kind:
                 case Kind.WELCOME:
                     self.is_member = not frame.header["joins"]
-                    if self.trouble:
+                    if self.connection_error:
                         state = "goes on" if self.is_member else "waits for a state"
                         message = "%s reached the hub at %s and %s, %s"
                         rounds = self._rounds_text()
                         logger.warning(message, self._name, self.address, state, rounds)
-                    self.trouble = ""
-                    self._states.clear()  # of earlier connections
+                    self.connection_error = ""
+                    self._states.clear()  # received on earlier connections
                 case Kind.REFUSED:
                     self._refusal = frame.body.decode()
                 case Kind.DECISION:
                     self._take_decision(frame)
                 case Kind.STATE:
-                    self._take_piece(frame)
-            if frame.kind is not Kind.ALIVE:
+                    self._take_chunk(frame)
+            if frame.kind is not Kind.HEARTBEAT:
                 self._changed.notify_all()
 
     def _take_decision(self, frame: Frame) -> None:
         header, start, parts = frame.header, 0, []
         fragment, replicas = header["fragment"], header["replicas"]
         for size in header["sizes"]:
-            # A copy: the bytes of a frame are read-only.
-            part = bytearray(frame.body[start : start + size])
+            part = bytearray(frame.body[start : start + size])  # writable, as torch requires
             parts.append(torch.frombuffer(part, dtype=torch.uint8))
             start += size
-        counts_own = self._replica in replicas
-        if counts_own:
+        includes_own = self._hello["replica"] in replicas
+        if includes_own:
             digest, own = self._sent[fragment]
             if digest != header["before"]:
-                raise ValueError("a difference counts that this rank has not sent")
-            parts.insert(replicas.index(self._replica), own)
-        self._name_absent(header)
+                raise ValueError("a decision includes a difference that this rank has not sent")
+            parts.insert(replicas.index(self._hello["replica"]), own)
+        self._log_absent(header)
         progress = Progress(header["round"] + 1, header["after"], header["step"])
         self.group_step = max(self.group_step, progress.step)
-        decision = Decision(parts, progress, counts_own, header.get("ticket", 0))
+        decision = Decision(parts, progress, includes_own, header["ticket"])
         self._decisions[fragment, header["before"]] = decision
 
-    def _name_absent(self, header: dict[str, Any]) -> None:
-        counted, late = set(header["replicas"]), header["late"]
+    def _log_absent(self, header: dict[str, Any]) -> None:
+        """Log which replicas a decision does not include, on rank 0."""
+        averaged, late = set(header["replicas"]), header["late"]
         absent = [f"{name}, which is late" for name in late]
         if not late:
-            absent = [f"replica {n}, which is gone" for n in sorted(self._counted - counted)]
-        self._counted = counted | self._counted if late else counted
+            absent = [f"replica {n}, which is gone" for n in sorted(self._averaged - averaged)]
+        self._averaged = averaged | self._averaged if late else averaged
         for name in absent if self._hello["rank"] == 0 else ():
             message = "round %d of fragment %d went on without %s"
             logger.warning(message, header["round"], header["fragment"], name)
 
-    def _take_piece(self, frame: Frame) -> None:
+    def _take_chunk(self, frame: Frame) -> None:
         ticket, count = frame.header["ticket"], frame.header["count"]
-        if ticket != self._ticket:
-            self._ticket = ticket
-            self._pieces.clear()
-        self._pieces[frame.header["index"]] = bytes(frame.body)
-        if len(self._pieces) == count:
-            self._states[ticket] = b"".join(self._pieces[index] for index in range(count))
-            self._pieces.clear()
+        if ticket != self._chunks_ticket:
+            self._chunks_ticket = ticket
+            self._chunks.clear()
+        self._chunks.append(frame.body)
+        if len(self._chunks) == count:
+            self._states[ticket] = b"".join(self._chunks)
+            self._chunks.clear()

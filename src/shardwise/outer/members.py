@@ -1,4 +1,4 @@
-"""The replicas of which ranks are connected to the hub."""
+"""The replicas whose ranks are connected to the hub."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,43 +11,43 @@ from shardwise.outer.frames import Frame
 
 __all__ = ["Connection", "Hello", "Replica", "Role"]
 
-_MAX_QUEUED_BYTES = 1 << 30  # to a rank that receives nothing
+_MAX_QUEUED_BYTES = 1 << 30  # a connection that has not received this many bytes is dropped
 
 
 class Hello(BaseModel):
-    """What a rank says first: who it is, and what it has applied so far."""
+    """The first message of a rank: its numbers, and the rounds that it has applied."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     replica: int
     rank: int
-    process: str  # differs between two processes with the same numbers
+    process: str  # identifies the process: two may have the same replica and rank
     num_ranks: int
     num_replicas: int
     deadline: float
-    options: dict[str, Any]  # the same in all replicas
-    rounds: list[int]  # of each fragment
-    digests: list[str]
-    values: str  # a checksum of the shared parameters; empty if it does not know
+    options: dict[str, Any]  # must be the same in all replicas
+    rounds: list[int]  # by fragment
+    digests: list[str]  # by fragment
+    checksum: str  # of the shared parameters; empty if unknown
 
 
 class Role(StrEnum):
-    """What a replica of which all ranks are connected does."""
+    """The role of a replica whose ranks are all connected."""
 
-    ARRIVED = "arrived"  # and was not welcomed yet
+    ARRIVED = "arrived"  # not welcomed yet
     MEMBER = "member"
     JOINING = "joining"  # waits for a state
 
 
 @dataclass(eq=False)
 class Connection:
-    """Of one rank of a replica."""
+    """The connection of one rank."""
 
     writer: asyncio.StreamWriter
     hello: Hello
-    heard: float = 0.0  # when something came from it, on the clock of the event loop
+    received_at: float  # time of the last frame, on the clock of the event loop
     sent_step: int = 0  # the local step of its last difference, of any fragment
-    is_ready: bool = False
+    is_ready: bool = False  # has loaded a state
 
     def send(self, frame: Frame) -> None:
         if self.writer.transport.get_write_buffer_size() > _MAX_QUEUED_BYTES:
@@ -58,28 +58,30 @@ class Connection:
 
 @dataclass(eq=False)
 class Replica:
-    """Those of its ranks that are connected."""
+    """The connected ranks of a replica."""
 
     number: int
     ranks: dict[int, Connection] = field(default_factory=dict)
     role: Role = Role.ARRIVED
-    step: int = 0  # the last one that it was heard of at
-    since_ticket: bool = False  # whether it waits for the state that was asked for
+    step: int = 0  # the last step that it has reported
+    ticket: int = 0  # of the requested state that it waits for; 0: none
+    giver: int = -1  # the replica that sends this state
 
     @property
     def hello(self) -> Hello:
-        """Of any of its ranks."""
+        """The hello of one of its ranks."""
         return next(iter(self.ranks.values())).hello
 
     @property
     def is_whole(self) -> bool:
+        """Whether all of its ranks are connected."""
         return bool(self.ranks) and len(self.ranks) == self.hello.num_ranks
 
     @property
     def digests(self) -> list[str]:
-        """Of each fragment; none if its ranks do not agree."""
-        found = [one.hello.digests for one in self.ranks.values()]
-        return found[0] if all(one == found[0] for one in found) else []
+        """The digest of each fragment; empty if its ranks disagree."""
+        found = [connection.hello.digests for connection in self.ranks.values()]
+        return found[0] if all(digests == found[0] for digests in found) else []
 
     def send(self, frame: Frame) -> None:
         for connection in self.ranks.values():

@@ -1,4 +1,4 @@
-"""Replicas that train alone for many steps, and an outer optimizer that brings them together.
+"""The outer optimizer, which synchronizes replicas that train alone for many steps.
 
 ::
 
@@ -7,8 +7,9 @@
     replica 0    p0 -- step -- ... -- p   a0 - p   a1 -- step -- ...
     replica 1    p0 -- step -- ... -- q   a0 - q   a1 -- step -- ...
 
-The shared parameters are the same bits in all replicas. Each rank keeps its shard of them and
-exchanges that with the ranks at its place in the other replicas, so nothing is gathered.
+The shared parameters have the same bits in all replicas. Each rank keeps its shard of them and
+exchanges differences with the ranks that hold the same shard in other replicas, so nothing is
+gathered.
 """
 
 import time
@@ -24,7 +25,6 @@ from torch.optim import SGD, Optimizer
 from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.outer.exchange import Decision, Exchange, Progress
 from shardwise.outer.fragments import Fragment, fragments_of
-from shardwise.outer.packing import mean_of, pack
 from shardwise.outer.replica import (
     ANCHOR,
     SENT,
@@ -38,19 +38,18 @@ from shardwise.plan.axes import AxisBytes
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
-from shardwise.transport.communicator import communicator
 
 __all__ = ["OuterOptimizer", "maker_of", "template_of"]
 
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 5.0  # for the hub, in addition to twice the deadline
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class OuterOptimizer(Optimizer):
-    """The shared parameters and the states of the outer optimizer, for each parameter of a model.
+    """Keeps the shared parameters and the state of the outer optimizer, by parameter of a model.
 
-    It is a torch optimizer so that ``sw.save(..., outer=...)`` and ``sw.load`` know what it keeps,
-    and that learning rate schedulers can set its options.
+    It is a torch optimizer, so that ``sw.save(..., outer=...)`` and ``sw.load`` handle its state
+    and learning rate schedulers can set its options.
     """
 
     def __init__(
@@ -67,51 +66,57 @@ class OuterOptimizer(Optimizer):
         self._options = set(template.defaults)
         self._optimizer = optimizer
         self._has_joined = False
-        self._group_step = 0  # the last one that all ranks know of
-        self._takes_part = False  # as far as all ranks know
-        self._ticket = 0  # of the state that this rank has to give after the step
+        # What all ranks of this replica have received.
+        self._group_step = 0
+        self._is_member = False
+        self._tickets: list[int] = []  # under which this rank has to send its state
         for parameter in parameters:
-            self.state[parameter] = {ANCHOR: _copy_of(parameter)}
+            shared = local_of(parameter).detach().clone()
+            self.state[parameter] = {ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Not for users: the model's optimizer calls what there is to do."""
+        """Not for users: steps of the model's optimizer also step the outer optimizer.
+
+        Raises:
+            StepError: always.
+        """
         raise StepError(
             "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
         )
 
     def remove(self) -> None:
-        """Let ``optimizer.step()`` synchronize nothing any more."""
+        """Leave the other replicas; ``optimizer.step()`` no longer synchronizes."""
         self._hook.remove()
         self.exchange.close()
 
     @property
     def local_steps(self) -> int:
-        """Steps of the model's optimizer so far.
+        """The number of steps of the model's optimizer.
 
-        A replica that others did not wait for takes their number, so that all of them synchronize
-        a fragment at the same time again.
+        A late replica adopts the others' number, so that all replicas synchronize a fragment at the
+        same step again.
         """
         return int(self.param_groups[0]["local_steps"])
 
     def planned_bytes(self, step: int) -> int:
-        """The bytes of differences that this rank sends after local step ``step``."""
+        """The number of bytes of differences that this rank sends after local step ``step``."""
         return sum(
             self.exchange.message_bytes(self.fragments[fragment].packed_bytes)
             for fragment in self.outer.sent_after(step)
         )
 
     def join(self) -> int:
-        """Meet the other replicas; returns the number of steps that were trained.
+        """Join the other replicas; return the number of steps that have been trained.
 
         If they are training already, this replica takes the state of one of them: parameters, both
-        optimizers, and the number of steps. The first step calls it if the user has not.
+        optimizers, and the number of steps. The first step calls this if the user has not.
 
         Raises:
             PlanError: other replicas have other options or other initial values.
-            PeerLost: there is no hub.
+            PeerLost: the hub cannot be reached.
         """
         if self._has_joined:
             return self.local_steps
@@ -132,17 +137,18 @@ class OuterOptimizer(Optimizer):
             if known.is_member:
                 break
             if time.monotonic() > until:
+                reason = self.exchange.connection_error or "no replica has a state to take"
                 raise PeerLost(
-                    f"{self.exchange.trouble or 'no replica has a state to take'}; start the hub "
-                    "with `python -m shardwise.outer HOST:PORT`, where all replicas reach it"
+                    f"{reason}; start the hub with `python -m shardwise.outer HOST:PORT`, where "
+                    "all replicas can reach it"
                 )
         self._send_again()
         return self.local_steps
 
     def begin_after(self, step: int) -> None:
-        """Take the model's parameters for those that all replicas share after ``step``.
+        """Use the model's parameters as the shared parameters after ``step``.
 
-        For a model that was loaded from a checkpoint of a run without other replicas.
+        For a model that was loaded from the checkpoint of a run without replicas.
         """
         for parameter in self.state:
             self._anchor(parameter).copy_(local_of(parameter).detach())
@@ -150,57 +156,59 @@ class OuterOptimizer(Optimizer):
 
     @property
     def progress(self) -> list[Progress]:
-        """How far each fragment is."""
+        """The rounds that have been applied to each fragment."""
         return [Progress(*one) for one in self.param_groups[0]["progress"]]
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
         if self._runtime.scheduler.is_in_transaction:
             raise StepError(
-                "sw.transaction cannot undo what replicas have agreed on; step outside of it, or "
-                "train without sw.outer_optimizer"
+                "sw.transaction cannot undo the synchronization of replicas; step outside of it, "
+                "or train without sw.outer_optimizer"
             )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise PlanError(
                     f"{name} was frozen when sw.outer_optimizer was called, so replicas do not "
-                    "share it; call remove() of its result, and sw.outer_optimizer again, in all "
+                    "share it; call its result's remove(), and sw.outer_optimizer again, in all "
                     "replicas"
                 )
         self.join()
         self.param_groups[0]["local_steps"] += 1
         self.exchange.step = self.local_steps
         self._synchronize(self.local_steps)
-        if self._ticket:
-            self.exchange.give_state(self._ticket, encode_state(self._optimizer, self))
-            self._ticket = 0
+        if self._tickets:
+            state = encode_state(self._optimizer, self)
+            for ticket in self._tickets:
+                self.exchange.give_state(ticket, state)
+            self._tickets.clear()
 
     def _synchronize(self, step: int) -> None:
         delay = self.outer.delay
-        # Without those that this replica was too late for: it sent nothing to wait for.
-        applied = [
+        # Skip rounds that this replica was too late for: it sent no difference to them.
+        due = [
             fragment
             for fragment in self.outer.applied_after(step)
             if self.progress[fragment].step < step - delay
         ]
-        if delay and not all(map(self._apply_decided, applied)):
+        if delay and not all(map(self._apply_decided, due)):
             return
         for fragment in self.outer.sent_after(step):
-            # What came after it was due is first.
+            # Decisions that arrived too late for their step are applied first.
             if self.exchange.is_elastic and not self._apply_decided(fragment, seconds=0):
                 return
             if self.progress[fragment].step >= step:  # the others did not wait for this replica
                 self.param_groups[0]["local_steps"] = max(step, self._group_step)
                 return
-            # Not while some rank of this replica is cut off: the others would wait for its part.
-            if self._takes_part or not self.exchange.is_elastic:
+            # If a rank of this replica is disconnected, the others would wait for its shard.
+            if self._is_member or not self.exchange.is_elastic:
                 self._send_difference(fragment)
         if not delay:
-            all(map(self._apply_decided, applied))
+            all(map(self._apply_decided, due))
 
     @torch.no_grad()
     def _send_again(self) -> None:
-        """Send the differences that were on their way when the checkpoint was saved."""
+        """Send the differences that were in transit when the checkpoint was saved."""
         for number, sent in self.outer.on_their_way_after(self.local_steps).items():
             parameters = self.fragments[number].parameters
             if all(SENT in self.state[p] for p in parameters):
@@ -212,36 +220,37 @@ class OuterOptimizer(Optimizer):
         differences = [self._anchor(p) - local_of(p) for p in parameters]
         if self.outer.delay:
             for parameter, difference in zip(parameters, differences, strict=True):
-                sharding = cast("Sharding", sharding_of(parameter))
-                self.state[parameter][SENT] = sharding.wrap(difference.reshape(-1))
+                self.state[parameter][SENT] = _sharded_as(parameter, difference)
         self._send(number, differences)
 
     def _send(self, number: int, differences: Sequence[Tensor]) -> None:
         fragment = self.fragments[number]
         flat = fragment.flat(differences)
         if not flat.isfinite().all():
-            self.exchange.close()  # so that the others do not wait
+            self.exchange.close()  # so that the other replicas do not wait
             pairs = zip(fragment.parameters, differences, strict=True)
             found = next(p for p, one in pairs if not one.isfinite().all())
             name = cast("Sharding", sharding_of(found)).name
             raise StepError(
                 f"{name} of this replica is not finite after step {self.local_steps}; it has left "
-                "the other replicas, whose parameters would not be finite either; start it again, "
-                "and it takes the state of another one"
+                "the other replicas, whose parameters would become non-finite, too; restart it to "
+                "take the state of another replica"
             )
-        packed = pack(flat, self.outer.dtype, self.outer.block)
         before = self.exchange.sent_bytes
-        self.exchange.send(number, packed, self._checksum(fragment.parameters))
+        self.exchange.send(number, fragment.pack(flat), self._checksum(fragment.parameters))
         sent = AxisBytes(outer=self.exchange.sent_bytes - before)
         self._runtime.scheduler.ledger.add_sent(sent, after_backward=True)
 
     def _apply_decided(self, number: int, seconds: float | None = None) -> bool:
-        """Apply what was decided; False if this replica has taken another one's state instead."""
+        """Apply the decisions for a fragment; False if another replica's state was loaded instead.
+
+        Waits for a decision up to ``seconds``, by default twice the deadline.
+        """
         seconds = 2 * self.outer.deadline if seconds is None else seconds
         decisions = self.exchange.decided(number, seconds)
         if self.exchange.is_elastic:
             known = self._agree(len(decisions))
-            self._group_step, self._takes_part = known.group_step, known.is_member
+            self._group_step, self._is_member = known.group_step, known.is_member
             if known.ticket:
                 self._take_state(known.ticket)
                 return False
@@ -252,19 +261,18 @@ class OuterOptimizer(Optimizer):
             group["progress"] = [*group["progress"]]
             group["progress"][number] = astuple(decision.progress)
             self._apply(self.fragments[number], decision)
-            self._ticket = decision.ticket or self._ticket
+            if decision.ticket:
+                self._tickets.append(decision.ticket)
         return True
 
     def _apply(self, fragment: Fragment, decision: Decision) -> None:
-        """Step the shared parameters, and have this replica take them."""
+        """Step the shared parameters, and update this replica's parameters from them."""
         parameters = fragment.parameters
-        packed = [one.to(fragment.device) for one in decision.packed]
-        mean = mean_of(packed, fragment.num_elements, self.outer.dtype, self.outer.block)
-        before = [] if decision.counts_own else [self._anchor(p).clone() for p in parameters]
-        self._step_shared(parameters, fragment.split(mean))
+        before = [] if decision.includes_own else [self._anchor(p).clone() for p in parameters]
+        self._step_shared(parameters, fragment.mean(decision.packed))
         for index, parameter in enumerate(parameters):
             local, shared = local_of(parameter), self._anchor(parameter)
-            if not decision.counts_own:  # its own difference stays, and counts in a later round
+            if not decision.includes_own:  # a later round will include its own difference
                 local += shared - before[index]
             elif self.outer.mixing:
                 local.lerp_(shared, 1 - self.outer.mixing)
@@ -274,32 +282,31 @@ class OuterOptimizer(Optimizer):
             torch.autograd.graph.increment_version(parameter)
 
     def _agree(self, num_decisions: int = 0) -> Known:
-        """What all ranks of this replica know."""
+        """Agree with the other ranks of this replica on what all of them have received."""
         exchange = self.exchange
         own = Known(num_decisions, exchange.ticket, exchange.is_member, exchange.group_step)
-        links = communicator(self._runtime.mesh.world, self._runtime.pools.device)
-        return agree(own, links, self._runtime.pools.device)
+        return agree(own, self._runtime)
 
     def _take_state(self, ticket: int) -> None:
         decode_state(self.exchange.take_state(ticket), self._optimizer, self)
-        for state in self.state.values():  # what is on its way is the other's
+        for state in self.state.values():  # differences that the other replica has in transit
             state.pop(SENT, None)
         self.exchange.step = self.local_steps
         self.exchange.ready(self.progress)
 
     def _checksum(self, parameters: Iterable[Tensor]) -> str:
-        """Of this rank's shards of the shared values of ``parameters``."""
+        """The checksum of this rank's shards of the shared values of ``parameters``."""
         return f"{checksum_of(map(self._anchor, parameters)):08x}"
 
     def _anchor(self, parameter: Tensor) -> Tensor:
         return local_of(self.state[parameter][ANCHOR])
 
     def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Step the shared values of ``parameters`` with the outer optimizer."""
         shared = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             one = nn.Parameter(self.state[parameter][ANCHOR])
-            sharding = cast("Sharding", sharding_of(parameter))
-            one.grad = sharding.wrap(gradient)
+            one.grad = _sharded_as(parameter, gradient)
             shared.append(one)
         optimizer = self._make(shared)
         group = self.param_groups[0]
@@ -314,16 +321,16 @@ class OuterOptimizer(Optimizer):
             self.state[parameter].update(optimizer.state.get(one, {}))
 
 
-def _copy_of(parameter: Tensor) -> Tensor:
-    sharding = cast("Sharding", sharding_of(parameter))
-    return sharding.wrap(local_of(parameter).detach().clone().reshape(-1))
+def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """The tensor that is sharded like ``parameter`` and of which this rank stores ``local``."""
+    return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
 
 
 def maker_of(outer: Outer) -> Callable[[list[Any]], Any]:
-    """What makes the outer optimizer of a list of parameters."""
+    """The function that creates the outer optimizer for a list of parameters."""
     return outer.optimizer or _DILOCO
 
 
 def template_of(outer: Outer) -> Optimizer:
-    """The outer optimizer of a parameter, for its class and options."""
+    """An outer optimizer of one placeholder parameter, for its class and options."""
     return cast("Optimizer", maker_of(outer)([nn.Parameter(torch.zeros(1))]))

@@ -1,4 +1,4 @@
-"""The ranks of one replica: what all of them know, and a copy of what each of them has."""
+"""The ranks of one replica: agreement between them, checksums, and copies of their state."""
 
 import io
 import zlib
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
+from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of, sharding_of
-from shardwise.transport.communicator import Communicator
+from shardwise.transport.communicator import communicator
 
 __all__ = [
     "ANCHOR",
@@ -26,39 +27,38 @@ __all__ = [
     "encode_state",
 ]
 
-# States beside those of the outer optimizer: the shared parameters and, with a delay, a difference
-# that is on its way, which is sent again after a load.
+# Keys in the state of each parameter, next to the states of the outer optimizer: the shared
+# parameter and, with a delay, the difference in transit, which is sent again after a load.
 ANCHOR, SENT = "anchor", "sent"
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a rank has received."""
+    """What a rank, or every rank of a replica, has received; see `Exchange`."""
 
-    decisions: int  # that can be applied
-    ticket: int  # of the state that has come; 0: none
+    decisions: int  # number of decisions that can be applied
+    ticket: int
     is_member: bool
-    group_step: int = 0  # see `Exchange`
+    group_step: int
 
 
-def agree(own: Known, links: Communicator, device: torch.device) -> Known:
-    """What all ranks have received, so that all of them do the same next."""
-    if links.num_ranks == 1:
-        return own
-    table = _of_all_ranks(astuple(own), links, device, "agreement on what other replicas have sent")
-    least, most = table.amin(0).tolist(), table.amax(0).tolist()
-    ticket = least[1] if least[1] == most[1] else 0
-    return Known(least[0], ticket, bool(least[2]), least[3])
+def agree(own: Known, runtime: Runtime) -> Known:
+    """Agree on what every rank has received, so that all ranks do the same next."""
+    table = _all_gather(astuple(own), runtime, "agreement on the messages of other replicas")
+    decisions, ticket, is_member, group_step = table.amin(0).tolist()
+    if ticket != table[:, 1].max():
+        ticket = 0
+    return Known(decisions, ticket, bool(is_member), group_step)
 
 
-def checksum_over_ranks(own: int, links: Communicator, device: torch.device) -> str:
-    """A checksum of the `checksum_of` all ranks of this replica."""
-    table = _of_all_ranks((own,), links, device, "checksum of frozen parameters")
+def checksum_over_ranks(own: int, runtime: Runtime) -> str:
+    """Combine the `checksum_of` every rank of this replica."""
+    table = _all_gather((own,), runtime, "checksum of frozen parameters")
     return f"{zlib.crc32(table.numpy().tobytes()):08x}"
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> int:
-    """Of what this rank has of them."""
+    """The checksum of this rank's shards of ``tensors``."""
     total = 0
     for tensor in tensors:
         flat = _local(tensor).detach().cpu().contiguous().reshape(-1)
@@ -66,22 +66,21 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def _of_all_ranks(
-    own: Sequence[int], links: Communicator, device: torch.device, where: str
-) -> Tensor:
-    """The numbers of each rank, as a table [rank, number]."""
+def _all_gather(own: Sequence[int], runtime: Runtime, where: str) -> Tensor:
+    """Gather n integers from each rank: [num_ranks, n]."""
+    links = communicator(runtime.mesh.world, runtime.pools.device)
     table = torch.zeros(links.num_ranks, len(own), dtype=torch.int64)
     table[links.rank] = torch.tensor(own)
     if links.num_ranks == 1:
         return table
-    table = table.to(device).flatten()
+    table = table.to(runtime.pools.device).flatten()
     links.where = where
     links.wait(links.reduce.all_gather(table, links.world, where))
     return table.view(links.num_ranks, -1).cpu()
 
 
 def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
-    """What this rank has of parameters and both optimizers."""
+    """Serialize this rank's shards of the parameters and of the states of both optimizers."""
     state = {
         "parameters": [_local(p).detach().cpu() for p in _parameters(outer)],
         "inner": _states(inner),
@@ -94,12 +93,19 @@ def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
 
 @torch.no_grad()
 def decode_state(encoded: bytes, inner: Optimizer, outer: Optimizer) -> None:
-    """The reverse, of the rank at the same place in another replica."""
+    """Load the state that `encode_state` returned on the same rank of another replica.
+
+    Raises:
+        PlanError: the replica has another optimizer or other shards.
+    """
     state = torch.load(io.BytesIO(encoded), weights_only=True)
-    parameters = list(_parameters(outer))  # all that are trained; others may step some of them
+    parameters = list(_parameters(outer))  # all trainable ones; ``inner`` may step only some
     _check_kind(inner, state["inner"])
     if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
-        raise PlanError("the state of another replica has other shards; start all of them alike")
+        raise PlanError(
+            "the state of another replica has other shards; start all replicas with the same model "
+            "and options"
+        )
     for parameter, values in zip(parameters, state["parameters"], strict=True):
         _local(parameter).copy_(values)
         torch.autograd.graph.increment_version(parameter)
@@ -116,14 +122,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _states(optimizer: Optimizer) -> dict[str, Any]:
-    """Each state with the shape of the whole, if it is sharded, and whether it was on the host."""
+    """The states of each parameter and the options of each group.
+
+    A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
+    it was on the CPU; and this rank's part of the value.
+    """
     return {
         "states": [
             {
                 key: (
                     list(value.shape) if isinstance(value, DTensor) else None,
                     not isinstance(value, Tensor) or value.is_cpu,
-                    _on_host(value),
+                    _local(value).detach().cpu() if isinstance(value, Tensor) else value,
                 )
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
@@ -136,34 +146,30 @@ def _states(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _on_host(value: Any) -> Any:
-    return _local(value).detach().cpu() if isinstance(value, Tensor) else value
-
-
 def _check_kind(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Raise a PlanError if ``saved`` belongs to another kind of optimizer."""
     groups, own = saved["groups"], optimizer.param_groups
     needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
     if len(groups) != len(own) or any(needed - group.keys() for group in groups):
         raise PlanError(
             f"the state of another replica has {len(groups)} groups of parameters with the options "
             f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
-            f"with {', '.join(optimizer.defaults)}; make the same optimizer in all replicas"
+            f"with {', '.join(optimizer.defaults)}; use the same optimizer in all replicas"
         )
 
 
 def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(options)
-    # As in a checkpoint: memory for states that are not cut as their parameters are.
+    # Optimizers whose states are cut differently from their parameters have this method.
     make = getattr(optimizer, "empty_state", None)
     for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
-        restored = {
-            # "step" of torch's optimizers may be on the host beside parameters on an accelerator.
-            key: (value if on_host else value.to(parameter.device))
-            if shape is None
-            else _restored(parameter, key, shape, value, make)
-            for key, (shape, on_host, value) in state.items()
-        }
+        restored = {}
+        for key, (shape, is_on_host, value) in state.items():
+            if shape is not None:
+                restored[key] = _restored(parameter, key, shape, value, make)
+            else:  # torch's optimizers may keep "step" on the CPU when parameters are on a GPU
+                restored[key] = value if is_on_host else value.to(parameter.device)
         optimizer.state.pop(parameter, None)
         if restored:
             optimizer.state[parameter] = restored
@@ -176,7 +182,7 @@ def _restored(
     value: Tensor,
     make: Callable[..., Tensor | None] | None,
 ) -> Tensor:
-    """A sharded state with the elements ``value`` on this rank."""
+    """The sharded state whose elements on this rank are ``value``."""
     made = None if make is None else make(parameter, key, shape, value.dtype)
     if made is None:
         sharding = sharding_of(parameter)
@@ -185,8 +191,8 @@ def _restored(
     local = _local(made)
     if local.numel() != value.numel():
         raise PlanError(
-            f"{key}: this rank has {local.numel()} of its elements, and the same rank of the other "
-            f"replica {value.numel()}; make the groups of parameters in one order in all replicas"
+            f"{key}: this rank has {local.numel()} elements, the same rank of the other replica "
+            f"{value.numel()}; create the parameter groups in the same order in all replicas"
         )
     local.copy_(value.view(local.shape))
     return made

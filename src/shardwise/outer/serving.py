@@ -1,4 +1,4 @@
-"""Running a hub: in this process, or on a thread of it."""
+"""Run a hub in this process, possibly on a thread."""
 
 import asyncio
 import logging
@@ -11,17 +11,20 @@ __all__ = ["HubThread", "serve"]
 
 logger = logging.getLogger("shardwise.outer")
 
-_ABORT_SECONDS = 0.01  # until connections that were accepted meanwhile are aborted, too
+_ABORT_SECONDS = 0.01  # between attempts to abort all connections
 
 
 async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" = None) -> None:
-    """Run a hub at ``host:port`` until cancelled; ``started`` gets it and its port.
+    """Run a hub at ``host:port`` until cancelled, then wait for all tasks of the event loop.
 
-    At the end it waits for all other tasks of the event loop.
+    Args:
+        host: the address to listen at.
+        port: the port to listen at; 0 chooses a free one.
+        started: receives the hub and its port once it listens.
     """
     hub = Hub()
     server = await asyncio.start_server(hub.accept, host, port, limit=1 << 22)
-    beat = asyncio.create_task(hub.beat())
+    heartbeats = asyncio.create_task(hub.send_heartbeats())
     try:
         port = server.sockets[0].getsockname()[1]
         logger.info("hub at %s:%d", host, port)
@@ -29,9 +32,9 @@ async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" 
             started.set_result((hub, port))
         await server.serve_forever()
     finally:
-        beat.cancel()
+        heartbeats.cancel()
         server.close()
-        # A connection that was just accepted has a task before the hub knows of it.
+        # A connection that was just accepted has a task before it is in `hub.connections`.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for writer in hub.connections.values():
                 writer.transport.abort()
@@ -39,7 +42,7 @@ async def serve(host: str, port: int, started: "Future[tuple[Hub, int]] | None" 
 
 
 class HubThread:
-    """A hub on a thread of this process; a context manager."""
+    """A hub on a thread of this process. A context manager that stops it at the end."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         started: Future[tuple[Hub, int]] = Future()
@@ -60,7 +63,7 @@ class HubThread:
             self._loop.close()
 
     def stop(self) -> None:
-        """End it as if its process had been killed."""
+        """End the hub as if its process had been killed."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
