@@ -122,7 +122,9 @@ def test_saves_to_other_file_systems(tmp_path: Path) -> None:
 def test_an_upload_needs_a_few_megabytes(tmp_path: Path) -> None:
     """The file has 80 MB; one rank sends it, and another rank holds half of it."""
     grown = run_on(2, _grow, f"file://{tmp_path}/x")
-    assert max(grown) < 24 << 20, grown
+    # It grew by 8 to 24.01 MiB, by which blocks malloc reuses between rounds of 4 MiB. A copy of
+    # the half that a rank holds would be 40.
+    assert max(grown) < 32 << 20, grown
     assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
 
 
