@@ -132,7 +132,7 @@ def test_after_an_error_ranks_go_on_with_groups_of_their_own(ranks: Ranks) -> No
     ranks.links[1].abort(ValueError("it hurts"))
     Late.is_open = False
     ranks.gather(0, "gather b")
-    until(lambda: ranks.links[0]._found is not None)
+    until(lambda: ranks.links[0]._error is not None)
     message = "rank 1 gave up in step 7, .*: ValueError: it hurts"
     with pytest.raises(sw.PeerAborted, match=message):
         ranks.links[0].recover()  # at the start of its next step, if it waits for nothing earlier
@@ -153,9 +153,9 @@ def test_a_device_that_may_still_go_on_is_waited_for(ranks: Ranks, labels: tuple
     Late.is_open = False
     for rank, label in enumerate(labels):
         ranks.gather(rank, label)
-    until(lambda: ranks.links[0]._stuck > 12)
+    until(lambda: ranks.links[0]._device_looks.count > 12)
     Late.is_open = True
-    until(lambda: ranks.links[0]._stuck == 0)
+    until(lambda: ranks.links[0]._device_looks.count == 0)
     for links in ranks.links:
         assert not links.is_broken
         links.recover()
@@ -198,4 +198,4 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     aborting.join(DEADLINE_SECONDS)
     time.sleep(0.05)  # for the look to end
     assert links.is_broken
-    assert links._found is None
+    assert links._error is None

@@ -1,32 +1,32 @@
-"""Compares what ranks have issued; see `history`."""
+"""Compares the collectives that ranks have issued; see `history`."""
 
 from collections.abc import Iterator, Sequence
 
 from shardwise.errors import RanksDiverged
-from shardwise.transport.health.history import Entry, History, Mark, Ranks, first_difference
+from shardwise.transport.health.history import Entry, History, Ranks, first_difference
 from shardwise.transport.health.monitor import Monitor
 
 __all__ = ["Comparison"]
 
-_NUM_ATTEMPTS = 3  # to read what the other rank has issued
+_NUM_ATTEMPTS = 3  # to read the history of the other rank
 _Place = tuple[int, Ranks, int]  # queue, group and neighbor
 
 
 class Comparison:
-    """Of this rank's histories, one for each queue, with those of its neighbors in each group."""
+    """Compares this rank's histories, one per queue, with its neighbors' in each group."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._pending: dict[_Place, Mark] = {}  # of ranks that are further than this one
         self._attempts = 0
         self._found: _Place | None = None
 
     def look(
         self, monitor: Monitor, histories: Sequence[History], epoch: int
     ) -> RanksDiverged | None:
-        """Compare what there is to compare; the error to raise, once the other's labels are known.
+        """Compare the last heartbeats; return the error to raise, if there is one.
 
-        Both neighbors find a difference, and show each other all that they have issued.
+        Both neighbors find a difference. They publish their histories for each other, so the
+        error, a few looks later, has the labels of both.
         """
         if self._found is None:
             places = self._places(histories)
@@ -59,16 +59,11 @@ class Comparison:
 
     def _differs(self, monitor: Monitor, history: History, place: _Place, epoch: int) -> bool:
         queue, ranks, other = place
-        mark = self._pending.pop(place, None)
-        if mark is None:
-            beat = monitor.heartbeat(other)
-            if beat is None or beat.report.epoch != epoch or len(beat.marks) <= queue:
-                return False
-            mark = beat.marks[queue].get(ranks)
-        agrees = None if mark is None else history.agrees(ranks, mark)
-        if agrees is None and mark is not None:
-            self._pending[place] = mark
-        return agrees is False
+        beat = monitor.heartbeat(other)
+        if beat is None or beat.report.epoch != epoch or len(beat.marks) <= queue:
+            return False
+        mark = beat.marks[queue].get(ranks)
+        return mark is not None and history.differs(ranks, mark)
 
 
 def _copy(history: History) -> dict[Ranks, list[Entry]]:

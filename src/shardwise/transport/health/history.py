@@ -1,9 +1,9 @@
-"""The collectives that each rank has issued, to be compared between ranks.
+"""The collectives that each rank has issued, compared between ranks.
 
 NCCL pairs the collectives of a group in the order in which its ranks issue them. If two ranks run
-different units of equal size, nothing waits in vain, and every number from there on is wrong. So
-each rank keeps a rolling hash of the labels of its collectives for each group. Neighbors in a
-group compare them at equal counts, every two seconds, on the thread of the heartbeat.
+different units of equal size, no rank waits, and all numbers from there on are wrong. So each rank
+keeps a rolling hash of the labels of its collectives for each group. Neighbors in a group compare
+their hashes at equal counts, every two seconds, on the heartbeat thread.
 """
 
 import zlib
@@ -16,58 +16,44 @@ from shardwise.transport.api import CollectiveId
 __all__ = ["Entry", "History", "Mark", "Ranks", "first_difference"]
 
 Ranks = tuple[int, ...]
-Entry = tuple[int, int, str]  # number in its group, hash of all up to it, and label
+Entry = tuple[int, int, str]  # number in its group, hash of all up to this one, and label
 Mark = tuple[int, int]  # number and hash
 
-_NUM_KEPT = 4096  # of a group: what a rank issues in the seconds until others compare
+_NUM_KEPT = 4096  # per group: more than a rank issues in the seconds until others compare
 
 
 @dataclass(slots=True)
 class History:
-    """The last collectives of one queue, by the ranks that took part in them."""
+    """The last collectives of one queue, by the ranks that take part."""
 
-    entries: dict[Ranks, deque[Entry]] = field(default_factory=dict)
-    _num_ended: dict[Ranks, int] = field(default_factory=dict)
+    entries: dict[Ranks, deque[Entry]] = field(default_factory=dict)  # issued
+    marks: dict[Ranks, Mark] = field(default_factory=dict)  # the last ones that ended
 
-    def note(self, collective: CollectiveId) -> None:
-        """Add a collective that was issued."""
+    def add(self, collective: CollectiveId) -> Mark:
+        """Record that ``collective`` was issued."""
         if collective.ranks not in self.entries:
             self.entries[collective.ranks] = deque([(0, 0, "")], maxlen=_NUM_KEPT)
-            self._num_ended[collective.ranks] = 0
         entries = self.entries[collective.ranks]
         number, before, _ = entries[-1]
         text = f"{collective.label} {collective.slot_bytes}"
-        entries.append((number + 1, zlib.crc32(text.encode(), before), collective.label))
+        mark = number + 1, zlib.crc32(text.encode(), before)
+        entries.append((*mark, collective.label))
+        return mark
 
-    def end(self, collective: CollectiveId) -> None:
-        """The oldest collective under way has ended."""
-        self._num_ended[collective.ranks] += 1
+    def differs(self, ranks: Ranks, mark: Mark) -> bool:
+        """Whether another rank of ``ranks`` has issued other collectives up to its ``mark``.
 
-    def marks(self) -> dict[Ranks, Mark]:
-        """The last collectives that ended, to be shown to others; any thread may call this."""
-        marks: dict[Ranks, Mark] = {}
-        for ranks, number in self._num_ended.copy().items():
-            entries = self.entries[ranks].copy()
-            position = number - entries[0][0]
-            if position >= 0:
-                marks[ranks] = entries[position][:2]
-        return marks
-
-    def agrees(self, ranks: Ranks, mark: Mark) -> bool | None:
-        """Whether another rank has issued the same up to its ``mark``.
-
-        None if this rank has not come so far. What is too old to be known agrees.
+        False if this rank no longer knows, or has not come so far: a later mark will tell, since
+        hashes are cumulative.
         """
         number, digest = mark
         entries = self.entries[ranks].copy()
         position = number - entries[0][0]
-        if position >= len(entries):
-            return None
-        return position < 0 or entries[position][1] == digest
+        return 0 <= position < len(entries) and entries[position][1] != digest
 
 
 def first_difference(own: Iterable[Entry], other: Iterable[Entry]) -> tuple[int, str, str] | None:
-    """Number and labels of the first collective in which two ranks differ, if both still know."""
+    """Return number and labels of the first collective that differs, if both ranks still know."""
     known = {number: (digest, label) for number, digest, label in other}
     for number, digest, label in own:
         if number in known and known[number][0] != digest:
