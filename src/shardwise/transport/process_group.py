@@ -152,26 +152,24 @@ class ProcessGroupCollectives:
         self._record(work, label, inner.nbytes, first.group)
         if not rest or work.error is not None:
             return work
-        began = work.times[0]
-        # If only the second stage communicates, it stays on the first stream, since a process group
-        # must be used from one stream.
+        [second], began = rest, work.times[0]
+        # A process group is used on one stream only, that of all ranks on the first. A second stage
+        # is over all ranks if the first one is over a single rank.
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
-            for stage in rest:  # there is one at most
-                if stage.operation is Operation.REDUCE_SCATTER:
-                    total = reduction.scattered(stage.group)
-                    self._sum_slots(total, inner, stage.group, last_sum)
-                else:
-                    dist.all_reduce(inner, last_sum, group=self._process_group(stage.group))
+            if second.operation is Operation.REDUCE_SCATTER:
+                total = reduction.scattered(second.group)
+                self._sum_slots(total, inner, second.group, last_sum)
+            else:
+                dist.all_reduce(inner, last_sum, group=self._process_group(second.group))
             if out is not None:
                 copy_scaled_(out, total, scale)
         work.times = began, work.times[1]
-        stage = rest[-1]
-        num_bytes = inner.nbytes // stage.group.size
-        if stage.operation is Operation.ALL_REDUCE:
-            num_bytes = all_reduce_bytes(inner.nbytes, inner.itemsize, stage.group.size)
-        self._record(work, label, num_bytes, stage.group)
+        num_bytes = inner.nbytes // second.group.size
+        if second.operation is Operation.ALL_REDUCE:
+            num_bytes = all_reduce_bytes(inner.nbytes, inner.itemsize, second.group.size)
+        self._record(work, label, num_bytes, second.group)
         work.sent = (Sent(first.group.ranks, inner.nbytes), *work.sent)
         return work
 
