@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter between real ranks, and how these come back into step."""
+"""All-gathers and reductions between real ranks, and how ranks resynchronize after errors."""
 
 import itertools
 import re
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
-WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # of float32: what passes through a window in pieces
-SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
+WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # float32 elements that need more than one window
+SIZES = [0, 1, 7, 1025, 300_001]  # the last one is read from memory, in pieces
 CASTS = [
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float64),
     (torch.float32, torch.bfloat16),
 ]
-IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
+IMPATIENT = 0.05  # seconds between looks during a wait
 
 
 @on_ranks(3, thorough=(2, 4))
-def test_all_reduces_are_those_of_the_backend() -> None:
-    """Whole; and in parts, with a rest that no part has."""
+def test_all_reduces_equal_those_of_the_backend() -> None:
+    """Small ones, which are sent whole; and large ones, also with elements left over."""
     mesh = _mesh("ddp")
     links, stages = _links(), mesh.reduction
     for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
@@ -68,11 +68,11 @@ def test_all_reduces_are_those_of_the_backend() -> None:
 
 
 @on_ranks(2, 3, thorough=(4,))
-def test_results_are_those_of_torch() -> None:
+def test_results_equal_those_of_torch() -> None:
     links = _links()
     for dtype in DTYPES:
         for size in SIZES:
-            # Small integers: their sums are exact in every dtype, in whatever order.
+            # Sums of small integers are exact in every dtype and order.
             own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
             pending, gathered = _gather(links, own)
             links.wait(pending)
@@ -87,7 +87,7 @@ def test_results_are_those_of_torch() -> None:
             expected = torch.empty_like(out)
             dist.reduce_scatter_tensor(expected, flat)
             assert torch.equal(out, expected), f"{size} of {dtype}"
-            assert torch.equal(flat, before), "what is reduced is only read"
+            assert torch.equal(flat, before), "a reduction only reads its input"
 
 
 @on_ranks(3, 4)
@@ -101,7 +101,7 @@ def test_sums_are_taken_in_the_order_of_ranks() -> None:
         expected = everyone[0, links.rank].clone()
         for rank in range(1, ranks):
             expected += everyone[rank, links.rank]
-        assert torch.equal(out, expected), "to the last bit"
+        assert torch.equal(out, expected), "bitwise equal"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_sums_are_taken_in_the_order_of_ranks() -> None:
     ),
 )
 @on_ranks()
-def test_sums_are_cast_to_where_they_go(preset: str, way: str) -> None:
+def test_sums_are_cast_to_the_dtype_of_their_output(preset: str, way: str) -> None:
     strategy, size = PRESETS[preset], dist.get_world_size()
     factor = size // 2 if strategy.num_axes > 1 else None
     mesh = resolve_mesh(None, strategy, sharding_factor=factor)
@@ -136,7 +136,7 @@ def test_collectives_of_a_queue_run_in_order() -> None:
     pendings = [pending for pending, _ in launched]
     links.wait(pendings[-1])
     for number, (pending, flat) in enumerate(launched):
-        assert pending.done, "those before it have ended"
+        assert pending.done, "earlier collectives have ended"
         assert torch.equal(flat, torch.full_like(flat, number))
     times = [moment for pending in pendings for moment in pending.span]
     assert times == sorted(times)
@@ -152,7 +152,7 @@ def test_collectives_of_a_queue_run_in_order() -> None:
     tags = [collective.tag for collective in collectives if collective is not None]
     assert list(after.ended)[-8:] == tags
     assert all(after.has_begun(one) for one in collectives if one is not None)
-    assert _state(links.reduce) == other, "the other link has its own numbers"
+    assert _state(links.reduce) == other, "the other queue has its own numbers"
     by_rank: list[list[int]] = [[]] * links.num_ranks
     dist.all_gather_object(by_rank, tags)
     assert all(others == tags for others in by_rank)
@@ -160,7 +160,7 @@ def test_collectives_of_a_queue_run_in_order() -> None:
 
 @on_ranks(3)
 def test_launching_returns_before_the_slowest_rank_arrives() -> None:
-    """The last rank comes only when the others have returned from launching."""
+    """The last rank arrives only after the others have returned from the launch."""
     links = _links()
     is_last = links.rank == links.num_ranks - 1
     if is_last:
@@ -198,8 +198,8 @@ def test_gathers_do_not_queue_behind_reductions() -> None:
 
 
 @on_ranks(2)
-def test_a_slot_is_filled_when_its_turn_comes() -> None:
-    """A gather that waits behind another does not write into its buffer yet."""
+def test_a_slot_is_filled_when_its_gather_runs() -> None:
+    """A gather that waits behind another one has not written to its buffer."""
     links = _links()
     if links.rank == 0:
         first, _ = _gather(links, torch.ones(3))
@@ -239,7 +239,7 @@ def test_different_collectives_never_mix(difference: str) -> None:
             _check_gather(links)
     issued = [0, 0]
     dist.all_gather_object(issued, _state(links.gather).issued)
-    assert issued[0] == issued[1], "back in step"
+    assert issued[0] == issued[1], "the ranks are synchronized again"
     texts = [""] * 2
     dist.all_gather_object(texts, str(caught.value))
     assert texts[0] == texts[1], "the same on every rank"
@@ -269,8 +269,8 @@ def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> N
 
 
 @on_ranks(3)
-def test_ranks_that_sum_in_pieces_through_gloo_come_back_into_step() -> None:
-    """What the rank that raised sends in place of its part is cut like that."""
+def test_ranks_that_sum_in_pieces_through_gloo_recover() -> None:
+    """The rank that raised sends placeholders in the same pieces."""
     with only("gloo"):
         links = Communicator(_mesh("fsdp").world, CPU)
     piece = mock.patch.object(point_to_point, "_GLOO_PIECE_BYTES", 2 * INLINE_BYTES)
@@ -316,12 +316,12 @@ def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
 
 @on_ranks(2)
 def test_a_slow_rank_is_waited_for() -> None:
-    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
+    """A rank that computes publishes no report, so the others wait for many looks."""
     links = _links()
     with _hurried(links):
         if links.rank == 1:
             time.sleep(8 * IMPATIENT)
-        for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
+        for _ in range(20):  # a queue forgets the gather that rank 0 waited for
             _check_gather(links)
         if links.rank == 0:
             time.sleep(8 * IMPATIENT)
@@ -339,7 +339,7 @@ def test_a_group_has_one_communicator() -> None:
 
 
 @on_ranks(2)
-def test_a_communicator_goes_with_its_group() -> None:
+def test_a_communicator_is_freed_with_its_group() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     alone = RankGroup((0,), 0, group)
     links = communicator(alone, CPU)
@@ -390,7 +390,7 @@ def _raise() -> None:
 
 
 def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Work, Tensor]:
-    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
+    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing was received."""
     flat = torch.zeros(links.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
     slot = flat.view(links.num_ranks, -1)[links.rank] if own.numel() else flat
     return links.gather.all_gather(flat, links.world, label, lambda: _copy(slot, own)), flat
@@ -409,7 +409,7 @@ def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[W
 
 
 def _check_gather(links: Communicator, size: int = 3) -> None:
-    """The links work: every rank's slot comes to its place."""
+    """Check that every rank receives all slots."""
     pending, flat = _gather(links, torch.full((size,), float(links.rank)))
     links.wait(pending)
     expected = torch.arange(float(links.num_ranks)).repeat_interleave(size)
@@ -454,7 +454,7 @@ def _check_cast(
         total = terms[0].clone()
         for term in terms[1:]:
             total += term
-        assert torch.equal(out, total.to(to) * 0.3), f"to the last bit, {what}"
+        assert torch.equal(out, total.to(to) * 0.3), f"bitwise equal, {what}"
     exact = torch.stack(terms).double().sum(0) * 0.3
     coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)
     torch.testing.assert_close(out.double(), exact, rtol=4 * coarsest, atol=8 * coarsest, msg=what)
@@ -462,7 +462,7 @@ def _check_cast(
         replicas = [torch.empty_like(out) for _ in range(mesh.num_ranks)]
         dist.all_gather(replicas, out)
         for rank in column.ranks:
-            assert torch.equal(out, replicas[rank]), f"replicas get the same bits, {what}"
+            assert torch.equal(out, replicas[rank]), f"replicas have the same bits, {what}"
 
 
 def _state(queue: Collectives) -> QueueState:
