@@ -115,6 +115,22 @@ def test_a_rank_sees_the_last_report_of_each_rank() -> None:
     other.check_reports(epoch=0)
 
 
+def test_a_rank_that_announced_an_error_keeps_publishing_it() -> None:
+    """It may wait again in the same epoch, while other ranks have not seen the error."""
+    store = HashStore()
+    monitors = [Monitor(store, "group", rank, 2, Patience()) for rank in range(2)]
+    failure, other = (
+        replace(SLOW[rank], failure="PeerAborted", error=f"rank {rank} gave up") for rank in (0, 1)
+    )
+    monitors[0].announce(failure)
+    monitors[0].publish(SLOW[0])
+    with pytest.raises(sw.PeerAborted, match="rank 0 gave up"):
+        monitors[1].check_reports(epoch=0)
+    assert str(monitors[1].announce(other).raised) == "rank 0 gave up"
+    monitors[0].publish(replace(SLOW[0], epoch=1))
+    monitors[1].check_reports(epoch=1)
+
+
 # -- verdicts --------------------------------------------------------------------------------------
 
 

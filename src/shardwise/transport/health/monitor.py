@@ -121,6 +121,7 @@ class Monitor:
         self._seen: dict[int, tuple[bytes, float]] = {}  # last heartbeat, and when it was new
         self._blocked: dict[int, int] = {}  # looks of ranks in a torch collective
         self._looked = 0.0  # when the heartbeats were last read
+        self._failed_epoch = -1  # the last one in which this rank announced a failure
         store.set(self._beats[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
@@ -137,15 +138,17 @@ class Monitor:
         self._set(self._beats[self._rank], heartbeat)
 
     def publish(self, report: Report) -> None:
-        """Publish ``report``."""
-        self._set(self._reports[self._rank], report)
+        """Publish ``report``, except after `announce` in the same epoch."""
+        if report.epoch != self._failed_epoch:
+            self._set(self._reports[self._rank], report)
 
     def announce(self, failure: Report) -> Report:
-        """Show ``failure`` to the others; returns the first one that a rank announced in its epoch.
+        """Publish ``failure``; return the first one that any rank announced in its epoch.
 
-        Ranks may find out about the same loss at the same time, and are to raise one error.
+        Ranks may detect the same loss at the same time, and must all raise the same error.
         """
         self.publish(failure)
+        self._failed_epoch = failure.epoch
         own = str(self._rank)
         with _store_errors():
             first = int(self._store.compare_set(f"{self._failed}{failure.epoch}", "", own))
