@@ -29,7 +29,7 @@ from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
 
-PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, say_seconds=0.5)
+PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.5)
 DEADLINE = 120.0
 SECONDS = 45.0  # until each rank has the error
 LAST = 1

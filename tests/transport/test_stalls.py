@@ -24,7 +24,7 @@ from tests.models import WIDTH, Block, Stack
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.waiting import eventually
 
-HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, say_seconds=0.3)
+HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.3)
 SECONDS = 45.0
 ODD = 1  # the rank that diverges
 
@@ -204,7 +204,7 @@ def test_a_rank_that_is_elsewhere_is_logged(tmp_path: Path, patience: Patience) 
         assert not said
         return
     seconds = [float(found) for found in re.findall(r"has waited for (\d+\.\d) s", "\n".join(said))]
-    assert seconds[0] >= patience.say_seconds
+    assert seconds[0] >= patience.log_seconds
     assert len(seconds) > 1
     assert all(b > 1.5 * a for a, b in pairwise(seconds)), "at double the time"
     pattern = (

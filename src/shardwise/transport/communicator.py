@@ -269,10 +269,10 @@ class Communicator:
         self._wait_began, self._logged_seconds = time.monotonic(), 0.0
 
     def _log_slow_wait(self, own: Report, reports: Mapping[int, Report]) -> None:
-        """Log the wait after ``say_seconds``, and each time that it has become twice as long."""
+        """Log the wait after ``log_seconds``, and each time that it has become twice as long."""
         assert self._monitor is not None
         seconds = time.monotonic() - self._wait_began
-        if seconds < max(self.patience.say_seconds, 2 * self._logged_seconds):
+        if seconds < max(self.patience.log_seconds, 2 * self._logged_seconds):
             return
         self._logged_seconds = seconds
         others = (rank for rank in range(self.num_ranks) if rank != self.rank)

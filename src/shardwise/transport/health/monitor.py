@@ -52,15 +52,15 @@ class Patience:
     poll_seconds: float = POLL_SECONDS  # between two looks during a wait
     beat_seconds: float = 2.0
     silent_seconds: float = 10.0  # also for a rank whose C code holds the GIL
-    say_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
+    log_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
 
 
 def usual_patience(device: torch.device) -> Patience:
     """Return the defaults for ``device``, scaled by the environment variable."""
     usual = Patience()
     silent = _DEVICE_SILENT_SECONDS if is_accelerator(device) else usual.silent_seconds
-    say = float(os.environ.get(_PATIENCE_VARIABLE, usual.say_seconds))
-    return Patience(silent_seconds=silent * say / usual.say_seconds, say_seconds=say)
+    log = float(os.environ.get(_PATIENCE_VARIABLE, usual.log_seconds))
+    return Patience(silent_seconds=silent * log / usual.log_seconds, log_seconds=log)
 
 
 def connect_to_store(patience: Patience) -> Store:

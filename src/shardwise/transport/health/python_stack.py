@@ -43,15 +43,6 @@ def collective_of(thread: int) -> list[int]:
     On the CPU such a call returns when all these ranks have made it. Collectives that this package
     launches on a device return immediately, and are left out.
     """
-    for group in _groups_of_collectives(thread):
-        with contextlib.suppress(KeyError, ValueError):  # the group was destroyed
-            return dist.get_process_group_ranks(group)
-    return []
-
-
-def _groups_of_collectives(thread: int) -> list[dist.ProcessGroup | None]:
-    """Return the groups of torch collectives that ``thread`` is inside; None is the default."""
-    groups = []
     for frame in _frames(thread):
         if frame.f_code.co_filename != _COLLECTIVES:
             continue
@@ -60,8 +51,9 @@ def _groups_of_collectives(thread: int) -> list[dist.ProcessGroup | None]:
             continue
         is_collective = not name.startswith("_") and "group" in local
         if is_collective and name not in _POINT_TO_POINT and not local.get("async_op"):
-            groups.append(local["group"])
-    return groups
+            with contextlib.suppress(KeyError, ValueError):  # the group was destroyed
+                return dist.get_process_group_ranks(local["group"])
+    return []
 
 
 def fingerprint(thread: int) -> int:
