@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream
-from shardwise.transport.health.comparison import Comparison
+from shardwise.transport.health.history import Comparison
 from shardwise.transport.health.monitor import (
     POLL_SECONDS,
     Heartbeat,
@@ -240,12 +240,9 @@ class Communicator:
     def _look_at_peers(
         self, looks: int, awaited: str, is_host_busy: bool = False
     ) -> StepError | None:
-        """Publish a report of this rank; return the error if the others' show that none can move.
+        """Publish a report of this rank; return an error if no rank can move, or one is gone.
 
-        Args:
-            looks: consecutive looks at which this rank had not moved.
-            awaited: label of the collective that it waits for.
-            is_host_busy: whether its main thread moved since the last look.
+        This rank waits for the collective ``awaited`` and has not moved for ``looks`` looks.
         """
         if self._monitor is None:
             return None
@@ -285,18 +282,13 @@ class Communicator:
         )
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
-        """End the step on all ranks; return the error that all raise, the first published one.
-
-        Args:
-            error: of this rank.
-            raises_later: keep the error for `raise_found`.
-        """
+        """End the step on all ranks; return the error that all raise, the first published one."""
         assert self._monitor is not None
         agreed = error
         failure = replace(self._report(), failure=type(error).__name__, error=str(error))
         with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
             agreed = self._monitor.announce(failure).raised
-        if raises_later:
+        if raises_later:  # in `raise_found`
             self._error = agreed
         self.is_broken = True
         for one in (error, agreed):

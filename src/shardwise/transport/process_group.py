@@ -87,7 +87,7 @@ class ProcessGroupCollectives:
         self._allocations = 0
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
-        # Whether the device waits for other ranks, while the host does not.
+        # The device may wait for other ranks, while the host does not.
         self.is_monitored = self._can.is_stream_ordered and world.size > 1
         self._epoch = 0
         self._is_stopped = False
@@ -203,11 +203,9 @@ class ProcessGroupCollectives:
         return self._record(work, label, values.nbytes, group)
 
     def use_memory(self, kind: MemoryKind, *, only_moves: bool) -> None:
-        """Let `allocate` return memory of this kind. Call it between steps.
+        """Make `allocate` return memory of ``kind``; ``only_moves`` if no collective sums.
 
-        Args:
-            kind: the kind of memory.
-            only_moves: whether the collectives of this queue compute no sums.
+        Call it between steps.
         """
         self._memory_kind = kind
         without_kernels = only_moves and kind is MemoryKind.SYMMETRIC

@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import Store
 from shardwise._private import default_store
 from shardwise.errors import PeerLost, PeerSilent
 from shardwise.transport.device import is_accelerator
-from shardwise.transport.health.history import Mark
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
@@ -80,8 +79,8 @@ class Heartbeat:
 
     count: int
     report: Report
-    # Of each queue and group, on devices only: exchanges on the host compare their tags.
-    marks: tuple[Mapping[tuple[int, ...], Mark], ...] = ()
+    # The `History.marks` of each queue of a device; exchanges on the host compare tags instead.
+    marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
 
 class Monitor:
@@ -102,14 +101,8 @@ class Monitor:
     ) -> None:
         """Start the heartbeat thread.
 
-        Args:
-            store: shared by the ranks.
-            name: of the group.
-            rank: this rank.
-            size: number of ranks.
-            patience: intervals and timeouts.
-            on_beat: called by the thread with a count, while its object exists; it calls `beat`.
-            on_end: called once before the interpreter exits, while its object exists.
+        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`. ``on_end`` is called once,
+        before the interpreter exits. Neither is called after its object was freed.
         """
         self._store = store
         self._rank = rank
