@@ -63,7 +63,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     world = resolve_mesh(mesh, PRESETS["fsdp"]).world
     patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=2.0)
-    links = communicator(world, torch.device("cpu"), patience)
+    comm = communicator(world, torch.device("cpu"), patience)
     model = sw.fully_shard(nn.Linear(8, 8), mesh=mesh)
     expected = model(torch.ones(1, 8))
     dist.barrier()  # otherwise the other rank would be stopped in that call, which would raise
@@ -72,7 +72,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
         try:
             lost = _lost(model)
             with pytest.raises(PeerSilent, match="no sign of life"):
-                links.recover()  # checks the other rank while it waits
+                comm.recover()  # checks the other rank while it waits
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
@@ -82,7 +82,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
         lost = _lost(model)
     assert re.match(r"rank 0 lost rank 1: its process gave no sign of life for \d+ s", lost)
     assert torch.equal(model(torch.ones(1, 8)), expected), "the rank has recovered"
-    assert links.epoch == 1
+    assert comm.epoch == 1
 
 
 def _lost(model: nn.Module) -> str:

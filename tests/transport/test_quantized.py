@@ -30,10 +30,10 @@ def mesh_of(strategy: str) -> DataParallelMesh:
     return resolve_mesh(None, row, 2 if row.num_axes > 1 else None)
 
 
-def links_of(mesh: DataParallelMesh) -> Communicator:
-    links = communicator(mesh.world, CPU)
-    links.recover()  # an earlier test may have ended in an error
-    return links
+def communicator_of(mesh: DataParallelMesh) -> Communicator:
+    comm = communicator(mesh.world, CPU)
+    comm.recover()  # an earlier test may have ended in an error
+    return comm
 
 
 def rounded(blocks: Blocks, rows: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ def reduced(
     scale: float = 1,
 ) -> tuple[Tensor, tuple[Stage, ...]]:
     mesh = mesh_of(strategy)
-    links = links_of(mesh)
+    comm = communicator_of(mesh)
     size = len(flat) // mesh.size
     out = torch.empty(size)
     reduction = Reduction(flat, out, carried, out, mesh.reduction, scale)
-    links.wait(sums.reduce(links.reduce, reduction, "reduce"))
+    comm.wait(sums.reduce(comm.reduce, reduction, "reduce"))
     return out, mesh.reduction
 
 
@@ -82,17 +82,17 @@ def added(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_every_rank_reads_the_same_slots(name: str) -> None:
     blocks, mesh = Blocks(name, 64), mesh_of("fsdp")
-    links, own = links_of(mesh), numbers(SLOT)
+    comm, own = communicator_of(mesh), numbers(SLOT)
     flat = torch.empty(mesh.size * SLOT)
     slot = flat.view(mesh.size, -1)[mesh.rank]
-    before = links.gather.sent[1]
-    links.wait(
+    before = comm.gather.sent[1]
+    comm.wait(
         quantized_gather(
-            links.gather, blocks, flat, mesh.shards, "gather", partial(copy_, slot, own)
+            comm.gather, blocks, flat, mesh.shards, "gather", partial(copy_, slot, own)
         )
     )
     assert torch.equal(flat.view(mesh.size, -1), rounded(blocks, of_all_ranks(own)))
-    assert links.gather.sent[1] - before == blocks.num_bytes(SLOT) * (mesh.size - 1)
+    assert comm.gather.sent[1] - before == blocks.num_bytes(SLOT) * (mesh.size - 1)
 
 
 @on_ranks(1, 2, 4)

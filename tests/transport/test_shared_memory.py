@@ -138,7 +138,7 @@ def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
         buffers.check(0, 10.0)
         buffers.free(0)
         pending = buffers.launch(1, 20.0)
-    buffers.links.wait(pending)
+    buffers.comm.wait(pending)
     buffers.check(1, 20.0)
     assert buffers.is_shared(1)
 
@@ -151,15 +151,15 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         buffer.acquire()
         error = ZeroDivisionError if rank() == odd else sw.PeerAborted
         fill = _raise if rank() == odd else (lambda: None)
-        gather = buffers.links.gather
+        gather = buffers.comm.gather
         pending = gather.all_gather(
             buffer.flat, gather.world, "gather", fill, buffer.shared_range()
         )
         with pytest.raises(error) as caught:
-            buffers.links.wait(pending)
+            buffers.comm.wait(pending)
         assert rank() == odd or f"rank {odd}" in str(caught.value)
         buffer.release()
-        buffers.links.recover()
+        buffers.comm.recover()
         buffers.gather(1, 10.0)
         assert buffers.is_shared(1)
         buffers.free(1)
@@ -168,16 +168,16 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
 @on_ranks(3)
 def test_ranks_recover_after_some_did_not_take_part() -> None:
     buffers = Buffers(1000, 1000)
-    usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)
+    usual, buffers.comm.patience = buffers.comm.patience, Patience(poll_seconds=0.05)
     for away in ({0}, {1}, {0, 2}):
         buffers.gather(1, 10.0)
         if rank() in away:
-            buffers.links.abort(ValueError("it hurts"))
+            buffers.comm.abort(ValueError("it hurts"))
         else:
             pending = buffers.launch(0, 20.0)
             with pytest.raises(sw.PeerAborted):
-                buffers.links.wait(pending)
-        buffers.links.recover()
+                buffers.comm.wait(pending)
+        buffers.comm.recover()
         buffers.check(1, 10.0)
         if rank() not in away:
             buffers.free(0)
@@ -185,7 +185,7 @@ def test_ranks_recover_after_some_did_not_take_part() -> None:
         buffers.gather(0, 30.0)
         assert buffers.is_shared(0)
         buffers.free(0)
-    buffers.links.patience = usual
+    buffers.comm.patience = usual
 
 
 @pytest.mark.parametrize("forbidden", [{0}, {1}, {0, 1, 2}])
@@ -370,8 +370,8 @@ class Buffers:
 
     def __init__(self, *sizes: int) -> None:
         self.pools = Pools(CPU)
-        self.links: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
-        self.links.recover()  # an earlier test may have ended in an error
+        self.comm: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
+        self.comm.recover()  # an earlier test may have ended in an error
         self.all = [
             FlatBuffer(_layout(number, size), self.pools.gathered)
             for number, size in enumerate(sizes)
@@ -389,11 +389,11 @@ class Buffers:
 
         shared = buffer.shared_range()
         assert shared is not None
-        gather = self.links.gather
+        gather = self.comm.gather
         return gather.all_gather(buffer.flat, gather.world, f"gather {number}", fill, shared)
 
     def gather(self, number: int, value: float) -> None:
-        self.links.wait(self.launch(number, value))
+        self.comm.wait(self.launch(number, value))
         self.check(number, value)
 
     def check(self, number: int, value: float) -> None:

@@ -35,7 +35,7 @@ class Job:
     def __init__(self, patience: Patience) -> None:
         group = dist.new_group(list(range(dist.get_world_size())))
         mesh = DeviceMesh.from_group(group, "cpu")
-        self.links = communicator(
+        self.comm = communicator(
             resolve_mesh(mesh, PRESETS["fsdp"]).world, torch.device("cpu"), patience
         )
         self.model = sw.fully_shard(Stack(), units={Block}, mesh=mesh)
@@ -55,7 +55,7 @@ class Job:
 
     def wait_until_seen(self, rank: int, place: str) -> None:
         """Wait until a heartbeat of ``rank`` has a call that contains ``place``."""
-        monitor = self.links._monitor
+        monitor = self.comm._monitor
         assert monitor is not None
 
         def is_there() -> bool:

@@ -220,15 +220,15 @@ def test_ranks_that_entered_the_same_units_do_not_differ() -> None:
 
 def test_the_last_units_of_a_step_are_reported() -> None:
     """Each has the number of its call in the current step."""
-    links = Communicator(RankGroup((0,), 0), torch.device("cpu"))
-    links.step = 7
+    comm = Communicator(RankGroup((0,), 0), torch.device("cpu"))
+    comm.step = 7
     for i in range(3 * RECENT_UNITS):
-        links.enter(str(i % 50))
-    numbers = [call for step, call, _ in links._entered if step == links.step]
+        comm.enter(str(i % 50))
+    numbers = [call for step, call, _ in comm._entered if step == comm.step]
     assert numbers == list(range(2 * RECENT_UNITS + 1, 3 * RECENT_UNITS + 1))
-    links.step = 8
-    links.enter("a")
-    assert links._entered[-1] == (8, 1, "a")
+    comm.step = 8
+    comm.enter("a")
+    assert comm._entered[-1] == (8, 1, "a")
 
 
 def silent(rank: int) -> tuple[Report | None, ...]:
