@@ -1,4 +1,4 @@
-"""Runs a program on the simulated devices of one or several ranks and says what is wrong."""
+"""Runs a program on the simulated devices of one or several ranks and reports problems."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from tests.streams.simulation import Collective, Found, Problem, Simulation
 
 __all__ = ["Seed", "Verdict", "check", "check_ranks", "differences_in_order"]
 
-Seed = Callable[[Simulation], AbstractContextManager[None]]  # a bug, while it is entered
+Seed = Callable[[Simulation], AbstractContextManager[None]]  # has a bug inside the context
 
 
 def no_bug(_simulation: Simulation) -> AbstractContextManager[None]:
@@ -24,10 +24,10 @@ def no_bug(_simulation: Simulation) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found on one rank."""
+    """The problems of one rank."""
 
     found: tuple[Found, ...]
-    digest: int  # of the shards at the end
+    digest: int  # of the final shards
     collectives: tuple[Collective, ...]
 
     @property
@@ -43,7 +43,7 @@ def check(
 ) -> Verdict:
     """Run ``program`` as one rank of many, without the others.
 
-    Each collective gives what it would if all ranks had sent the same.
+    Each collective has the result that it would have if all ranks sent the same.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     simulation = Simulation()
@@ -63,7 +63,7 @@ def check_ranks(
     seed: Seed = no_bug,
     of: Sequence[int] = (0, 1),
 ) -> list[Verdict]:
-    """`check` some ranks, one after the other, and their collectives against each other."""
+    """Run `check` for some ranks, one after the other, and compare their collectives."""
     verdicts = {rank: check(program, rank, num_ranks, seed) for rank in of}
     return [_with_order(verdict, rank, verdicts) for rank, verdict in verdicts.items()]
 
@@ -78,13 +78,13 @@ def _with_order(verdict: Verdict, rank: int, verdicts: Mapping[int, Verdict]) ->
 def differences_in_order(
     launched: Mapping[int, Sequence[Collective]], of: int | None = None
 ) -> list[str]:
-    """Where two ranks (of which ``of`` is one) launch other collectives among the two of them."""
+    """Describe where rank ``of`` and another rank launch different collectives."""
     pairs = ((one, other) for one, other in permutations(launched, 2) if of in (None, one))
     return [text for pair in pairs for text in _difference(*pair, launched)]
 
 
 def _difference(one: int, other: int, launched: Mapping[int, Sequence[Collective]]) -> list[str]:
-    """The first one, whatever the groups are."""
+    """Describe the first difference, over all groups."""
     sequences = (
         [collective for collective in launched[rank] if {one, other} <= set(collective.ranks)]
         for rank in (one, other)

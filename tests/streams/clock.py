@@ -1,8 +1,8 @@
 """Timelines with vector clocks: the host, and the streams of a simulated device.
 
 An operation happens before another one if the clock of the second has reached the number of the
-first. Clocks grow by waiting: a stream has everything that the host knew when it launched, and what
-came before the events that it waited for; the host has what it synchronized with.
+first. Clocks advance by waiting: a stream's clock includes that of the host at each launch, and the
+operations before the events that it waited for; the host's includes those it synchronized with.
 """
 
 import threading
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Clock", "ConcurrentStream", "Event", "Stream", "Timeline", "World"]
 
-Clock = dict[int, int]  # how far each timeline had come, by its number
+Clock = dict[int, int]  # the number of operations of each timeline, by its number
 
 
 class Timeline:
-    """Operations that run one after the other."""
+    """Operations that run in order."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
@@ -34,19 +34,19 @@ class Timeline:
         return self.name
 
     def advance(self) -> int:
-        """The number of a new operation."""
+        """Return the number of a new operation."""
         self.clock[self.number] += 1
         return self.clock[self.number]
 
     def join(self, clock: Clock) -> None:
-        """What ``clock`` has reached happens before all that comes."""
+        """Order all operations up to ``clock`` before later ones of this timeline."""
         for number, reached in clock.items():
             if self.clock.get(number, 0) < reached:
                 self.clock[number] = reached
 
 
 class World(Protocol):
-    """What streams and events need of the simulation."""
+    """The part of the simulation that streams and events use."""
 
     host: Timeline
 
@@ -62,7 +62,7 @@ class World(Protocol):
 class Stream(Timeline):
     """A queue of the device, with the interface of `torch.Stream` and `torch.cuda.Stream`.
 
-    Where it is ``late``, its operations wait until somebody waits for them.
+    If it is late, its operations run only when something waits for them.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Stream(Timeline):
 
     @property
     def position(self) -> int:
-        """How many jobs it has been given."""
+        """The number of jobs that were queued."""
         return self._num_begun + len(self._jobs)
 
     def queue(self, job: Callable[[], None]) -> None:
-        """Run ``job`` when somebody waits for it."""
+        """Run ``job`` when something waits for it."""
         self._jobs.append(job)
 
     def run_until(self, position: int) -> None:
-        """Run the jobs that are queued, up to ``position``."""
+        """Run the queued jobs, up to ``position``."""
         while self._num_begun < position:
             job = self._jobs.popleft()
             self._num_begun += 1
@@ -94,11 +94,11 @@ class Stream(Timeline):
             self.num_ended += 1
 
     def close(self) -> None:
-        """No more jobs will come."""
+        """Called when no more jobs will be queued."""
 
     def wait_event(self, event: "Event") -> None:
         if event.stream is None:
-            return  # CUDA: an event that was not recorded has taken place
+            return  # as in CUDA, an event that was not recorded has completed
         self.join(event.clock)
         if event.stream is self:
             return
@@ -136,7 +136,7 @@ class Stream(Timeline):
 
 
 class ConcurrentStream(Stream):
-    """Runs what it is given on a thread of its own, as soon as it can."""
+    """A stream that runs its jobs on a separate thread, immediately."""
 
     def __init__(self, world: World, device: torch.device, number: int, name: str) -> None:
         super().__init__(world, device, number, name, is_late=True)
@@ -158,7 +158,7 @@ class ConcurrentStream(Stream):
             self._progress.wait_for(lambda: self.num_ended >= position)
 
     def close(self) -> None:
-        """End the thread when all is done."""
+        """End the thread after the last job."""
         self._given.put(None)
 
     def _run(self) -> None:
@@ -176,7 +176,7 @@ class Event:
         self._world = world
         self.stream: Stream | None = None
         self.clock: Clock = {}
-        self.position = 0  # of the stream: how many of its jobs come before
+        self.position = 0  # number of jobs of the stream before it
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = self._world.current_stream() if stream is None else stream

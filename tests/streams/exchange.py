@@ -1,4 +1,4 @@
-"""Bytes between ranks through the job's store, as some of a group may never come."""
+"""Exchanges bytes between ranks through the job's store, since some ranks may never join."""
 
 import time
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _POLL_SECONDS = 0.0005
 
 
 class Exchange:
-    """Between the ranks of one process group.
+    """Exchanges between the ranks of one process group.
 
     Ranks that call different operations wait for each other, as they do in NCCL, until they are
     aborted.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        # A connection of its own: other threads wait on the job's.
+        # A separate connection, since other threads wait on that of the job.
         store = PrefixStore(f"strict/{name}", default_store())
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
@@ -32,7 +32,7 @@ class Exchange:
         self.is_aborted = False
 
     def gather(self, operation: str, own: Tensor) -> Sequence[Tensor] | None:
-        """What each rank passes, by rank; None if the group was aborted."""
+        """Return what each rank passes, by rank; None if the group was aborted."""
         self._number += 1
         call = f"{self._number} {operation} {own.nbytes}"
         flat = own.detach().reshape(-1).view(torch.uint8)
@@ -43,7 +43,7 @@ class Exchange:
                 return None
             time.sleep(_POLL_SECONDS)
         parts = [torch.frombuffer(bytearray(self._store.get(key)), dtype=own.dtype) for key in keys]
-        if self._sent:  # all ranks are in this call, so all have read the one before
+        if self._sent:  # all ranks are in this call, so all have read the last one
             self._store.delete_key(self._sent)
         self._sent = keys[self._rank]
         return [part.view(own.shape) for part in parts]

@@ -1,8 +1,8 @@
-"""Puts a simulation in the place of the accelerator: for torch, and for shardwise.
+"""Replaces the accelerator by a simulation, for torch and for shardwise.
 
-Tensors of the simulated device are tensors of the CPU that say they are on ``cuda``. What would
-reach the driver is replaced: factories with a ``device``, copies between devices, reads by the
-host, streams and events, and the process groups that shardwise makes.
+Tensors of the simulated device are CPU tensors that report the device ``cuda``. Everything that
+would reach the driver is replaced: factories with a ``device``, copies between devices, reads by
+the host, streams and events, and the process groups that shardwise creates.
 """
 
 import weakref
@@ -51,7 +51,7 @@ _CPU = torch.device("cpu")
 
 
 class Simulated:
-    """A simulation that is installed."""
+    """An installed simulation."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -59,12 +59,12 @@ class Simulated:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Record what the calling thread runs."""
+        """Record the operators of the calling thread."""
         with Recorder(self.simulation, self._creation):
             yield
 
     def place(self, device: torch.device | str | int | None, *, is_pinned: bool) -> Place | None:
-        """Where a factory puts a tensor; None: where its operands are."""
+        """The place of a factory's result; None: that of its operands."""
         if device is None:
             return PINNED if is_pinned else None
         if isinstance(device, int):
@@ -74,7 +74,7 @@ class Simulated:
             return PINNED if is_pinned else HOST
         return Place(self.simulation.current_stream(asked).device)
 
-    # -- what tensors say of themselves -----------------------------------------------------------
+    # -- devices of tensors -----------------------------------------------------------------------
 
     def device_of(self, tensor: Tensor) -> torch.device:
         real = torch._C.TensorBase.device.__get__(tensor)
@@ -98,7 +98,7 @@ class Simulated:
         return make
 
     def to(self, original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kw: Any) -> Tensor:
-        """`Tensor.to` between places."""
+        """Replaces `Tensor.to`, for copies between places."""
         options = _options_of_to(args) | kw
         device = options.pop("device", None)
         if _is_meta(device):
@@ -110,7 +110,7 @@ class Simulated:
             return original(tensor, **{**options, "copy": True})
 
     def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Optimizers and clipping ask C++ for the devices of tensors."""
+        """Replaces the grouping by device of optimizers and clipping, which C++ does."""
 
         def group(lists: Any, *args: Any) -> Any:
             groups = original(lists, *args)
@@ -120,10 +120,10 @@ class Simulated:
         return group
 
     def backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Backward on a thread of its own, as autograd runs it on a device."""
+        """Runs backward on a separate thread, as autograd does for a device."""
 
         def run(*args: Any, **kwargs: Any) -> None:
-            if current_graph_task() != -1:  # inside another one: on the thread of that
+            if current_graph_task() != -1:  # a nested backward runs on the same thread
                 original(*args, **kwargs)
                 return
             stream = self.simulation.current_stream(self.simulation.model_device)
@@ -138,14 +138,14 @@ class Simulated:
         return run
 
     def read(self, tensor: Tensor, what: str) -> None:
-        """The host reads ``tensor`` without an operator."""
+        """Record that the host reads ``tensor`` without an operator."""
         if type(tensor) not in _PLAIN:
             return
         simulation = self.simulation
         timeline = simulation.timeline_for([simulation.place_of(tensor)])
         number = simulation.begin(timeline)
         simulation.use(tensor, timeline, number, f"{what} in {location()}", is_write=False)
-        if isinstance(timeline, Stream):  # it is copied to the host
+        if isinstance(timeline, Stream):  # the tensor is copied to the host
             timeline.synchronize()
 
 
@@ -157,7 +157,7 @@ def _is_meta(device: torch.device | str | int | None) -> bool:
 
 
 def _options_of_to(args: tuple[Any, ...]) -> dict[str, Any]:
-    """The positional arguments of `Tensor.to` by name."""
+    """Return the positional arguments of `Tensor.to` by name."""
     options: dict[str, Any] = {}
     flags = iter(("non_blocking", "copy"))
     for value in args:
@@ -176,13 +176,12 @@ def _options_of_to(args: tuple[Any, ...]) -> dict[str, Any]:
 def simulated(
     simulation: Simulation, *, exchanges: bool = True, patience: Patience | None = None
 ) -> Iterator[Simulated]:
-    """Within it, ``cuda`` is ``simulation``.
+    """Use ``simulation`` as ``cuda`` inside the block.
 
     Args:
-        simulation: of this rank.
-        exchanges: whether collectives move bytes; otherwise each rank has its own alone, and the
-            others of its group need not exist.
-        patience: of ranks that look after each other; None: they do not.
+        simulation: the devices of this rank.
+        exchanges: whether collectives move bytes; if not, the other ranks need not exist.
+        patience: of ranks that monitor each other; None: they do not.
     """
     installed = Simulated(simulation)
     with ExitStack() as stack:
@@ -204,7 +203,7 @@ def simulated(
 
 def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
     simulation = installed.simulation
-    _device_constructors()  # keeps the factories that it finds first, for `with torch.device(...)`
+    _device_constructors()  # caches the original factories, for `with torch.device(...)`
     patch.setattr(Tensor, "device", property(installed.device_of), raising=False)
     patch.setattr(
         Tensor, "is_cuda", property(lambda t: installed.device_of(t).type == "cuda"), raising=False
@@ -282,7 +281,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(runtime_memory, "_allocate", allocate)
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(transport_device, "torch", torch_on(installed))
-    # Streams of another simulation would be found there.
+    # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
     patch.setattr(process_group, "new_registered_group", new_group)
     patch.setattr(process_group, "new_nccl_group", new_group)
@@ -296,7 +295,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
 
 
 def _poison_pools(patch: pytest.MonkeyPatch) -> None:
-    """Have pools fill memory with NaN when they give it, and when they take it back."""
+    """Make pools fill memory with NaN when it is allocated and when it is freed."""
 
     def poison(storage: torch.UntypedStorage) -> None:
         poison_bytes(storage.data_ptr(), storage.nbytes())
@@ -317,7 +316,7 @@ def _poison_pools(patch: pytest.MonkeyPatch) -> None:
 
 
 class _Monitor:
-    """A `Monitor` of ranks among which nothing goes wrong."""
+    """A `Monitor` that finds no errors."""
 
     def __init__(self, *_args: Any) -> None:
         pass
@@ -327,7 +326,7 @@ class _Monitor:
 
 
 class _Distributed:
-    """`torch.distributed`, whose groups move the memory of the device by NCCL."""
+    """`torch.distributed`, with NCCL as the backend of the device."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -337,7 +336,7 @@ class _Distributed:
 
 
 def torch_on(installed: Simulated) -> Any:
-    """`torch` as `transport.device` sees it."""
+    """Return the `torch` that `transport.device` uses."""
     simulation = installed.simulation
 
     def new_stream(device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG001
@@ -381,7 +380,7 @@ def torch_on(installed: Simulated) -> Any:
 
 
 class _Torch:
-    """`torch`, some names of which are others."""
+    """`torch` with some names replaced."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         vars(self).update(names)

@@ -1,4 +1,4 @@
-"""Small programs of streams, and what is wrong with each of them."""
+"""Small programs with streams, and the problems of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["LITMUS", "Litmus"]
 
 @dataclass(frozen=True)
 class Litmus:
-    """A program, and the problems that it has."""
+    """A program and its problems."""
 
     run: Callable[[Simulation], None]
     expected: tuple[Problem, ...] = ()
@@ -140,7 +140,7 @@ def _transitive(simulation: Simulation) -> None:
 
 
 def _other_device(simulation: Simulation) -> None:
-    """Waits for the current stream of the current device, which is another one."""
+    """Waits for the current stream of the current device, not of the tensors' device."""
     x, (_, side) = _zeros(), _two_streams(simulation)
     side.wait_stream(simulation.current_stream())
     with side:
@@ -175,7 +175,7 @@ def _dropped_but_recorded(simulation: Simulation) -> None:
 
 
 def _made_elsewhere(simulation: Simulation) -> None:
-    """Memory of the side stream is used on the compute stream when it is dropped."""
+    """Memory of the side stream is dropped while the compute stream uses it."""
     compute, side = _two_streams(simulation)
     with side:
         x = _zeros()
@@ -185,7 +185,7 @@ def _made_elsewhere(simulation: Simulation) -> None:
 
 
 def _all_reduce_buffers(simulation: Simulation, *, waits: bool) -> None:
-    """FSDP2's HSDP (pytorch#140044): a sum of the row is dropped while columns add it up."""
+    """FSDP2's HSDP (pytorch#140044): a row's sum is dropped during its all-reduce."""
     compute, scatters = _two_streams(simulation)
     reduces = simulation.new_stream(DEVICE)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Device and host memory by address: who used which bytes, and whether that was in order."""
+"""Device and host memory by address: which operations used which bytes, and in which order."""
 
 import weakref
 from bisect import bisect_right, insort
@@ -18,7 +18,7 @@ _MOST_RUNS = 4096
 
 @dataclass(frozen=True)
 class Place:
-    """Where a storage is."""
+    """The place of a storage."""
 
     device: torch.device
     is_pinned: bool = False
@@ -34,7 +34,7 @@ PINNED = Place(torch.device("cpu"), is_pinned=True)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Some bytes that one operation read or wrote."""
+    """The bytes that one operation read or wrote."""
 
     timeline: Timeline
     number: int  # of the operation on its timeline
@@ -52,7 +52,7 @@ class Access:
         return _overlap(self.runs, other.runs)
 
     def happened_before(self, timeline: Timeline) -> bool:
-        """Whether all that ``timeline`` does from now on comes later."""
+        """Whether it is ordered before all later operations of ``timeline``."""
         return self.number <= timeline.clock.get(self.timeline.number, 0)
 
     def __str__(self) -> str:
@@ -64,20 +64,20 @@ class Access:
 
 @dataclass(eq=False)
 class Block:
-    """What the allocator gave in one piece."""
+    """One allocation."""
 
     start: int
     stop: int
     place: Place
-    owner: Timeline  # which had it allocated: it may use the memory again after the block's end
+    owner: Timeline  # that allocated it, and may reuse the memory after the block is freed
     made_by: str
     accesses: list[Access] = field(default_factory=list)
-    window: str | None = None  # if a backend has registered it; "" if it is not symmetric
-    is_recorded: bool = False  # by `Tensor.record_stream`: the allocator waits for other streams
+    window: str | None = None  # if it is registered; "" if it is not symmetric
+    is_recorded: bool = False  # by `Tensor.record_stream`, so the allocator waits for other streams
 
 
 class Memory:
-    """All blocks, and which storage holds which of them."""
+    """All blocks, and the storages that hold them."""
 
     def __init__(self, on_free: Callable[[Block], None]) -> None:
         self._on_free = on_free
@@ -93,7 +93,7 @@ class Memory:
     def add(
         self, storage: torch.UntypedStorage, place: Place, owner: Timeline, made_by: str
     ) -> None:
-        """A storage was made; if it has memory, by the allocator."""
+        """Add a new storage, with a block if it has memory."""
         key = storage._cdata
         self._places[key] = place
         self._held[key] = None
@@ -105,7 +105,7 @@ class Memory:
             )
 
     def place_of(self, storage: torch.UntypedStorage) -> Place | None:
-        """None if it is new."""
+        """Return the place of ``storage``; None if it is new."""
         known = self._places.get(storage._cdata)
         if known is not None:
             return known
@@ -118,7 +118,7 @@ class Memory:
         return block if block is not None and address < block.stop else None
 
     def owned_by(self, timeline: Timeline, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Memory that ``timeline`` had allocated: nobody else gets it before that is done."""
+        """Return memory that ``timeline`` allocated; it is not reused before its operations end."""
         blocks = [(one, self.block_at(one.data_ptr())) for one in tensors if one.numel()]
         return [
             one.untyped_storage()
@@ -127,18 +127,18 @@ class Memory:
         ]
 
     def swap(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """Two storages have exchanged their memory."""
+        """Record that two storages have exchanged their memory."""
         a, b = one._cdata, other._cdata
         self._held[a], self._held[b] = self._held.get(b), self._held.get(a)
 
     def close(self) -> None:
-        """What ends from now on does not matter."""
+        """Ignore frees from now on."""
         for finalizer in self._finalizers:
             finalizer.detach()
 
     def _insert(self, block: Block) -> Block:
         for stale in list(self._within(block.start, block.stop)):
-            self._remove(stale)  # its end was not seen
+            self._remove(stale)  # its free was not observed
         self._blocks[block.start] = block
         insort(self._starts, block.start)
         return block
@@ -163,7 +163,7 @@ class Memory:
 
 
 def byte_runs(tensor: Tensor) -> tuple[Run, ...]:
-    """The bytes of ``tensor``, in ascending order; none if it is empty."""
+    """Return the bytes of ``tensor`` in ascending order; nothing if it is empty."""
     if not tensor.numel():
         return ()
     dims = sorted(
@@ -182,7 +182,7 @@ def byte_runs(tensor: Tensor) -> tuple[Run, ...]:
     starts = [0]
     for stride, size in rest:
         if len(starts) * size > _MOST_RUNS:
-            width += stride * (size - 1)  # too many to tell apart: with the bytes between them
+            width += stride * (size - 1)  # too many runs: include the bytes between them
         else:
             starts = [start + i * stride for start in starts for i in range(size)]
     base, itemsize = tensor.data_ptr(), tensor.element_size()
@@ -196,7 +196,7 @@ def _overlap(one: Sequence[Run], other: Sequence[Run]) -> bool:
         return False
     if len(one) == len(other) == 1:
         return True
-    # Runs of one operation do not overlap much: those of both do if neighbors of theirs do.
+    # Runs of one operation hardly overlap, so comparing neighbors in the merged order suffices.
     merged = sorted([(*run, 0) for run in one] + [(*run, 1) for run in other])
     reach = [0, 0]
     for start, stop, which in merged:

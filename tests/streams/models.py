@@ -1,4 +1,4 @@
-"""Models that programs on the simulated device need besides those of `tests/models.py`."""
+"""Models for programs on the simulated device, in addition to those of `tests/models.py`."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ _WIDE = 64
 
 
 class Alternating(nn.Module):
-    """Calls other blocks in every second step, so what was gathered ahead was so in vain."""
+    """Calls other blocks in every second step, so some prefetched units are not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Alternating(nn.Module):
 
 
 class Wide(nn.Module):
-    """Activations that are worth moving to the host."""
+    """Has activations that are worth offloading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ CASES = models.CASES | {
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """As `tests.models.build`."""
+    """Build a model by name, as `tests.models.build` does."""
     if name in models.CASES:
         return models.build(name, seed)
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Training on a simulated device, the same steps as in one process."""
+"""Training on a simulated device, compared with one process."""
 
 import zlib
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _WARM_UP = 1  # steps
 
 @dataclass(frozen=True)
 class Program:
-    """A model, how it is sharded, and what a step is."""
+    """A model, the options with which it is sharded, and its training step."""
 
     name: str = "small"
     strategy: str = "fsdp"
@@ -49,12 +49,12 @@ class Program:
     steps: int = 2
     offload: str | None = None  # "all", or "copies": the device keeps copies of the shards
     low_precision: bool = False
-    is_permuted: bool = False  # the mesh has the ranks in another order
+    is_permuted: bool = False  # the ranks of the mesh are permuted
     clip: float | None = None
     granularity: str = "element"
     unused: str = "none"
     offloads_activations: bool = False
-    memory: MemoryKind = MemoryKind.OWN  # of collectives
+    memory: MemoryKind = MemoryKind.OWN  # of the buffers of collectives
     optimizer: str = "adamw"  # or "muon", "soap"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ def batch_of(program: Program, step: int, part: int) -> Tensor:
 
 
 def assert_trains_as_in_one_process(program: Program) -> None:
-    """On streams that are as late as they can be, and without anything wrong on the way."""
+    """Train on late streams; compare the numbers, and check that there are no problems."""
     case = CASES[program.name]
     reference, model = build(program.name), build(program.name)
     optimizer = program.make_optimizer(reference)
@@ -169,14 +169,14 @@ def assert_trains_as_in_one_process(program: Program) -> None:
 
 
 def digest_of_training(program: Program, *, is_late: bool) -> int:
-    """The bits that this rank's shards end with."""
+    """Train and return a digest of this rank's shards."""
     simulation = Simulation(is_late=is_late)
     with simulated(simulation):
         return digest(train(program, simulation, build(program.name)))
 
 
 def digest(model: nn.Module) -> int:
-    """Of this rank's shards."""
+    """Return a digest of this rank's shards."""
     parts = [
         (local_of(p) if isinstance(p, DTensor) else p).detach().reshape(-1).view(torch.uint8)
         for p in model.parameters()

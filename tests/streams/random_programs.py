@@ -24,7 +24,7 @@ PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1)
 
 @dataclass(frozen=True)
 class Checked:
-    """What one rank found."""
+    """The results of one rank."""
 
     report: Report
     found: tuple[str, ...]
@@ -32,10 +32,10 @@ class Checked:
 
 
 def assert_holds_on_streams(case: Case, deadline: float = DEADLINE_SECONDS) -> None:
-    """Streams that are as late as they can be give the numbers of one process, in order.
+    """Check that ``case`` on late streams gives the numbers of one process, without problems.
 
     Raises:
-        AssertionError: something is wrong, or a rank raises or does not end.
+        AssertionError: the numbers differ, there is a problem, or a rank raises or hangs.
     """
     ranks = case.sharding.ranks
     run_on(ranks, warm_up, deadline=START_SECONDS)

@@ -1,4 +1,4 @@
-"""Tensors over addresses, as a kernel has them once it is launched."""
+"""Tensors over addresses, as a launched kernel sees them."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ _POISON = 0xFF  # in each byte: NaN in every floating dtype, -1 in integers
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """``tensor`` by its address: it sees what the memory holds, whoever that belongs to by then."""
+    """Return a tensor at the address of ``tensor``, which does not keep the memory alive."""
     if not tensor.numel():
         return tensor.detach()
     span = 1 + sum(
@@ -25,7 +25,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill a dense tensor with what no computation gives."""
+    """Fill a dense tensor with NaN."""
     if tensor.numel() and tensor.is_contiguous():
         poison_bytes(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 

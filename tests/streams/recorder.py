@@ -1,4 +1,4 @@
-"""Every operator that runs, with the stream that it would run on and the bytes that it uses."""
+"""Records every operator, with the stream it would run on and the bytes that it uses."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,10 @@ from tests.streams.simulation import Problem, Simulation, location
 
 __all__ = ["Creation", "Recorder"]
 
-# They change what a tensor views, and no memory.
+# These change what a tensor views, but no memory.
 _METADATA = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}
-# The host needs their result, or its size.
+# The host needs the result of these, or its size.
 _WAITS = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -48,7 +48,7 @@ class Operands:
 
 
 class Creation(threading.local):
-    """What a factory that is running was asked for, as the operator below it does not see it."""
+    """The place that a running factory was given, which its operator does not see."""
 
     place: Place | None = None
     is_async = False
@@ -64,7 +64,7 @@ class Creation(threading.local):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a `Simulation` what runs. It holds for the thread that entered it."""
+    """Records the operators of the thread that entered it in a `Simulation`."""
 
     def __init__(self, simulation: Simulation, creation: Creation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if any(_is_wrapper(kind) for kind in types):
-            return NotImplemented  # its parts come here as well
+            return NotImplemented  # its local tensor is dispatched as well
         if _is_composite(func):  # called from below autograd
             with self:
                 return func.decompose(*args, **kwargs)
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, fresh: list[Tensor], places: list[Place], timeline: Timeline, name: str) -> None:
-        """Tensors came to be: on the device if something of it went into them."""
+        """Add new tensors: on the device if an operand is on the device."""
         place = self._creation.place
         if place is None:
             place = next((one for one in places if one.is_device), HOST)
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._simulation.memory.add(storage, place, timeline, made_by)
 
     def _check_places(self, name: str, operands: Operands, places: list[Place], what: str) -> None:
-        """The operands of a kernel are on its device, but for numbers."""
+        """Check that all operands, except numbers, are on one device."""
         kinds = {
             place.device
             for tensor, place in zip(operands.all, places, strict=True)
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         fresh: list[Tensor],
     ) -> None:
-        """Have the host wait where the device's version of an operator does."""
+        """Make the host wait if the operator waits on a device."""
         is_mask = name == "aten::index" and any(
             one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]
         )
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = [place for place in places if not place.is_device]
         if len(on_host) != 1:
             return False
-        return on_host[0] != PINNED or not is_async  # with a cast, which the device does
+        return on_host[0] != PINNED or not is_async  # the device does the cast
 
 
 @cache
@@ -190,7 +190,7 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    """Whether it is a tensor with memory of its own."""
+    """Whether ``value`` is a plain tensor, not a wrapper."""
     return (
         isinstance(value, Tensor)
         and not isinstance(value, FakeTensor)
@@ -206,12 +206,12 @@ def _is_async(args: tuple[Any, ...], kwargs: dict[str, Any], creation: Creation)
 
 @cache
 def _written(func: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
-    """Whether each positional argument is written, and the names of all that are."""
+    """Return whether each positional argument is written, and the names of those that are."""
     flags = [
         (a.name, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
     ]
     if func._schema.name.startswith("c10d::"):
-        flags = [(name, True) for name, _ in flags]  # their schemas do not say
+        flags = [(name, True) for name, _ in flags]  # not marked in their schemas
     return tuple(flag for _, flag in flags), frozenset(name for name, flag in flags if flag)
 
 
@@ -231,7 +231,7 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opera
 
 
 def _returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an in-place operator returns, without running it."""
+    """Return the result of an in-place operator without running it."""
     flags, names = _written(func)
     written = [one for flag, one in zip(flags, args, strict=False) if flag]
     written += [one for name, one in kwargs.items() if name in names]
@@ -250,7 +250,7 @@ def _defer(
     fresh: list[Tensor],
     kept: list[torch.UntypedStorage],
 ) -> None:
-    """Run an operator when somebody waits for ``stream``, on the memory that is there now."""
+    """Run an operator when something waits for ``stream``, on the present memory."""
     late_args, late_kwargs = pytree.tree_map_only(Tensor, raw, (args, kwargs))
     late_outputs = [raw(one) for one in fresh]
     for tensor in late_outputs:

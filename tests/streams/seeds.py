@@ -1,4 +1,4 @@
-"""Bugs of shardwise, to be put into it one at a time: the checker has to find each of them."""
+"""Bugs that are introduced into shardwise one at a time. The checker must find each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,9 +42,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Bug:
-    """What is patched, the program that shows it, and what is found then.
+    """A patch, the program that reveals it, and the problem that is found.
 
-    ``problem`` is None if the numbers at the end are wrong, and that is all.
+    ``problem`` is None if the only sign is that the final numbers are wrong.
     """
 
     install: Callable[[Simulation], Any]
@@ -83,7 +83,7 @@ def then(action: Callable[..., Any]) -> Wrap:
 
 
 def without_waits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever it waits for on the device, it does not."""
+    """Skip all waits for work on the device."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with patched(DeviceWork, "wait", instead(lambda _work, *_timeout: True)):
@@ -93,7 +93,7 @@ def without_waits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_stream(stream: Stream) -> Wrap:
-    """Run it on another stream, which waits for nothing."""
+    """Run the original on ``stream``, which waits for nothing."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def on_stream(stream: Stream) -> Wrap:
 # -- streams and events ---------------------------------------------------------------------------
 
 
-def lane_does_not_wait(_simulation: Simulation) -> Any:
+def stream_does_not_wait(_simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def enqueue(self: DeviceStream, *after: Any) -> Iterator[Any]:
@@ -127,7 +127,7 @@ def event_before_the_job(_simulation: Simulation) -> Any:
         @contextmanager
         def enqueue(self: Any, *after: Any) -> Iterator[Any]:
             with original(self, *after) as work:
-                if self._stream is None:  # of the host
+                if self._stream is None:  # on the host
                     yield work
                     return
                 early: Event = self._stream.record_event()
@@ -155,7 +155,7 @@ def gather_is_not_awaited(_simulation: Simulation) -> Any:
     return patched(Unit, "await_gather", without_waits)
 
 
-def free_does_not_await_a_gather_in_vain(_simulation: Simulation) -> Any:
+def free_does_not_await_an_unused_gather(_simulation: Simulation) -> Any:
     return patched(Unit, "free", without_waits)
 
 
@@ -256,7 +256,7 @@ def activations_are_dropped_while_they_are_copied(_simulation: Simulation) -> An
     return patched(activation_offload._Mover, "finish", instead(finish))
 
 
-# -- what NCCL takes, and one order on all ranks --------------------------------------------------
+# -- NCCL's restrictions, and the order on all ranks ----------------------------------------------
 
 
 def sums_are_in_host_memory(_simulation: Simulation) -> Any:
@@ -313,7 +313,7 @@ def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
     return patched(UsedParameterSync, "__init__", wrap)
 
 
-def gathers_have_other_memory(_simulation: Simulation) -> Any:
+def gathers_use_unregistered_memory(_simulation: Simulation) -> Any:
     def allocate(original: Callable[..., Any]) -> Callable[..., Any]:
         def elsewhere(queue: Any, num_bytes: int, *others: Any) -> Any:
             if "/gather/" in queue.name:
@@ -359,12 +359,12 @@ def parts_of_matrices_are_dropped_while_they_are_sent(_simulation: Simulation) -
 
 
 BUGS = {
-    "communication stream does not wait": Bug(lane_does_not_wait, Problem.RACE),
+    "communication stream does not wait": Bug(stream_does_not_wait, Problem.RACE),
     "event before the job": Bug(event_before_the_job, Problem.RACE),
     "current stream of another device": Bug(current_stream_of_another_device, Problem.RACE),
     "gather is not awaited": Bug(gather_is_not_awaited, Problem.RACE),
     "free does not wait for an unused prefetch": Bug(
-        free_does_not_await_a_gather_in_vain,
+        free_does_not_await_an_unused_gather,
         Problem.EARLY_FREE,
         Program("alternating", prefetch=3, granularity="dim"),
     ),
@@ -418,7 +418,9 @@ BUGS = {
     "parts of matrices are dropped while they are sent": Bug(
         parts_of_matrices_are_dropped_while_they_are_sent, Problem.EARLY_FREE, _MUON
     ),
-    "memory of gathers is not registered": Bug(gathers_have_other_memory, Problem.NCCL, _SYMMETRIC),
+    "memory of gathers is not registered": Bug(
+        gathers_use_unregistered_memory, Problem.NCCL, _SYMMETRIC
+    ),
     "one rank has other offsets in symmetric memory": Bug(
         one_rank_has_other_offsets, Problem.ORDER, _SYMMETRIC
     ),

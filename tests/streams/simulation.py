@@ -1,7 +1,8 @@
-"""A simulated accelerator: streams and events whose order is known, over memory of the host.
+"""A simulated accelerator: streams and events with a known order, on host memory.
 
-Operators run in line on the CPU, so values are those of the CPU. What would be concurrent on a
-device is found by clocks (`tests/streams/clock.py`) and addresses (`tests/streams/memory.py`).
+Operators run synchronously on the CPU, so values are those of the CPU. Clocks
+(`tests/streams/clock.py`) and addresses (`tests/streams/memory.py`) show which operations would be
+concurrent on a device.
 """
 
 import sys
@@ -27,20 +28,20 @@ _DEFAULT = 1  # the number of the first stream: the host is 0
 
 
 class Problem(StrEnum):
-    """What a program may do wrong."""
+    """A kind of error in a program."""
 
-    RACE = "race"  # two accesses of which one writes, in no order
-    HOST_RACE = "host race"  # one of them is the host's
-    EARLY_FREE = "early free"  # memory ended while another stream used it
-    SYNC = "sync"  # the host waited in a steady step
-    PLACE = "place"  # an operation got memory that it cannot use
-    NCCL = "nccl"  # arguments that NCCL does not take
+    RACE = "race"  # two unordered accesses, of which one writes
+    HOST_RACE = "host race"  # a race with the host
+    EARLY_FREE = "early free"  # memory is freed while another stream uses it
+    SYNC = "sync"  # the host waits in a steady step
+    PLACE = "place"  # an operation has operands on different devices
+    NCCL = "nccl"  # arguments that NCCL does not support
     ORDER = "order"  # ranks launch different collectives
 
 
 @dataclass(frozen=True)
 class Found:
-    """A problem, where it is, and how."""
+    """A problem and its description."""
 
     problem: Problem
     text: str
@@ -57,24 +58,23 @@ class Collective:
     ranks: tuple[int, ...]
     operation: str
     num_bytes: int
-    place: str = ""  # in symmetric memory
+    place: str = ""  # in symmetric memory, if registered
 
 
 @dataclass
 class _Thread(threading.local):
-    """What each thread of the program has for itself."""
+    """The state of one thread of the program."""
 
     streams: list[Stream] = field(default_factory=list)  # entered by ``with``
 
 
 class Simulation:
-    """The devices of one rank, and what was found.
+    """The devices of one rank, and the problems found.
 
     Args:
-        is_late: operations of streams other than the default one wait until somebody waits for
-            them.
-        is_concurrent: they run on threads instead.
-        num_devices: that the host has.
+        is_late: operations on streams other than the default one run when something waits for them.
+        is_concurrent: operations on these streams run on threads instead.
+        num_devices: number of devices of the host.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Simulation:
         self.memory = Memory(self._check_end)
         self.found: list[Found] = []
         self.collectives: list[Collective] = []
-        self.groups: list[tuple[tuple[int, ...], str]] = []  # ranks and name of those it made
+        self.groups: list[tuple[tuple[int, ...], str]] = []  # ranks and names of created groups
         self.groups_without_kernels: set[str] = set()
-        self.num_registered = 0  # pieces of memory
-        self.syncs: Counter[str] = Counter()  # since the start, by where the host waited
+        self.num_registered = 0  # allocations
+        self.syncs: Counter[str] = Counter()  # number of waits of the host, by location
         self.is_steady = False  # the host must not wait
         self.current_device = 0
-        # Not the one that is current at first: what asks for that by mistake is found.
+        # Not the device that is current at first, so that a mistaken use of that one is found.
         self.model_device = torch.device("cuda", num_devices - 1)
         self.num_operations = 0
         self._num_timelines = _DEFAULT
@@ -110,7 +110,7 @@ class Simulation:
         return len(self._defaults)
 
     def register(self, storage: torch.UntypedStorage, *, is_symmetric: bool) -> None:
-        """The backend has registered memory."""
+        """Record that the backend has registered memory."""
         block = self.memory.block_at(storage.data_ptr())
         assert block is not None
         self.num_registered += 1
@@ -134,7 +134,7 @@ class Simulation:
         assert self._thread.streams.pop() is stream
 
     def block_host(self, stream: Stream, clock: Clock, position: int, reason: str) -> None:
-        """The host waits until ``stream`` has come to ``clock``."""
+        """Make the host wait until ``stream`` has reached ``clock``."""
         stream.run_until(position)
         self.host.join(clock)
         where = f"{reason} in {location()}"
@@ -143,11 +143,11 @@ class Simulation:
             self.report(Problem.SYNC, where)
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """The host waits for the current stream of ``device``."""
+        """Make the host wait for the current stream of ``device``."""
         self.current_stream(device).synchronize()
 
     def finish(self) -> None:
-        """Run all that is queued; the host waits for it."""
+        """Run everything that is queued; the host waits."""
         for stream in self._streams:
             stream.run_until(stream.position)
             stream.close()
@@ -159,12 +159,12 @@ class Simulation:
         return self.memory.place_of(tensor.untyped_storage()) or HOST
 
     def timeline_for(self, places: Sequence[Place]) -> Timeline:
-        """Where an operation on tensors at ``places`` runs."""
+        """The timeline of an operation on tensors at ``places``."""
         device = next((place.device for place in places if place.is_device), None)
         return self.host if device is None else self.current_stream(device)
 
     def begin(self, timeline: Timeline) -> int:
-        """A new operation on ``timeline``."""
+        """Begin a new operation on ``timeline``; return its number."""
         self.num_operations += 1
         if timeline is not self.host:
             timeline.join(self.host.clock)
@@ -173,7 +173,7 @@ class Simulation:
     def use(
         self, tensor: Tensor, timeline: Timeline, number: int, what: str, *, is_write: bool
     ) -> None:
-        """Operation ``number`` of ``timeline`` reads or writes ``tensor``."""
+        """Record that operation ``number`` of ``timeline`` reads or writes ``tensor``."""
         runs = byte_runs(tensor)
         block = self.memory.block_at(runs[0][0]) if runs else None
         if block is None:
@@ -195,11 +195,11 @@ class Simulation:
                 self.report(problem, f"{access}, not ordered after: {old}; from {block.made_by}")
 
     def _check_end(self, block: Block) -> None:
-        """A block goes back to the allocator, which gives it to its owner again at once."""
+        """Check a freed block, which the allocator may give to its owner again immediately."""
         if block.is_recorded or not block.place.is_device:
-            return  # the allocator of pinned memory watches the copies from and to it itself
+            return  # the allocator of pinned memory waits for its copies itself
         for access in block.accesses:
-            # What its owner does with the memory from now on follows what the host knows.
+            # Later uses by the owner are ordered after what the host has synchronized with.
             if not any(access.happened_before(one) for one in (block.owner, self.host)):
                 self.report(
                     Problem.EARLY_FREE,
@@ -207,7 +207,7 @@ class Simulation:
                     f"{access}",
                 )
 
-    # -- pieces ----------------------------------------------------------------------------------
+    # -- details ---------------------------------------------------------------------------------
 
     def _stream(self, device: torch.device, name: str) -> Stream:
         is_default, number, name = (
@@ -232,7 +232,7 @@ class Simulation:
 
 
 def location() -> str:
-    """The innermost functions of shardwise that are running."""
+    """The innermost running functions of shardwise."""
     frame: FrameType | None = sys._getframe(1)
     names: list[str] = []
     while frame is not None and len(names) < 3:
@@ -244,7 +244,7 @@ def location() -> str:
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Whether all that must be ordered with ``old`` must be with ``new``, which follows it."""
+    """Whether every order with ``old`` follows from an order with ``new``, which is later."""
     if len(new.runs) != 1 or (old.is_write and not new.is_write):
         return False
     start, stop = new.runs[0]

@@ -1,4 +1,4 @@
-"""A process group that takes what NCCL takes, and refuses the rest."""
+"""A process group with the restrictions of NCCL."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.streams.simulation import Collective, Problem, Simulation, location
 
 __all__ = ["StrictGroup"]
 
-# torch's ProcessGroupNCCL has these for every collective; of 8-bit floats it only moves bytes.
+# torch's ProcessGroupNCCL supports these in every collective, and 8-bit floats in gathers only.
 _DTYPES = {
     torch.float16,
     torch.bfloat16,
@@ -38,14 +38,13 @@ _MOVED = _DTYPES | {
 }
 
 
-_Move = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # from what is read to what is written
+_Move = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # from the inputs to the outputs
 
 
 class StrictGroup:
-    """What `ProcessGroupNCCL` does, on the device of a simulation.
+    """A `ProcessGroupNCCL` on the device of a simulation.
 
-    A collective runs on the stream that is current, as those of NCCL do that the caller does not
-    ask to be asynchronous.
+    A collective runs on the current stream, as a synchronous one of NCCL does.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class StrictGroup:
         return self._name
 
     def abort(self) -> None:
-        """End what runs, and lose its results."""
+        """End running collectives, without results."""
         self._is_aborted = True
         if self._exchange is not None:
             self._exchange.is_aborted = True
@@ -153,7 +152,7 @@ class StrictGroup:
             self._refuse(operation, "asynchronous, which this group does not know")
 
     def _check_slot(self, operation: str, whole: Tensor, part: Tensor) -> None:
-        """In place is at the slot of this rank alone."""
+        """Check that an in-place operand is at the slot of this rank."""
         if not part.numel():
             return
         (start, stop), *_ = byte_runs(part)
@@ -163,7 +162,7 @@ class StrictGroup:
             self._refuse(operation, f"in place at byte {start - first}, expected {slot - first}")
 
     def _place(self, operation: str, tensor: Tensor) -> str:
-        """Where a buffer is, as all ranks call it, if it has to be in registered memory."""
+        """The window and offset of a buffer that must be in registered memory."""
         is_asked_for = self._simulation.num_registered > 0
         if not is_asked_for or operation.endswith("max") or tensor.numel() <= 1:
             return ""
@@ -171,7 +170,7 @@ class StrictGroup:
         if block is None or block.window is None:
             self._refuse(operation, "a buffer is not in registered memory")
             return ""
-        # Elsewhere than in symmetric memory, two ranks may have registered more or less.
+        # Only symmetric memory has the same window on all ranks.
         return f"{block.window}, byte {tensor.data_ptr() - block.start}" if block.window else ""
 
     # -- running -----------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ class StrictGroup:
             row.copy_(part.view(self.size(), -1)[self._own])
 
     def _swap_uneven(self, owns: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        if self._exchange is None:  # what others send has other sizes
+        if self._exchange is None:  # the sizes of the other ranks are not known
             for output in outputs:
                 output.zero_()
             return
@@ -254,7 +253,7 @@ class StrictGroup:
         operator.combine(self._parts(f"all_reduce {operator.name}", tensor), output)
 
     def _parts(self, operation: str, own: Tensor) -> Sequence[Tensor]:
-        """Of each rank; none if the group was aborted."""
+        """The ``own`` of each rank; nothing if the group was aborted."""
         if self._exchange is None:
             return [own.clone() for _ in range(self.size())]
         return self._exchange.gather(operation, own) or ()
@@ -271,14 +270,14 @@ def _each(move: Callable[[Tensor, Tensor], None]) -> _Move:
 
 @dataclass(frozen=True)
 class _Operator:
-    """A ReduceOp as NCCL applies it."""
+    """A ReduceOp, applied as NCCL does."""
 
     name: str
-    factor: float | None = None  # of each addend, before the sum
+    factor: float | None = None  # multiplies each addend before the sum
 
     @classmethod
     def read(cls, options: Any) -> "_Operator":
-        """Of the options of a collective."""
+        """Return the operator in the options of a collective."""
         kind, factor = (
             (dist.ReduceOp.SUM, None) if options is None else options.reduceOp.__getstate__()
         )
@@ -298,7 +297,7 @@ class _Operator:
 
 
 class _Done:
-    """The work of a collective that was queued on the caller's stream."""
+    """The work of a collective that is queued on the caller's stream."""
 
     def wait(self, *_args: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Nothing is found in programs as they are, and each bug that is put into shardwise is found."""
+"""The checker finds no problem in shardwise, and finds each bug that is introduced."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.streams.programs import Program
 from tests.streams.seeds import BUGS
 from tests.streams.simulation import Found, Problem
 
-# Where the host may wait in a steady step, and why.
+# The places where the host may wait in a steady step, and why.
 MAY_WAIT = {
     "gradient_shards.py": "shards are on the host, where the optimizer reads the gradients",
     "reductions.py": "shards are on the host, and their norms are gathered on the device",

@@ -1,4 +1,4 @@
-"""Sums become averages in the collective, where that gives the same bits."""
+"""The collective divides sums if that gives the same bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ RANKS = 4
 
 
 def reductions(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[list[str], list[int]]:
-    """The operations that one backward launches, and the bits of the gradients."""
+    """Return the operations that one backward launches, and the bits of the gradients."""
     simulation = Simulation(num_devices=2)
     with simulated(simulation):
         torch.manual_seed(0)

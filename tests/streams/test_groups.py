@@ -1,4 +1,4 @@
-"""Process groups of the strict kind: two for each axis, made once, whatever other ranks do."""
+"""Each axis has two strict process groups, created once, whatever other ranks do."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Twins:
-    """A model on the ranks of a mesh, and the same one in one process."""
+    """A model on the ranks of a mesh, and a copy in one process."""
 
     def __init__(self, mesh: DeviceMesh | None, ranks: Sequence[int], strategy: str) -> None:
         torch.manual_seed(len(ranks))
@@ -48,7 +48,7 @@ class Twins:
 
 
 def train(simulation: Simulation, *models: Twins) -> None:
-    """Turn by turn; all groups are there after the first step."""
+    """They take turns; all groups exist after the first step."""
     for number in range(STEPS):
         for model in models:
             model.step(number)
@@ -64,11 +64,11 @@ def train(simulation: Simulation, *models: Twins) -> None:
     ("strategy", "num_groups"), [("fsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.thorough)]
 )
 def test_models_on_parts_of_the_ranks(strategy: str, num_groups: int) -> None:
-    """Others have made other groups before, and the ranks of one model are not in order."""
+    """Some ranks have created other groups before, and the ranks of one model are permuted."""
     simulation = Simulation(is_late=True)
     simulation.current_device = DEVICE.index
     rank = dist.get_rank()
-    # All ranks call this; groups of torch alone.
+    # All ranks call this, which creates groups of torch only.
     meshes = {ranks: DeviceMesh("cpu", ranks) for ranks in ((1, 3), (2, 0))}
     ranks = next(ranks for ranks in meshes if rank in ranks)
     with simulated(simulation):

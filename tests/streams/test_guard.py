@@ -1,4 +1,4 @@
-"""Ranks of the strict group wait in vain: one error for all of them, and the next step is right."""
+"""Stuck ranks of the strict group all raise one error, and their next step is correct."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
 
-PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, say_seconds=0.5)
+PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.5)
 DEADLINE = 120.0
 SECONDS = 45.0  # until each rank has the error
 LAST = 1
@@ -60,7 +60,7 @@ class Reordered(nn.Module):
 
 
 class Training:
-    """Steps of one rank in transactions, and of one process besides."""
+    """Training steps of one rank, in transactions, and of a reference in one process."""
 
     def __init__(self, simulation: Simulation, **options: Any) -> None:
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ class Training:
             assert_equal_models(self.model, self.reference, self.num_steps)
 
     def error(self, kind: type[sw.StepError], **options: Callable[[], None]) -> str:
-        """Of a step that fails on every rank."""
+        """Return the error of a step that fails on every rank."""
         began = time.monotonic()
         with pytest.raises(kind) as caught:
             self.step(**options)
@@ -104,7 +104,7 @@ def training(**options: Any) -> Iterator[Training]:
 
 
 def assert_same(text: str) -> None:
-    """On all ranks."""
+    """Check that ``text`` is the same on all ranks."""
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     assert set(texts) == {text}
@@ -117,7 +117,7 @@ def epochs(run: Training) -> set[int]:
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
 def test_ranks_that_diverge(tmp_path: Path) -> None:
-    # Without prefetch, or the first difference would be two gathers of equal size.
+    # Without prefetch, since the first difference would be two gathers of equal size otherwise.
     with training(prefetch=0) as run, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/")
         run.step()
@@ -137,7 +137,7 @@ def test_ranks_that_diverge(tmp_path: Path) -> None:
 
 
 def _assert_torch_finds_the_difference(folder: Path, prefix: str) -> None:
-    # Here, as it prints something when it is imported.
+    # Imported here, because the import prints something.
     fr_trace = importlib.import_module("torch.distributed.flight_recorder.fr_trace")
     database = folder / "database"
     fr_trace.main([str(folder), "--prefix", prefix, "-o", str(database)])
@@ -149,14 +149,14 @@ def _assert_torch_finds_the_difference(folder: Path, prefix: str) -> None:
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
 def test_ranks_that_run_different_units_of_equal_size() -> None:
-    """Nothing waits in vain, and each number is wrong."""
-    with training(prefetch=0) as run:  # or the gather ahead would be of another size
+    """No rank waits, but all numbers are wrong."""
+    with training(prefetch=0) as run:  # otherwise the prefetch would have another size
         run.step()
         run.model.order = (1, 0, 2, 3) if dist.get_rank() == LAST else IN_ORDER
         with pytest.raises(sw.RanksDiverged) as caught:
             _run_for(run.model, SECONDS)
         text = str(caught.value)
-        # Both neighbors of that rank find it, and then look where all stand.
+        # Both neighbors of that rank find the difference.
         assert "run different units" in text
         assert re.search(r"gather layers\.0 on rank [02]\b", text)
         assert f"gather layers.1 on rank {LAST}" in text
@@ -174,7 +174,7 @@ def _run_for(model: nn.Module, seconds: float) -> None:
 
 @on_ranks(2, deadline=DEADLINE)
 def test_a_rank_that_skips_a_step() -> None:
-    """It waits for the others in torch's barrier, and they for it on the device."""
+    """It waits in torch's barrier, and the other ranks wait for it on the device."""
     with training() as run:
         run.step()
         if dist.get_rank() == LAST:
@@ -210,7 +210,7 @@ def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path) -> None:
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
 @pytest.mark.parametrize("place", leaving(["before backward"], ["before backward", "at the end"]))
 def test_a_rank_that_raises(place: str) -> None:
-    """The others wait for it on the device, where nothing raises."""
+    """The other ranks wait for it on the device, where nothing raises."""
 
     def fail(*_args: object) -> None:
         raise ValueError("it hurts")
@@ -233,7 +233,7 @@ def test_a_rank_that_raises(place: str) -> None:
 
 @on_ranks(2, deadline=DEADLINE)
 def test_a_rank_that_raises_while_no_host_waits() -> None:
-    """Others learn of it after their last wait in the block, before they vote."""
+    """The other ranks receive the error after their last wait in the block, before they vote."""
     with training() as run:
         run.step()
         links = runtime_of(run.model).scheduler._links

@@ -1,7 +1,7 @@
-"""Streams as late as they can be: a missing wait or an early free becomes a wrong number.
+"""Late streams: a missing wait or an early free results in a wrong number.
 
-Whatever is launched on a stream of communication runs when somebody waits for it, and pools fill
-memory with NaN when they give it and when they take it back.
+Work on a communication stream runs only when something waits for it, and pools fill memory with NaN
+when it is allocated and when it is freed.
 """
 
 from itertools import product
@@ -25,7 +25,7 @@ MODELS = (
 )
 OFFLOADS = (None, "all", "copies")
 ROWS = pairwise(MODELS, tuple(PRESETS), (0, 1, 2, 3), (1, 2), OFFLOADS, (None, 0.5))
-# The checker runs the others as well.
+# `test_checker` covers the others.
 OTHERS = ("zero1", "hsdp-zero2", "unused and reused", "checkpointed")
 FIRST = cover([row for row in ROWS if not {*OTHERS} & {*row}], strength=1)
 

@@ -1,4 +1,4 @@
-"""The checker finds what is wrong with small programs, and nothing else."""
+"""The checker finds exactly the problems of small programs."""
 
 import pytest
 

@@ -29,7 +29,7 @@ from tests.fuzz.programs import (
 )
 from tests.streams.random_programs import assert_holds_on_streams
 
-# What random programs have found.
+# Programs that revealed bugs.
 FOUND = {
     "complex gradients": Case(
         Model(Chain((Complex(), Odd("complex128")))), Sharding(strategy="hsdp", units=1)

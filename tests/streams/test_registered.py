@@ -23,7 +23,7 @@ from tests.streams.programs import DEVICE, Program, assert_trains_as_in_one_proc
 from tests.streams.simulation import Problem, Simulation
 
 REGISTERED, SYMMETRIC = MemoryKind.REGISTERED, MemoryKind.SYMMETRIC
-LARGE = 200  # bytes: more than flags, norms and checks of what was sharded have
+LARGE = 200  # bytes; flags, norms and checks are smaller
 
 
 def program(kind: MemoryKind, **options: Any) -> Program:
@@ -69,7 +69,7 @@ def test_memory_is_registered_once_and_gathers_need_no_kernels() -> None:
     simulation = Simulation()
     with simulated(simulation):
         train(Program(memory=SYMMETRIC, steps=4), simulation, build("small"))
-    assert simulation.num_registered <= 3  # of large gathers, of small ones, of gradients
+    assert simulation.num_registered <= 3  # large gathers, small gathers, gradients
     assert ["/gather/" in name for name in simulation.groups_without_kernels] == [True]
     assert len(simulation.groups) == 2
 

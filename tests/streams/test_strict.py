@@ -1,4 +1,4 @@
-"""The group that stands for NCCL refuses what NCCL refuses."""
+"""The strict group has the restrictions of NCCL."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ OWN, RANKS = 1, 2
 
 @pytest.fixture
 def group() -> Iterator[StrictGroup]:
-    """Of rank 1 of two ranks."""
+    """The strict group of rank 1 of two ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=OWN, world_size=RANKS)
     simulation = Simulation()
     try:

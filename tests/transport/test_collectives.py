@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter between real ranks, and how these come back into step."""
+"""All-gathers and reductions between real ranks, and how ranks resynchronize after errors."""
 
 import itertools
 import re
@@ -42,66 +42,66 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
-WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # of float32: what passes through a window in pieces
-SIZES = [0, 1, 7, 1025, 300_001]  # the last is read from memory to memory, in pieces
+WINDOWS = 2 * _PIECE_BYTES // 4 + 1  # float32 elements that need more than one window
+SIZES = [0, 1, 7, 1025, 300_001]  # the last one is read from memory, in pieces
 CASTS = [
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float64),
     (torch.float32, torch.bfloat16),
 ]
-IMPATIENT = 0.05  # seconds between the looks at a wait that takes long
+IMPATIENT = 0.05  # seconds between looks during a wait
 
 
 @on_ranks(3, thorough=(2, 4))
-def test_all_reduces_are_those_of_the_backend() -> None:
-    """Whole; and in parts, with a rest that no part has."""
+def test_all_reduces_equal_those_of_the_backend() -> None:
+    """Small ones, which are sent whole; and large ones, also with elements left over."""
     mesh = _mesh("ddp")
-    links, stages = _links(), mesh.reduction
+    comm, stages = _communicator(), mesh.reduction
     for size in (*SIZES[1:], 20_003, 4 * WINDOWS + 3):
-        flat = torch.randint(0, 50, (size,)).add_(links.rank).float()
+        flat = torch.randint(0, 50, (size,)).add_(comm.rank).float()
         out = torch.empty_like(flat)
-        links.wait(links.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
+        comm.wait(comm.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
         expected = flat.clone()
         dist.all_reduce(expected)
         assert torch.equal(out, expected), size
 
 
 @on_ranks(2, 3, thorough=(4,))
-def test_results_are_those_of_torch() -> None:
-    links = _links()
+def test_results_equal_those_of_torch() -> None:
+    comm = _communicator()
     for dtype in DTYPES:
         for size in SIZES:
-            # Small integers: their sums are exact in every dtype, in whatever order.
-            own = torch.randint(0, 50, (size,)).add_(links.rank).to(dtype)
-            pending, gathered = _gather(links, own)
-            links.wait(pending)
+            # Sums of small integers are exact in every dtype and order.
+            own = torch.randint(0, 50, (size,)).add_(comm.rank).to(dtype)
+            pending, gathered = _gather(comm, own)
+            comm.wait(pending)
             expected = torch.empty_like(gathered)
             dist.all_gather_into_tensor(expected, own)
             assert torch.equal(gathered, expected), f"{size} of {dtype}"
 
-            flat = torch.randint(0, 50, (links.num_ranks * size,)).add_(links.rank).to(dtype)
+            flat = torch.randint(0, 50, (comm.num_ranks * size,)).add_(comm.rank).to(dtype)
             before = flat.clone()
-            pending, out = _reduce(links, flat)
-            links.wait(pending)
+            pending, out = _reduce(comm, flat)
+            comm.wait(pending)
             expected = torch.empty_like(out)
             dist.reduce_scatter_tensor(expected, flat)
             assert torch.equal(out, expected), f"{size} of {dtype}"
-            assert torch.equal(flat, before), "what is reduced is only read"
+            assert torch.equal(flat, before), "a reduction only reads its input"
 
 
 @on_ranks(3, 4)
 def test_sums_are_taken_in_the_order_of_ranks() -> None:
-    links = _links()
-    ranks = links.num_ranks
+    comm = _communicator()
+    ranks = comm.num_ranks
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
         everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
-        pending, out = _reduce(links, everyone[links.rank].reshape(-1))
-        links.wait(pending)
-        expected = everyone[0, links.rank].clone()
+        pending, out = _reduce(comm, everyone[comm.rank].reshape(-1))
+        comm.wait(pending)
+        expected = everyone[0, comm.rank].clone()
         for rank in range(1, ranks):
-            expected += everyone[rank, links.rank]
-        assert torch.equal(out, expected), "to the last bit"
+            expected += everyone[rank, comm.rank]
+        assert torch.equal(out, expected), "bitwise equal"
 
 
 @pytest.mark.parametrize(
@@ -115,131 +115,131 @@ def test_sums_are_taken_in_the_order_of_ranks() -> None:
     ),
 )
 @on_ranks()
-def test_sums_are_cast_to_where_they_go(preset: str, way: str) -> None:
+def test_sums_are_cast_to_the_dtype_of_their_output(preset: str, way: str) -> None:
     strategy, size = PRESETS[preset], dist.get_world_size()
     factor = size // 2 if strategy.num_axes > 1 else None
     mesh = resolve_mesh(None, strategy, sharding_factor=factor)
     with only(way):
-        links = Communicator(mesh.world, CPU)
+        comm = Communicator(mesh.world, CPU)
     for (of, to), num_elements in itertools.product(CASTS, (33, 20_001, WINDOWS)):
-        _check_cast(mesh, links, of, to, num_elements)
+        _check_cast(mesh, comm, of, to, num_elements)
 
 
 @on_ranks(2, 4)
 def test_collectives_of_a_queue_run_in_order() -> None:
-    links = _links()
-    before, other = _state(links.gather), _state(links.reduce)
+    comm = _communicator()
+    before, other = _state(comm.gather), _state(comm.reduce)
     launched = [
-        _gather(links, torch.full((number,), float(number)), f"gather {number}")
+        _gather(comm, torch.full((number,), float(number)), f"gather {number}")
         for number in range(8)
     ]
     pendings = [pending for pending, _ in launched]
-    links.wait(pendings[-1])
+    comm.wait(pendings[-1])
     for number, (pending, flat) in enumerate(launched):
-        assert pending.done, "those before it have ended"
+        assert pending.done, "earlier collectives have ended"
         assert torch.equal(flat, torch.full_like(flat, number))
     times = [moment for pending in pendings for moment in pending.span]
     assert times == sorted(times)
     numbers = range(before.issued + 1, before.issued + 9)
     collectives = [pending.collective for pending in pendings]
-    ranks = links.world.ranks
+    ranks = comm.world.ranks
     assert collectives == [
         CollectiveId(number, f"gather {size}", 4 * size, ranks)
         for size, number in enumerate(numbers)
     ]
-    after = _state(links.gather)
+    after = _state(comm.gather)
     assert after.issued == before.issued + 8
     tags = [collective.tag for collective in collectives if collective is not None]
     assert list(after.ended)[-8:] == tags
     assert all(after.has_begun(one) for one in collectives if one is not None)
-    assert _state(links.reduce) == other, "the other link has its own numbers"
-    by_rank: list[list[int]] = [[]] * links.num_ranks
+    assert _state(comm.reduce) == other, "the other queue has its own numbers"
+    by_rank: list[list[int]] = [[]] * comm.num_ranks
     dist.all_gather_object(by_rank, tags)
     assert all(others == tags for others in by_rank)
 
 
 @on_ranks(3)
 def test_launching_returns_before_the_slowest_rank_arrives() -> None:
-    """The last rank comes only when the others have returned from launching."""
-    links = _links()
-    is_last = links.rank == links.num_ranks - 1
+    """The last rank arrives only after the others have returned from the launch."""
+    comm = _communicator()
+    is_last = comm.rank == comm.num_ranks - 1
     if is_last:
         dist.barrier()
         time.sleep(0.05)
     arrived = time.perf_counter()
-    gathering, gathered = _gather(links, torch.ones(3))
-    reducing, reduced = _reduce(links, torch.ones(3 * links.num_ranks))
+    gathering, gathered = _gather(comm, torch.ones(3))
+    reducing, reduced = _reduce(comm, torch.ones(3 * comm.num_ranks))
     if not is_last:
         assert not gathering.done
         assert not reducing.done
         arrived = time.perf_counter()
         dist.barrier()
     for pending, result, expected in ((gathering, gathered, 1.0), (reducing, reduced, 3.0)):
-        links.wait(pending)
+        comm.wait(pending)
         assert torch.equal(result, torch.full_like(result, expected))
         assert pending.span[1] > arrived
 
 
 @on_ranks(2)
 def test_gathers_do_not_queue_behind_reductions() -> None:
-    links = _links()
-    if links.rank == 0:
-        reducing, out = _reduce(links, torch.ones(6))
-        _check_gather(links)
+    comm = _communicator()
+    if comm.rank == 0:
+        reducing, out = _reduce(comm, torch.ones(6))
+        _check_gather(comm)
         assert not reducing.done
     else:
-        _check_gather(links)
+        _check_gather(comm)
         dist.barrier()
-        reducing, out = _reduce(links, torch.ones(6))
-    if links.rank == 0:
+        reducing, out = _reduce(comm, torch.ones(6))
+    if comm.rank == 0:
         dist.barrier()
-    links.wait(reducing)
+    comm.wait(reducing)
     assert torch.equal(out, torch.full((3,), 2.0))
 
 
 @on_ranks(2)
-def test_a_slot_is_filled_when_its_turn_comes() -> None:
-    """A gather that waits behind another does not write into its buffer yet."""
-    links = _links()
-    if links.rank == 0:
-        first, _ = _gather(links, torch.ones(3))
-        second, flat = _gather(links, torch.ones(3))
+def test_a_slot_is_filled_when_its_gather_runs() -> None:
+    """A gather that waits behind another one has not written to its buffer."""
+    comm = _communicator()
+    if comm.rank == 0:
+        first, _ = _gather(comm, torch.ones(3))
+        second, flat = _gather(comm, torch.ones(3))
         assert not first.wait(0.1)
         assert torch.equal(flat, torch.full((6,), -1.0))
         dist.barrier()
     else:
         dist.barrier()
-        _gather(links, torch.ones(3))
-        second, flat = _gather(links, torch.ones(3))
-    links.wait(second)
+        _gather(comm, torch.ones(3))
+        second, flat = _gather(comm, torch.ones(3))
+    comm.wait(second)
     assert torch.equal(flat, torch.ones(6))
 
 
 @pytest.mark.parametrize("difference", ["label", "size", "number"])
 @on_ranks(2)
 def test_different_collectives_never_mix(difference: str) -> None:
-    links = _links()
-    _check_gather(links)
-    odd = links.rank == 1
+    comm = _communicator()
+    _check_gather(comm)
+    odd = comm.rank == 1
     if odd and difference == "number":
-        assert isinstance(links.gather, HostCollectives)
-        links.gather._issued += 1
+        assert isinstance(comm.gather, HostCollectives)
+        comm.gather._issued += 1
     size = 5 if odd and difference == "size" else 3
     label = "gather b" if odd and difference == "label" else "gather a"
-    with _hurried(links):
-        pending, flat = _gather(links, torch.full((size,), 8.0), label)
+    with _hurried(comm):
+        pending, flat = _gather(comm, torch.full((size,), 8.0), label)
         with pytest.raises(sw.RanksDiverged) as caught:
-            links.wait(pending)
-        own = flat.view(2, -1)[links.rank]
+            comm.wait(pending)
+        own = flat.view(2, -1)[comm.rank]
         assert torch.equal(own, torch.full((size,), 8.0))
-        assert torch.equal(flat.view(2, -1)[1 - links.rank], torch.full((size,), -1.0))
-        links.recover()
+        assert torch.equal(flat.view(2, -1)[1 - comm.rank], torch.full((size,), -1.0))
+        comm.recover()
         assert pending.done
         for _ in range(3):
-            _check_gather(links)
+            _check_gather(comm)
     issued = [0, 0]
-    dist.all_gather_object(issued, _state(links.gather).issued)
-    assert issued[0] == issued[1], "back in step"
+    dist.all_gather_object(issued, _state(comm.gather).issued)
+    assert issued[0] == issued[1], "the ranks are synchronized again"
     texts = [""] * 2
     dist.all_gather_object(texts, str(caught.value))
     assert texts[0] == texts[1], "the same on every rank"
@@ -250,120 +250,121 @@ def test_different_collectives_never_mix(difference: str) -> None:
 @pytest.mark.parametrize("aborting", [0, 2])
 @on_ranks(3)
 def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> None:
-    links = _links()
-    with _hurried(links):
+    comm = _communicator()
+    with _hurried(comm):
         for round_ in range(2):
-            _check_gather(links)
-            if links.rank == aborting:
-                links.abort(ValueError(f"it hurts, round {round_}"))
+            _check_gather(comm)
+            dist.barrier()  # no rank raises while another one still waits for this gather
+            if comm.rank == aborting:
+                comm.abort(ValueError(f"it hurts, round {round_}"))
             else:
-                pending, _ = _reduce(links, torch.ones(3 * links.num_ranks))
+                pending, _ = _reduce(comm, torch.ones(3 * comm.num_ranks))
                 message = (
                     rf"rank {aborting} gave up in step 5, .*: ValueError: it hurts, round {round_}$"
                 )
                 with pytest.raises(sw.PeerAborted, match=message):
-                    links.wait(pending)
-            links.recover()
-            _check_reduce(links)
+                    comm.wait(pending)
+            comm.recover()
+            _check_reduce(comm)
 
 
 @on_ranks(3)
-def test_ranks_that_sum_in_pieces_through_gloo_come_back_into_step() -> None:
-    """What the rank that raised sends in place of its part is cut like that."""
+def test_ranks_that_sum_in_pieces_through_gloo_recover() -> None:
+    """The rank that raised sends placeholders in the same pieces."""
     with only("gloo"):
-        links = Communicator(_mesh("fsdp").world, CPU)
+        comm = Communicator(_mesh("fsdp").world, CPU)
     piece = mock.patch.object(point_to_point, "_GLOO_PIECE_BYTES", 2 * INLINE_BYTES)
-    with _hurried(links), piece:
-        if links.rank == 1:
-            links.abort(ValueError("it hurts"))
+    with _hurried(comm), piece:
+        if comm.rank == 1:
+            comm.abort(ValueError("it hurts"))
         else:
-            pending, _ = _reduce(links, torch.ones(3 * WINDOWS))
+            pending, _ = _reduce(comm, torch.ones(3 * WINDOWS))
             with pytest.raises(sw.PeerAborted):
-                links.wait(pending)
-        links.recover()
-        pending, out = _reduce(links, torch.ones(3 * WINDOWS))
-        links.wait(pending)
+                comm.wait(pending)
+        comm.recover()
+        pending, out = _reduce(comm, torch.ones(3 * WINDOWS))
+        comm.wait(pending)
     assert torch.equal(out, torch.full((WINDOWS,), 3.0))
 
 
 @on_ranks(2)
 def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
-    links = _links()
+    comm = _communicator()
     fills: list[Callable[[], None]] = [_raise, lambda: None]
     for fill in fills:
         flat = torch.zeros(6)
-        pending = links.gather.all_gather(flat, links.world, "gather", fill)
+        pending = comm.gather.all_gather(flat, comm.world, "gather", fill)
         if fill is _raise:
             with pytest.raises(ZeroDivisionError, match="it hurts"):
-                links.wait(pending)
-            links.recover()
+                comm.wait(pending)
+            comm.recover()
         else:
-            links.wait(pending)
-    _check_gather(links)
+            comm.wait(pending)
+    _check_gather(comm)
 
 
 @on_ranks(2)
 def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
-    links = _links()
-    fill, error = (_raise, ZeroDivisionError) if links.rank else (lambda: None, sw.PeerAborted)
-    pending = links.gather.all_gather(torch.zeros(6), links.world, "gather", fill)
-    with _hurried(links), pytest.raises(error):
-        links.wait(pending)
-    links.recover()
-    _check_gather(links)
+    comm = _communicator()
+    fill, error = (_raise, ZeroDivisionError) if comm.rank else (lambda: None, sw.PeerAborted)
+    pending = comm.gather.all_gather(torch.zeros(6), comm.world, "gather", fill)
+    with _hurried(comm), pytest.raises(error):
+        comm.wait(pending)
+    comm.recover()
+    _check_gather(comm)
 
 
 @on_ranks(2)
 def test_a_slow_rank_is_waited_for() -> None:
-    """Many beats pass, and nobody despairs: the slow rank has not spoken, for it computes."""
-    links = _links()
-    with _hurried(links):
-        if links.rank == 1:
+    """A rank that computes publishes no report, so the others wait for many looks."""
+    comm = _communicator()
+    with _hurried(comm):
+        if comm.rank == 1:
             time.sleep(8 * IMPATIENT)
-        for _ in range(20):  # more than a link remembers: what rank 0 last waited for is forgotten
-            _check_gather(links)
-        if links.rank == 0:
+        for _ in range(20):  # a queue forgets the gather that rank 0 waited for
+            _check_gather(comm)
+        if comm.rank == 0:
             time.sleep(8 * IMPATIENT)
-        _check_gather(links)
+        _check_gather(comm)
 
 
 @on_ranks(2)
 def test_a_group_has_one_communicator() -> None:
-    links = _links()
-    assert _links() is links
+    comm = _communicator()
+    assert _communicator() is comm
     alone = RankGroup((0,), 0, dist.new_group([dist.get_rank()], use_local_synchronization=True))
     other = communicator(alone, CPU)
-    assert other is not links
+    assert other is not comm
     assert other is communicator(alone, CPU)
 
 
 @on_ranks(2)
-def test_a_communicator_goes_with_its_group() -> None:
+def test_a_communicator_is_freed_with_its_group() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     alone = RankGroup((0,), 0, group)
-    links = communicator(alone, CPU)
-    links.wait(links.gather.all_gather(torch.zeros(3), alone, "gather"))
-    watched: list[weakref.ref[Any]] = [weakref.ref(links), weakref.ref(links.gather.stream)]
+    comm = communicator(alone, CPU)
+    comm.wait(comm.gather.all_gather(torch.zeros(3), alone, "gather"))
+    watched: list[weakref.ref[Any]] = [weakref.ref(comm), weakref.ref(comm.gather.stream)]
     dist.destroy_process_group(group)
-    del group, alone, links
+    del group, alone, comm
     assert eventually(lambda: all(reference() is None for reference in watched))
 
 
 def test_one_rank_needs_no_backend() -> None:
     alone = RankGroup((0,), 0)
-    links = Communicator(alone, CPU)
+    comm = Communicator(alone, CPU)
     flat, out, filled = torch.arange(5.0), torch.zeros(5), torch.zeros(5)
-    assert not links.is_monitored
-    links.wait(links.gather.all_gather(filled, alone, "gather", lambda: _fill(filled, 3)))
+    assert not comm.is_monitored
+    comm.wait(comm.gather.all_gather(filled, alone, "gather", lambda: _fill(filled, 3)))
     stages = (Stage(Operation.REDUCE_SCATTER, alone),)
-    links.wait(links.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
+    comm.wait(comm.reduce.reduce(Reduction(flat, out, None, out, stages), "reduce"))
     assert torch.equal(filled, torch.full((5,), 3.0))
     assert torch.equal(out, flat)
-    failing = links.gather.all_gather(flat, alone, "gather", _raise)
+    failing = comm.gather.all_gather(flat, alone, "gather", _raise)
     with pytest.raises(ZeroDivisionError):
-        links.wait(failing)
-    links.recover()
-    links.wait(links.gather.all_gather(flat, alone, "gather"))
+        comm.wait(failing)
+    comm.recover()
+    comm.wait(comm.gather.all_gather(flat, alone, "gather"))
 
 
 # -- in a rank -----------------------------------------------------------------------------------
@@ -373,11 +374,11 @@ def _mesh(preset: str) -> DataParallelMesh:
     return resolve_mesh(None, PRESETS[preset])
 
 
-def _links() -> Communicator:
-    links = communicator(_mesh("fsdp").world, CPU)
-    links.recover()  # an earlier test may have ended in an error
-    links.step, links.where = 5, "testing"
-    return links
+def _communicator() -> Communicator:
+    comm = communicator(_mesh("fsdp").world, CPU)
+    comm.recover()  # an earlier test may have ended in an error
+    comm.step, comm.where = 5, "testing"
+    return comm
 
 
 def _fill(tensor: Tensor, value: float) -> None:
@@ -388,51 +389,51 @@ def _raise() -> None:
     raise ZeroDivisionError("it hurts")
 
 
-def _gather(links: Communicator, own: Tensor, label: str = "gather") -> tuple[Work, Tensor]:
-    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing came yet."""
-    flat = torch.zeros(links.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
-    slot = flat.view(links.num_ranks, -1)[links.rank] if own.numel() else flat
-    return links.gather.all_gather(flat, links.world, label, lambda: _copy(slot, own)), flat
+def _gather(comm: Communicator, own: Tensor, label: str = "gather") -> tuple[Work, Tensor]:
+    """Launch a gather of ``own`` [S]: the result [ranks * S] is -1 where nothing was received."""
+    flat = torch.zeros(comm.num_ranks * own.numel(), dtype=own.dtype).sub_(1)
+    slot = flat.view(comm.num_ranks, -1)[comm.rank] if own.numel() else flat
+    return comm.gather.all_gather(flat, comm.world, label, lambda: _copy(slot, own)), flat
 
 
 def _copy(to: Tensor, of: Tensor) -> None:
     to.copy_(of)
 
 
-def _reduce(links: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Work, Tensor]:
+def _reduce(comm: Communicator, flat: Tensor, label: str = "reduce") -> tuple[Work, Tensor]:
     """Launch a sum of ``flat`` [ranks * S]: the result is this rank's slot [S]."""
-    size = flat.numel() // links.num_ranks
+    size = flat.numel() // comm.num_ranks
     out = torch.zeros(size, dtype=flat.dtype).sub_(1)
-    stages = (Stage(Operation.REDUCE_SCATTER, links.world),)
-    return links.reduce.reduce(Reduction(flat, out, None, out, stages), label), out
+    stages = (Stage(Operation.REDUCE_SCATTER, comm.world),)
+    return comm.reduce.reduce(Reduction(flat, out, None, out, stages), label), out
 
 
-def _check_gather(links: Communicator, size: int = 3) -> None:
-    """The links work: every rank's slot comes to its place."""
-    pending, flat = _gather(links, torch.full((size,), float(links.rank)))
-    links.wait(pending)
-    expected = torch.arange(float(links.num_ranks)).repeat_interleave(size)
+def _check_gather(comm: Communicator, size: int = 3) -> None:
+    """Check that every rank receives all slots."""
+    pending, flat = _gather(comm, torch.full((size,), float(comm.rank)))
+    comm.wait(pending)
+    expected = torch.arange(float(comm.num_ranks)).repeat_interleave(size)
     assert torch.equal(flat, expected)
 
 
-def _check_reduce(links: Communicator) -> None:
-    pending, out = _reduce(links, torch.arange(2.0 * links.num_ranks))
-    links.wait(pending)
-    expected = torch.arange(2.0) + 2 * links.rank
-    assert torch.equal(out, links.num_ranks * expected)
+def _check_reduce(comm: Communicator) -> None:
+    pending, out = _reduce(comm, torch.arange(2.0 * comm.num_ranks))
+    comm.wait(pending)
+    expected = torch.arange(2.0) + 2 * comm.rank
+    assert torch.equal(out, comm.num_ranks * expected)
 
 
 @contextmanager
-def _hurried(links: Communicator) -> Iterator[None]:
-    usual, links.patience = links.patience, Patience(poll_seconds=IMPATIENT)
+def _hurried(comm: Communicator) -> Iterator[None]:
+    usual, comm.patience = comm.patience, Patience(poll_seconds=IMPATIENT)
     try:
         yield
     finally:
-        links.patience = usual
+        comm.patience = usual
 
 
 def _check_cast(
-    mesh: DataParallelMesh, links: Communicator, of: torch.dtype, to: torch.dtype, size: int
+    mesh: DataParallelMesh, comm: Communicator, of: torch.dtype, to: torch.dtype, size: int
 ) -> None:
     own, row, column = mesh.group_rank, mesh.row, mesh.column
     slots = mesh.shards.size if mesh.is_two_level else row.size
@@ -442,7 +443,7 @@ def _check_cast(
     carried = torch.randn(len(inner)).to(of) if column.size == 1 else None
     out = torch.empty(size, dtype=to)
     reduction = Reduction(flat, inner, carried, out, mesh.reduction, 0.3)
-    links.wait(links.reduce.reduce(reduction, "reduce"))
+    comm.wait(comm.reduce.reduce(reduction, "reduce"))
 
     parts = everyone.view(mesh.num_ranks, row.size, -1)[:, row.index]
     if mesh.is_two_level:
@@ -453,7 +454,7 @@ def _check_cast(
         total = terms[0].clone()
         for term in terms[1:]:
             total += term
-        assert torch.equal(out, total.to(to) * 0.3), f"to the last bit, {what}"
+        assert torch.equal(out, total.to(to) * 0.3), f"bitwise equal, {what}"
     exact = torch.stack(terms).double().sum(0) * 0.3
     coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)
     torch.testing.assert_close(out.double(), exact, rtol=4 * coarsest, atol=8 * coarsest, msg=what)
@@ -461,7 +462,7 @@ def _check_cast(
         replicas = [torch.empty_like(out) for _ in range(mesh.num_ranks)]
         dist.all_gather(replicas, out)
         for rank in column.ranks:
-            assert torch.equal(out, replicas[rank]), f"replicas get the same bits, {what}"
+            assert torch.equal(out, replicas[rank]), f"replicas have the same bits, {what}"
 
 
 def _state(queue: Collectives) -> QueueState:

@@ -1,4 +1,4 @@
-"""CommStreams: jobs in order beside the caller, and nothing kept once they are done."""
+"""Streams run jobs in order, concurrently with the caller, and keep nothing afterwards."""
 
 import gc
 import threading
@@ -59,7 +59,7 @@ def test_jobs_run_in_order(stream: CommStream) -> None:
     assert times == sorted(times), "one after the other"
 
 
-def test_a_work_says_when_its_job_ran(stream: CommStream) -> None:
+def test_a_work_has_the_times_of_its_job(stream: CommStream) -> None:
     before = time.perf_counter()
     work = stream.submit(lambda: time.sleep(0.02))
     assert work.wait(PATIENCE_SECONDS)
@@ -68,7 +68,7 @@ def test_a_work_says_when_its_job_ran(stream: CommStream) -> None:
     assert work.error is None
 
 
-def test_an_error_is_carried_by_its_work_and_the_stream_goes_on(stream: CommStream) -> None:
+def test_a_work_has_the_error_of_its_job_and_the_stream_continues(stream: CommStream) -> None:
     failing, fine = stream.submit(fail), stream.submit(lambda: None)
     assert failing.wait(PATIENCE_SECONDS), "waiting for it does not raise"
     assert fine.wait(PATIENCE_SECONDS)
@@ -117,10 +117,10 @@ def test_a_thread_stream_does_not_block_its_caller() -> None:
     assert ran_on == ["stream of a test"]
 
 
-def test_the_thread_ends_when_the_stream_is_dropped_and_not_before() -> None:
+def test_the_thread_ends_when_the_stream_is_freed_and_not_before() -> None:
     stream = ThreadStream("stream to drop")
     (thread,) = threads("stream to drop")
-    assert thread.daemon, "it never keeps Python from ending"
+    assert thread.daemon, "it does not keep the process alive"
     assert stream.submit(lambda: None).wait(PATIENCE_SECONDS)
     assert thread.is_alive()
     del stream
@@ -128,7 +128,7 @@ def test_the_thread_ends_when_the_stream_is_dropped_and_not_before() -> None:
     assert not threads("stream to drop")
 
 
-def test_what_was_submitted_still_runs_when_the_stream_is_dropped() -> None:
+def test_submitted_jobs_still_run_when_the_stream_is_freed() -> None:
     stream = ThreadStream("stream to drop")
     go_on = threading.Event()
     ended: list[bool] = []
@@ -144,7 +144,7 @@ def test_what_was_submitted_still_runs_when_the_stream_is_dropped() -> None:
 # -- DeviceStream and the rest ---------------------------------------------------------------------
 
 
-def test_a_stream_of_the_cpu_runs_jobs_at_once_on_the_callers_thread() -> None:
+def test_a_stream_of_the_cpu_runs_jobs_immediately_on_the_callers_thread() -> None:
     ran_on: list[threading.Thread] = []
     work = DeviceStream(CPU).submit(lambda: ran_on.append(threading.current_thread()))
     assert work.done
@@ -159,7 +159,7 @@ def test_a_work_without_a_job_is_not_done() -> None:
 
 
 class _Clock:
-    """Stands in for a device's streams and events; `log` is what was queued."""
+    """Replaces the streams and events of a device; `log` has what was queued."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -196,7 +196,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 @pytest.mark.parametrize("name", ["cuda:0", "xpu:1"])
 def test_streams_of_any_accelerator_wait_for_each_other(clock: _Clock, name: str) -> None:
-    """For those of their own device: another one may be current."""
+    """They use the current stream of their own device, which may not be the current device."""
     stream = DeviceStream(torch.device(name))
     clock.log.clear()
     work = stream.submit(lambda: clock.log.append(("job",)))
@@ -223,10 +223,10 @@ def test_the_host_reads_times_of_a_device_late() -> None:
     assert ended.event.synchronize.called  # type: ignore[attr-defined]
 
 
-def test_an_error_of_a_job_on_a_device_is_raised_by_whoever_waits(clock: _Clock) -> None:
+def test_an_error_of_a_job_on_a_device_is_raised_when_the_host_synchronizes(clock: _Clock) -> None:
     failed = DeviceStream(torch.device("cuda", 0)).submit(fail)
     assert failed.wait(0.0), "waiting for it does not raise"
-    assert clock.log[-1][:2] == ("wait", "current of cuda:0"), "it had queued something before"
+    assert clock.log[-1][:2] == ("wait", "current of cuda:0"), "kernels may be queued"
     with pytest.raises(ValueError, match="it hurts"):
         failed.synchronize()
 
@@ -236,7 +236,7 @@ def test_without_a_gpu_all_is_on_the_cpu() -> None:
     assert local_device() == CPU
 
 
-# -- which device is a rank's own ------------------------------------------------------------------
+# -- the device of a rank ------------------------------------------------------------------------
 
 
 def _with_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, current: int) -> Any:
@@ -257,12 +257,12 @@ def _with_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, c
     ("count", "current", "local_rank", "expected"),
     [
         (8, 0, 3, 3),
-        (1, 0, 3, 0),  # as under a launcher that shows each rank its own
+        (1, 0, 3, 0),  # the launcher shows each rank one device
         (4, 0, 6, 2),
-        (8, 5, 3, 5),  # `set_device` was called
+        (8, 5, 3, 5),  # the program called `set_device`
     ],
 )
-def test_ranks_have_accelerators_of_their_own(
+def test_each_rank_has_its_own_accelerator(
     monkeypatch: pytest.MonkeyPatch, count: int, current: int, local_rank: int, expected: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -297,7 +297,7 @@ def test_the_device_of_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) ->
         ("cpu:gloo,cuda:gloo", None),
     ],
 )
-def test_the_backend_says_whether_a_group_is_of_accelerators(
+def test_the_backend_determines_the_accelerator_of_a_group(
     monkeypatch: pytest.MonkeyPatch, config: str, expected: str | None
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _group: config)
@@ -313,7 +313,7 @@ def test_apples_gpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
         attach.device_for(nn.Linear(2, 2), mock.Mock(accelerator=None))
 
 
-def test_random_states_are_those_of_the_devices_own_module(
+def test_random_states_come_from_the_module_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = mock.Mock()
@@ -332,7 +332,7 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
 
 
 class TimedEvent:
-    """An event of a device that tells times as CUDA does: milliseconds in single precision."""
+    """An event that measures times as CUDA does: in float32 milliseconds."""
 
     now = 0.0  # seconds
 

@@ -1,4 +1,4 @@
-"""Ranks of accelerators that wait for each other in vain: found by a thread, as no host waits."""
+"""Accelerators that wait forever are detected by the heartbeat thread, since no host waits."""
 
 import re
 import threading
@@ -27,7 +27,7 @@ DEADLINE_SECONDS = 60.0
 
 
 class Late(Device):
-    """A device whose events take place when a test says so."""
+    """A device whose events complete when a test says so."""
 
     is_accelerator = True
     is_open = True
@@ -37,7 +37,7 @@ class Late(Device):
 
 
 class Group:
-    """A process group that moves nothing."""
+    """A process group that does nothing."""
 
     group_name = "group"
 
@@ -51,21 +51,23 @@ class Group:
 
 
 class Ranks:
-    """Communicators of two ranks, as threads of this process have them."""
+    """The communicators of two ranks in this process."""
 
     def __init__(self) -> None:
-        self.groups: deque[Group] = deque()  # that were made
+        self.groups: deque[Group] = deque()  # created so far
         parents: list[Any] = [Group(), Group()]
         worlds = [RankGroup((0, 1), rank, parent) for rank, parent in enumerate(parents)]
         self._alive = parents
-        self.links = [Communicator(world, torch.device("cpu"), PATIENCE) for world in worlds]
-        for links in self.links:
-            links.step, links.where = 7, "forward of a"
+        self.communicators = [
+            Communicator(world, torch.device("cpu"), PATIENCE) for world in worlds
+        ]
+        for comm in self.communicators:
+            comm.step, comm.where = 7, "forward of a"
 
     def gather(self, rank: int, label: str) -> Tensor:
-        links = self.links[rank]
+        comm = self.communicators[rank]
         flat = torch.zeros(4)
-        links.wait(links.gather.all_gather(flat, links.world, label))
+        comm.wait(comm.gather.all_gather(flat, comm.world, label))
         return flat
 
     def new_group(self, _ranks: RankGroup, _backend: str, name: str, **_options: bool) -> Group:
@@ -73,12 +75,12 @@ class Ranks:
         return self.groups[-1]
 
     def recover(self) -> None:
-        threads = [threading.Thread(target=links.recover) for links in self.links]
+        threads = [threading.Thread(target=comm.recover) for comm in self.communicators]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_SECONDS)
-        assert [links.epoch for links in self.links] == [1, 1]
+        assert [comm.epoch for comm in self.communicators] == [1, 1]
 
 
 @pytest.fixture
@@ -109,11 +111,11 @@ def until(condition: Callable[[], bool]) -> None:
 def test_ranks_that_wait_for_different_things_get_one_error(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.gather(rank, "gather a")
-        assert ranks.links[rank]._queues()[0].running is None
+        assert ranks.communicators[rank]._queues()[0].running is None
     Late.is_open = False
     for rank, label in enumerate(("gather b", "gather c")):
         ranks.gather(rank, label)  # no host waits
-    # All are aborted, or the device would never go on.
+    # All are aborted; otherwise the device would never continue.
     until(lambda: all(group.was_aborted for group in ranks.groups))
     texts = []
     for rank in range(2):
@@ -125,17 +127,17 @@ def test_ranks_that_wait_for_different_things_get_one_error(ranks: Ranks) -> Non
     assert re.search(r"\n  1 +7 +forward of a +gather a +gather c ", texts[0])
 
 
-def test_after_an_error_ranks_go_on_with_groups_of_their_own(ranks: Ranks) -> None:
+def test_after_an_error_ranks_continue_with_new_groups(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.gather(rank, "gather a")
     before = {group.name for group in ranks.groups}
-    ranks.links[1].abort(ValueError("it hurts"))
+    ranks.communicators[1].abort(ValueError("it hurts"))
     Late.is_open = False
     ranks.gather(0, "gather b")
-    until(lambda: ranks.links[0]._found is not None)
+    until(lambda: ranks.communicators[0]._error is not None)
     message = "rank 1 gave up in step 7, .*: ValueError: it hurts"
     with pytest.raises(sw.PeerAborted, match=message):
-        ranks.links[0].recover()  # at the start of its next step, if it waits for nothing earlier
+        ranks.communicators[0].recover()  # as at the start of its next step
     Late.is_open = True
     ranks.recover()
     num_groups = len(ranks.groups)
@@ -148,27 +150,27 @@ def test_after_an_error_ranks_go_on_with_groups_of_their_own(ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize("labels", [("gather a", "gather a"), ("gather a",)])
-def test_a_device_that_may_still_go_on_is_waited_for(ranks: Ranks, labels: tuple[str, ...]) -> None:
-    """All ranks have begun it; or one is busy, and others wait for it."""
+def test_a_device_that_may_continue_is_no_error(ranks: Ranks, labels: tuple[str, ...]) -> None:
+    """All ranks have begun the gather, or one rank is busy."""
     Late.is_open = False
     for rank, label in enumerate(labels):
         ranks.gather(rank, label)
-    until(lambda: ranks.links[0]._stuck > 12)
+    until(lambda: ranks.communicators[0]._device_looks.count > 12)
     Late.is_open = True
-    until(lambda: ranks.links[0]._stuck == 0)
-    for links in ranks.links:
-        assert not links.is_broken
-        links.recover()
-        assert links.epoch == 0
+    until(lambda: ranks.communicators[0]._device_looks.count == 0)
+    for comm in ranks.communicators:
+        assert not comm.is_broken
+        comm.recover()
+        assert comm.epoch == 0
 
 
-def test_a_communicator_goes_while_its_device_is_watched(ranks: Ranks) -> None:
+def test_a_communicator_is_freed_while_its_device_is_watched(ranks: Ranks) -> None:
     ranks.gather(0, "gather a")
-    links = weakref.ref(ranks.links.pop(0))
-    until(lambda: links() is None)
+    comm = weakref.ref(ranks.communicators.pop(0))
+    until(lambda: comm() is None)
 
 
-def test_only_backends_that_streams_order_are_watched() -> None:
+def test_only_stream_ordered_backends_are_watched() -> None:
     world = RankGroup((0, 1), 0, mock.Mock())
     for backend, watched in (("nccl", True), ("xccl", True), ("fake", False), ("gloo", False)):
         queue = ProcessGroupCollectives(world, torch.device("cpu"), backend, "queue")
@@ -178,7 +180,7 @@ def test_only_backends_that_streams_order_are_watched() -> None:
 def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = ranks.links[0]
+    comm = ranks.communicators[0]
     looking, goes_on = threading.Event(), threading.Event()
 
     def check_reports(_epoch: int) -> None:
@@ -186,16 +188,16 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
         goes_on.wait(DEADLINE_SECONDS)
         raise sw.PeerAborted("rank 1 gave up")
 
-    assert links._monitor is not None
-    monkeypatch.setattr(links._monitor, "check_reports", check_reports)
+    assert comm._monitor is not None
+    monkeypatch.setattr(comm._monitor, "check_reports", check_reports)
     Late.is_open = False
     ranks.gather(0, "gather a")
     assert looking.wait(DEADLINE_SECONDS)
-    aborting = threading.Thread(target=links.abort, args=(ValueError("it hurts"),))
+    aborting = threading.Thread(target=comm.abort, args=(ValueError("it hurts"),))
     aborting.start()
-    aborting.join(0.05)  # long enough to overtake the look, if it may
+    aborting.join(0.05)  # long enough to overtake the look, if that were possible
     goes_on.set()
     aborting.join(DEADLINE_SECONDS)
     time.sleep(0.05)  # for the look to end
-    assert links.is_broken
-    assert links._found is None
+    assert comm.is_broken
+    assert comm._error is None

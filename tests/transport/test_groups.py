@@ -1,4 +1,4 @@
-"""Groups of ranks: which process groups are made for them, and that ranks agree on those."""
+"""The process groups that are created for groups of ranks."""
 
 import inspect
 import threading
@@ -33,13 +33,13 @@ CPU = torch.device("cpu")
 
 
 def _by_torch(world: RankGroup, device: torch.device, name: str) -> ProcessGroupCollectives:
-    """As on a backend without point-to-point exchanges."""
+    """The collectives of a backend without point-to-point exchanges."""
     return ProcessGroupCollectives(world, device, "gloo", name)
 
 
 @contextmanager
 def _made_by(make: Callable[..., Collectives]) -> Iterator[None]:
-    """New communicators, whose collectives ``make`` makes; those of other tests are not used."""
+    """Create new communicators with ``make``, instead of those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_communicators", weakref.WeakKeyDictionary())
         patch.setattr(module, "make_collectives", make)
@@ -59,7 +59,7 @@ def test_slots_follow_the_order_of_the_mesh_without_point_to_point() -> None:
 @pytest.mark.parametrize("strategy", ["hsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
 def test_the_ledger_counts_collectives_of_a_process_group_too(strategy: str) -> None:
     def make(world: RankGroup, device: torch.device, name: str) -> ProcessGroupCollectives:
-        return _by_torch(world, device, f"{name}, counted with {strategy}")  # of no other test
+        return _by_torch(world, device, f"{name}, counted with {strategy}")  # a unique name
 
     with _made_by(make):
         for wire in (sw.Wire(), sw.Wire(gather="int8", reduce="int4", block=64)):
@@ -80,8 +80,8 @@ def test_reductions_of_a_permuted_mesh_without_point_to_point() -> None:
 
 @pytest.mark.parametrize("by_torch", [False, True])
 @on_ranks(3)
-def test_ranks_with_other_groups_before_agree(by_torch: bool) -> None:
-    """Rank 2 is not in the first group, and does not count it."""
+def test_ranks_that_have_created_other_groups_agree(by_torch: bool) -> None:
+    """Rank 2 is not in the first group, so torch counts fewer groups there."""
     dist.new_group([0, 1])
     make = _by_torch if by_torch else make_collectives
     with _made_by(make):
@@ -91,7 +91,7 @@ def test_ranks_with_other_groups_before_agree(by_torch: bool) -> None:
 
 
 @on_ranks(2)
-def test_two_process_groups_are_made() -> None:
+def test_two_process_groups_are_created() -> None:
     with _made_by(_by_torch):
         mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
         before = _num_groups()
@@ -102,13 +102,13 @@ def test_two_process_groups_are_made() -> None:
 
 
 @on_ranks(3)
-def test_a_mesh_of_some_ranks_makes_its_groups_once() -> None:
+def test_a_mesh_of_some_ranks_creates_its_groups_once() -> None:
     if dist.get_rank() == 2:
         dist.barrier()
         return
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"), _init_backend=False)
     threads = []
-    before = set(threading.enumerate())  # those of earlier tests may end at any time
+    before = set(threading.enumerate())  # threads of earlier tests may end at any time
     for _ in range(3):
         model = sw.fully_shard(nn.Linear(4, 4), mesh=mesh, strategy="hsdp")
         model(torch.ones(1, 4)).sum().backward()
@@ -150,7 +150,7 @@ def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
 
 @on_ranks(2)
 def test_later_stages_of_a_reduction_have_a_stream_of_their_own() -> None:
-    """The next reduce-scatter waits for compute, and not for the all-reduce before it."""
+    """The next reduce-scatter waits for compute but not for the all-reduce before it."""
     rank = dist.get_rank()
     row = RankGroup((0, 1), rank, dist.group.WORLD)
     column = RankGroup((1, 0), rank, dist.group.WORLD)
@@ -159,11 +159,11 @@ def test_later_stages_of_a_reduction_have_a_stream_of_their_own() -> None:
     used: list[object] = []
     enqueue = DeviceStream.enqueue
 
-    def noted(stream: DeviceStream, after: Any = None) -> Any:
+    def recorded(stream: DeviceStream, after: Any = None) -> Any:
         used.append(stream)
         return enqueue(stream, after)
 
-    with mock.patch.object(DeviceStream, "enqueue", noted):
+    with mock.patch.object(DeviceStream, "enqueue", recorded):
         for _ in range(2):
             flat, out = torch.ones(4), torch.empty(2)
             work = queue.reduce(Reduction(flat, out, None, out, stages), "reduce")
@@ -201,7 +201,7 @@ def test_the_largest_values_of_all_ranks(by_torch: bool) -> None:
 
 @on_ranks(2)
 def test_a_gather_passes_few_frames() -> None:
-    """From the function that carries out events to torch.distributed."""
+    """Between the function that performs events and torch.distributed."""
     seen: list[list[str]] = []
     gather = process_group._all_gather
 

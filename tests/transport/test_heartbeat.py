@@ -1,4 +1,4 @@
-"""A rank that is stopped is told from one that is busy."""
+"""Stopped ranks are distinguished from busy ones."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_a_rank_whose_counter_stays_the_same_is_silent(monkeypatch: pytest.Monke
     store, counter = HashStore(), "shardwise/group/heartbeat/1"
     own = Monitor(store, "group", 0, 3, Patience())
     other = Monitor(store, "group", 1, 3, Patience(beat_seconds=0.02))
-    for _ in range(10):  # the other beats, and the third rank has not come so far
+    for _ in range(10):  # rank 1 beats, and rank 2 has not started
         seen = store.get(counter)
         assert eventually(lambda seen=seen: store.get(counter) != seen)  # type: ignore[misc]
         now += 2.0
@@ -46,12 +46,12 @@ def test_a_rank_whose_counter_stays_the_same_is_silent(monkeypatch: pytest.Monke
         own.check_heartbeats()
 
 
-def test_what_was_seen_in_an_earlier_wait_is_ignored() -> None:
+def test_heartbeats_of_an_earlier_wait_are_ignored() -> None:
     store = HashStore()
     own = Monitor(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
     store.set("shardwise/group/heartbeat/1", "7")
     own.check_heartbeats()
-    time.sleep(0.06)  # a job that was stopped as a whole and goes on is not taken for dead
+    time.sleep(0.06)  # as if the whole job had been stopped and continued
     own.check_heartbeats()
 
 
@@ -63,30 +63,30 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     world = resolve_mesh(mesh, PRESETS["fsdp"]).world
     patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=2.0)
-    links = communicator(world, torch.device("cpu"), patience)
+    comm = communicator(world, torch.device("cpu"), patience)
     model = sw.fully_shard(nn.Linear(8, 8), mesh=mesh)
     expected = model(torch.ones(1, 8))
-    dist.barrier()  # or the other one is stopped in that call, which raises then
+    dist.barrier()  # otherwise the other rank would be stopped in that call, which would raise
     if rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
         try:
             lost = _lost(model)
             with pytest.raises(PeerSilent, match="no sign of life"):
-                links.recover()  # which waits for the other rank, and watches it meanwhile
+                comm.recover()  # checks the other rank while it waits
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
     else:
-        while not over.exists():  # it is stopped here, and goes on
+        while not over.exists():  # stopped and continued here
             time.sleep(0.01)
         lost = _lost(model)
     assert re.match(r"rank 0 lost rank 1: its process gave no sign of life for \d+ s", lost)
-    assert torch.equal(model(torch.ones(1, 8)), expected), "it has come back"
-    assert links.epoch == 1
+    assert torch.equal(model(torch.ones(1, 8)), expected), "the rank has recovered"
+    assert comm.epoch == 1
 
 
 def _lost(model: nn.Module) -> str:
-    """The rank that was stopped finds what the other had sent, and then that it is alone."""
+    """The stopped rank receives what the other one sent, and raises in the next call."""
     with pytest.raises(PeerSilent) as lost:
         _run_twice(model)
     return str(lost.value)

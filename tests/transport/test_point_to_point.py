@@ -1,4 +1,4 @@
-"""Exchanges between pairs of ranks: in memory, through sockets of one host, and through Gloo."""
+"""Exchanges between pairs of ranks: through memory, sockets of one host, and Gloo."""
 
 import ctypes
 import errno
@@ -31,7 +31,7 @@ from tests.runtime.one_process import assert_equal_training, rank, world_size as
 SIZES = [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * _PIECE_BYTES + 5]  # bytes
 WAYS = ["memory", "sockets", "gloo"]
 SECRET = b"s" * 32
-NAMES = itertools.count()  # of what the tests in a rank make
+NAMES = itertools.count()  # of the `PointToPoint`s of a rank
 
 
 # -- exchanges -----------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_every_rank_gets_what_the_others_send(way: str) -> None:
     assert set(by_rank) == (set() if way == "gloo" else set(others))
     reads = way == "memory" and not _is_forbidden()
     assert all(peer.can_read == reads for peer in by_rank.values())
-    assert (transport._gloo is None) == reads, "Gloo is used where it is needed alone"
+    assert (transport._gloo is None) == reads, "Gloo is used only where it is needed"
     for tag, num_bytes in enumerate(SIZES):
         pairs = {
             other: (_message(own, other, num_bytes), torch.zeros(num_bytes, dtype=torch.uint8))
@@ -73,7 +73,7 @@ def test_sent_and_received_tensors_may_differ_in_size(way: str, sizes: tuple[int
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(3)
-def test_each_pair_of_ranks_has_sizes_of_its_own(way: str) -> None:
+def test_each_pair_of_ranks_may_have_other_sizes(way: str) -> None:
     transport, own = _transport(way), rank()
     pairs = {
         other: (
@@ -143,7 +143,7 @@ def test_a_rank_that_cannot_read_leaves_large_exchanges_to_gloo_on_both_sides() 
 
 @on_ranks(2)
 def test_exchanges_of_several_threads_find_each_other_by_tag() -> None:
-    """One rank waits for the first tag before it comes to the second; the other has both open."""
+    """One rank runs its exchanges one after the other; on the other rank they are concurrent."""
     transport, own = _transport(), rank()
     received = {tag: torch.zeros(4) for tag in (1, 2, 3)}
 
@@ -168,7 +168,7 @@ def test_exchanges_of_several_threads_find_each_other_by_tag() -> None:
 @pytest.mark.parametrize("num_bytes", [8, 1 << 20])
 @on_ranks(2, 3)
 def test_a_rank_that_is_gone_is_named_by_all_others(num_bytes: int) -> None:
-    """None of them waits for another one, which has an error too."""
+    """No rank waits for another one that has raised too."""
     transport, own, gone = _transport(), rank(), num_ranks() - 1
     if own == gone:
         for peer in transport.host.peers.values():
@@ -194,7 +194,7 @@ def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int], in_windo
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 @on_ranks(3)
 def test_training_through_gloo_alone(strategy: str) -> None:
-    group = dist.new_group(list(range(num_ranks())))  # one without a communicator
+    group = dist.new_group(list(range(num_ranks())))  # has no communicator yet
     mesh = DeviceMesh.from_group(group, "cpu")
     with only("gloo"):
         assert_equal_training("stack", strategy=strategy, mesh=mesh)
@@ -220,7 +220,7 @@ def test_strangers_are_rejected_and_not_waited_for() -> None:
         one.send(7, b"hello")
         assert two.recv(7).content == b"hello"
         for stranger in (silent, guessing):
-            assert stranger.recv(1) == b"", "it was rejected"
+            assert stranger.recv(1) == b"", "the connection was closed"
 
 
 def test_processes_of_other_users_are_rejected() -> None:
@@ -252,7 +252,7 @@ def test_a_process_is_read_only_if_it_has_the_secret() -> None:
 
 
 def test_nothing_outside_of_an_offer_or_its_target_is_touched() -> None:
-    """Not by an assertion, which ``python -O`` removes."""
+    """The check also runs with ``python -O``, which removes assertions."""
     source, into = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     with mock.patch.object(peers, "read_memory") as read:
         for start, target, size in (
@@ -279,7 +279,7 @@ def test_a_file_is_passed_with_a_message() -> None:
         file.flush()
         sender.send(1, b"first", file.fileno())
         sender.send(2, b"second")
-        assert receiver.recv(2) == (2, b"second", None), "kept messages keep their files"
+        assert receiver.recv(2) == (2, b"second", None), "the other message is kept, with its file"
         _, content, passed = receiver.recv(1)
         assert content == b"first"
         assert passed is not None
@@ -300,7 +300,7 @@ def test_a_file_is_passed_with_a_message() -> None:
 
 @contextmanager
 def only(way: str) -> Iterator[None]:
-    """Ranks meet there as on a system that offers nothing better."""
+    """In the block, ranks connect as on a system that supports nothing faster."""
     read = process_memory._process_vm_readv if way == "memory" else None
     listen = (lambda _: None) if way == "gloo" else handshake.listen
     with (
@@ -318,7 +318,7 @@ def _transport(way: str = "memory") -> PointToPoint:
 
 @contextmanager
 def _watch_gloo(transport: PointToPoint) -> Iterator[list[int]]:
-    """The bytes of each tensor that is sent through Gloo."""
+    """Yield a list that has the bytes of each tensor sent through Gloo, after the block."""
     sent: list[int] = []
     watched = mock.Mock(wraps=transport._gloo)
     with mock.patch.object(transport, "_gloo", watched):
@@ -327,7 +327,7 @@ def _watch_gloo(transport: PointToPoint) -> Iterator[list[int]]:
 
 
 def _is_forbidden() -> bool:
-    """Whether the system lets no process read another one."""
+    """Whether the system forbids to read the memory of other processes."""
     found, kept = ctypes.create_string_buffer(8), ctypes.create_string_buffer(8)
     places: list[tuple[int, int]] = [(0, 0)] * num_ranks()
     dist.all_gather_object(places, (os.getpid(), ctypes.addressof(kept)))
@@ -337,7 +337,7 @@ def _is_forbidden() -> bool:
         forbidden = False
     except OSError as error:
         forbidden = error.errno in {errno.EPERM, errno.ENOSYS}
-    dist.barrier()  # no rank returns before all have read
+    dist.barrier()  # the memory stays valid until all ranks have read it
     return forbidden
 
 

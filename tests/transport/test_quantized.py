@@ -1,6 +1,6 @@
-"""Quantized gathers and sums between real ranks, against their definition on all ranks' numbers.
+"""Quantized gathers and sums between real ranks, compared with their definition.
 
-What a hop rounds is computed by `tests/wire_reference.py`, and equal to the bit.
+`tests/wire_reference.py` computes the rounding of each hop; results are bitwise equal.
 """
 
 from functools import partial
@@ -30,19 +30,19 @@ def mesh_of(strategy: str) -> DataParallelMesh:
     return resolve_mesh(None, row, 2 if row.num_axes > 1 else None)
 
 
-def links_of(mesh: DataParallelMesh) -> Communicator:
-    links = communicator(mesh.world, CPU)
-    links.recover()  # an earlier test may have ended in an error
-    return links
+def communicator_of(mesh: DataParallelMesh) -> Communicator:
+    comm = communicator(mesh.world, CPU)
+    comm.recover()  # an earlier test may have ended in an error
+    return comm
 
 
 def rounded(blocks: Blocks, rows: Tensor) -> Tensor:
-    """What ranks read of ``rows`` [..., n]."""
+    """Return ``rows`` [..., n] after quantization."""
     return wire_reference.rounded(blocks.format, blocks.size, rows)
 
 
 def of_all_ranks(own: Tensor) -> Tensor:
-    """[ranks, n]"""
+    """Gather ``own`` [n] of each rank: [ranks, n]."""
     ranks = dist.get_world_size()
     gathered = own.new_empty(ranks * len(own))
     dist.all_gather_into_tensor(gathered, own)
@@ -57,11 +57,11 @@ def reduced(
     scale: float = 1,
 ) -> tuple[Tensor, tuple[Stage, ...]]:
     mesh = mesh_of(strategy)
-    links = links_of(mesh)
+    comm = communicator_of(mesh)
     size = len(flat) // mesh.size
     out = torch.empty(size)
     reduction = Reduction(flat, out, carried, out, mesh.reduction, scale)
-    links.wait(sums.reduce(links.reduce, reduction, "reduce"))
+    comm.wait(sums.reduce(comm.reduce, reduction, "reduce"))
     return out, mesh.reduction
 
 
@@ -71,7 +71,7 @@ def numbers(size: int) -> Tensor:
 
 
 def added(rows: Tensor) -> Tensor:
-    """The sum of ``rows``, one after the other."""
+    """Sum the ``rows`` in order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -82,42 +82,42 @@ def added(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_every_rank_reads_the_same_slots(name: str) -> None:
     blocks, mesh = Blocks(name, 64), mesh_of("fsdp")
-    links, own = links_of(mesh), numbers(SLOT)
+    comm, own = communicator_of(mesh), numbers(SLOT)
     flat = torch.empty(mesh.size * SLOT)
     slot = flat.view(mesh.size, -1)[mesh.rank]
-    before = links.gather.sent[1]
-    links.wait(
+    before = comm.gather.sent[1]
+    comm.wait(
         quantized_gather(
-            links.gather, blocks, flat, mesh.shards, "gather", partial(copy_, slot, own)
+            comm.gather, blocks, flat, mesh.shards, "gather", partial(copy_, slot, own)
         )
     )
     assert torch.equal(flat.view(mesh.size, -1), rounded(blocks, of_all_ranks(own)))
-    assert links.gather.sent[1] - before == blocks.num_bytes(SLOT) * (mesh.size - 1)
+    assert comm.gather.sent[1] - before == blocks.num_bytes(SLOT) * (mesh.size - 1)
 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("blocks", [INT4, Blocks("int8", 256), Blocks("fp8", 64)], ids=str)
-def test_a_sum_is_that_of_rounded_addends(blocks: Blocks) -> None:
+def test_a_sum_adds_rounded_addends(blocks: Blocks) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     flat = numbers(ranks * SLOT)
     out, _ = reduced("fsdp", flat, QuantizedSums(blocks, None, False), scale=0.5)
     addends = of_all_ranks(flat).view(ranks, ranks, SLOT)  # from, to
-    if ranks > 1:  # one rank sends nothing
+    if ranks > 1:  # a single rank sends nothing
         addends = rounded(blocks, addends)
     assert torch.equal(out, 0.5 * added(addends[:, rank]))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("blocks", [INT4, Blocks("int8", 256)], ids=str)
-def test_hosts_send_sums_that_are_quantized_anew(blocks: Blocks) -> None:
-    """Figure 4 of ZeRO++, on 2 hosts of 2 ranks: slices in such an order that sums land right."""
+def test_hosts_quantize_their_sums_again(blocks: Blocks) -> None:
+    """Figure 4 of ZeRO++, on 2 hosts of 2 ranks: slices are sent in the order of their owners."""
     hosts, near = 2, 2
     flat = numbers(4 * SLOT)
     out, _ = reduced("fsdp", flat, QuantizedSums(blocks, near, False))
     slots = of_all_ranks(flat).view(4, 4, SLOT)  # from, to
     arrived = []
     for other in range(hosts):
-        # Within that host, the rank at this place gets what all ranks at this place will own.
+        # Within each host, this position sums the slots of the ranks at this position.
         place = dist.get_rank() % near
         row_of = [
             torch.cat([slots[other * near + sender, host * near + place] for host in range(hosts)])
@@ -144,7 +144,7 @@ def test_all_ranks_have_the_same_bits_after_an_all_reduce() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_a_second_axis_gets_sums(strategy: str) -> None:
+def test_a_second_axis_reduces_the_sums_of_the_first(strategy: str) -> None:
     flat = numbers(4 * SLOT)
     carried = torch.full((2 * SLOT,), 0.25)
     out, stages = reduced(strategy, flat, QuantizedSums(INT4, None, False), carried)
@@ -162,7 +162,7 @@ def test_a_second_axis_gets_sums(strategy: str) -> None:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("has_hosts", [False, True])
-def test_error_feedback_keeps_what_rounding_takes(has_hosts: bool) -> None:
+def test_error_feedback_keeps_the_rounding_error(has_hosts: bool) -> None:
     """EF-SGD (arXiv 1901.09847): sent = C(gradient + residual); residual = that - sent."""
     ranks, near = dist.get_world_size(), 2 if has_hosts else None
     sums = QuantizedSums(INT4, near, error_feedback=True)
@@ -179,14 +179,14 @@ def test_error_feedback_keeps_what_rounding_takes(has_hosts: bool) -> None:
 
 
 def places_of(ranks: int, near: int | None) -> list[int]:
-    """The slots in the order in which they are sent: those of the same place in hosts together."""
+    """The slots in the order in which they are sent: grouped by position in the host."""
     near = min(ranks, near or ranks)
     return [rank for place in range(near) for rank in range(place, ranks, near)]
 
 
 @on_ranks(2)
-def test_what_rounding_takes_comes_back() -> None:
-    """The mean of many sums of the same numbers comes near them; without feedback it does not."""
+def test_error_feedback_reduces_the_error_of_the_mean() -> None:
+    """The mean of many sums of the same numbers approaches them only with feedback."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     flat = numbers(ranks * SLOT)
     exact = of_all_ranks(flat).view(ranks, ranks, SLOT).sum(0)[rank]
@@ -202,8 +202,8 @@ def test_what_rounding_takes_comes_back() -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hosts"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_found_and_forgotten(strategy: str, value: float) -> None:
-    """Of one rank's addends: NaN in its whole block of the sum, and nothing later."""
+def test_a_non_finite_addend_spoils_one_sum_only(strategy: str, value: float) -> None:
+    """Its whole block of the sum is NaN, and later sums are finite."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     near = 2 if strategy == "hosts" else None
     sums = QuantizedSums(INT4, near, error_feedback=True)

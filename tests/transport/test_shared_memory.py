@@ -1,4 +1,4 @@
-"""Ranks of one host gather into one copy, and no rank writes to memory that another one uses."""
+"""Ranks of one host gather into shared memory, but never into memory that a rank still uses."""
 
 import gc
 import itertools
@@ -48,12 +48,12 @@ def test_a_gathered_unit_is_in_memory_once() -> None:
     for turn in range(4):
         for number in range(2):
             buffers.gather(number, 10.0 * turn)
-            assert buffers.is_common(number)
+            assert buffers.is_shared(number)
         for number in range(2):
             buffers.free(number)
     common = buffers.pools.gathered.shared
     assert common is not None
-    # The files of all but the first have nothing in them: no page was ever touched.
+    # The files of all ranks but the first are empty: no page was touched.
     taken = [os.fstat(segment.file.number).st_blocks for segment in common._own.values()]
     assert taken
     assert (sum(taken) > 0) == (rank() == 0)
@@ -63,7 +63,7 @@ def test_a_gathered_unit_is_in_memory_once() -> None:
 @on_ranks(3)
 def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None:
     buffers = Buffers(5000, 5000)
-    for number in (0, 1, 0, 1):  # until there is an arena
+    for number in (0, 1, 0, 1):  # until the arena is planned
         buffers.gather(number, 10.0)
         buffers.free(number)
     for _ in range(2):
@@ -74,26 +74,26 @@ def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None
         buffers.gather(1, 20.0)
         if rank() == 0 != keeping:
             assert buffers.all[1]._memory is not None
-            assert buffers.all[1]._memory.data_ptr() == was, "a place that was given back here"
+            assert buffers.all[1]._memory.data_ptr() == was, "memory that this rank has freed"
         if rank() == keeping:
             buffers.check(0, 10.0)
             buffers.free(0)
-        assert not buffers.is_common(1)
+        assert not buffers.is_shared(1)
         buffers.free(1)
         buffers.gather(1, 30.0)
-        assert buffers.is_common(1), "they agree again"
+        assert buffers.is_shared(1), "all ranks use the same buffers again"
         buffers.free(1)
 
 
 @pytest.mark.parametrize("seed", leaving(range(1, 4), range(4)))
 @on_ranks(3)
 def test_ranks_that_free_at_different_times(seed: int) -> None:
-    """All know what each one frees, so that none gathers what another one has."""
+    """Each rank knows which buffers the others free, and gathers only those that all have freed."""
     chance = random.Random(seed)
     sizes = [chance.choice([1, 700, 5000, 5000, 20_000]) for _ in range(6)]
     buffers = Buffers(*sizes)
     held: list[dict[int, float]] = [{} for _ in range(world_size())]
-    num_common = num_apart = 0
+    num_shared = num_apart = 0
     for turn in range(150):
         together = {n for n in range(len(sizes)) if chance.random() < 0.5}
         is_odd = chance.random() < 0.3
@@ -111,14 +111,14 @@ def test_ranks_that_free_at_different_times(seed: int) -> None:
             buffers.gather(number, 100.0 * turn)
             apart = len({tuple(sorted(one)) for one in held}) > 1
             num_apart += apart
-            num_common += not apart
+            num_shared += not apart
             moves = apart or rank() > 0
             assert (buffers.all[number]._private is not None) == moves
             for one in held:
                 one[number] = 100.0 * turn
             for other, value in held[rank()].items():
                 buffers.check(other, value)
-    assert num_common > 10
+    assert num_shared > 10
     assert num_apart > 10
 
 
@@ -138,9 +138,9 @@ def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
         buffers.check(0, 10.0)
         buffers.free(0)
         pending = buffers.launch(1, 20.0)
-    buffers.links.wait(pending)
+    buffers.comm.wait(pending)
     buffers.check(1, 20.0)
-    assert buffers.is_common(1)
+    assert buffers.is_shared(1)
 
 
 @on_ranks(3)
@@ -151,46 +151,46 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         buffer.acquire()
         error = ZeroDivisionError if rank() == odd else sw.PeerAborted
         fill = _raise if rank() == odd else (lambda: None)
-        gather = buffers.links.gather
+        gather = buffers.comm.gather
         pending = gather.all_gather(
             buffer.flat, gather.world, "gather", fill, buffer.shared_range()
         )
         with pytest.raises(error) as caught:
-            buffers.links.wait(pending)
+            buffers.comm.wait(pending)
         assert rank() == odd or f"rank {odd}" in str(caught.value)
         buffer.release()
-        buffers.links.recover()
+        buffers.comm.recover()
         buffers.gather(1, 10.0)
-        assert buffers.is_common(1)
+        assert buffers.is_shared(1)
         buffers.free(1)
 
 
 @on_ranks(3)
-def test_ranks_that_do_not_take_part_leave_the_others_in_step() -> None:
+def test_ranks_recover_after_some_did_not_take_part() -> None:
     buffers = Buffers(1000, 1000)
-    usual, buffers.links.patience = buffers.links.patience, Patience(poll_seconds=0.05)
+    usual, buffers.comm.patience = buffers.comm.patience, Patience(poll_seconds=0.05)
     for away in ({0}, {1}, {0, 2}):
         buffers.gather(1, 10.0)
         if rank() in away:
-            buffers.links.abort(ValueError("it hurts"))
+            buffers.comm.abort(ValueError("it hurts"))
         else:
             pending = buffers.launch(0, 20.0)
             with pytest.raises(sw.PeerAborted):
-                buffers.links.wait(pending)
-        buffers.links.recover()
+                buffers.comm.wait(pending)
+        buffers.comm.recover()
         buffers.check(1, 10.0)
         if rank() not in away:
             buffers.free(0)
         buffers.free(1)
         buffers.gather(0, 30.0)
-        assert buffers.is_common(0)
+        assert buffers.is_shared(0)
         buffers.free(0)
-    buffers.links.patience = usual
+    buffers.comm.patience = usual
 
 
 @pytest.mark.parametrize("forbidden", [{0}, {1}, {0, 1, 2}])
 @on_ranks(3)
-def test_training_where_ranks_may_not_make_files(forbidden: set[int]) -> None:
+def test_training_where_ranks_may_not_create_files(forbidden: set[int]) -> None:
     error = PermissionError("not permitted")
     effect = error if rank() in forbidden else os.memfd_create
     with mock.patch.object(os, "memfd_create", side_effect=effect):
@@ -229,18 +229,20 @@ def test_more_units_than_files() -> None:
     num_units = 3 * _MAX_SEGMENTS
     buffers = Buffers(*range(10, 10 + num_units))
     for turn in range(3):
-        in_common = []
+        in_shared = []
         for number in range(num_units):
             buffers.gather(number, 100.0 * turn)
-            in_common.append(buffers.is_common(number))
-        assert sum(in_common) == (_MAX_SEGMENTS if turn == 0 else num_units), "in an arena then"
+            in_shared.append(buffers.is_shared(number))
+        assert sum(in_shared) == (_MAX_SEGMENTS if turn == 0 else num_units), (
+            "the second turn uses an arena"
+        )
         for number in range(num_units):
             buffers.check(number, 100.0 * turn)
             buffers.free(number)
 
 
 @on_ranks(3)
-def test_memory_goes_with_the_model() -> None:
+def test_memory_is_freed_with_the_model() -> None:
     gc.collect()
     model = build("stack")
     before = _num_mapped()
@@ -249,7 +251,7 @@ def test_memory_goes_with_the_model() -> None:
     for _ in range(4):
         model(torch.randn(4, WIDTH).double()).sum().backward()
         optimizer.step()
-    assert _num_mapped() - before == (1 if rank() == 0 else 2), "its own, and that of the first"
+    assert _num_mapped() - before == (1 if rank() == 0 else 2), "its own file, and that of rank 0"
     del model, optimizer
     gc.collect()
     assert eventually(lambda: _num_mapped() == before)
@@ -261,12 +263,12 @@ def test_memory_goes_with_the_model() -> None:
 def _open(
     there: SharedMemory, here: SharedMemory, address: int, num_bytes: int
 ) -> torch.UntypedStorage:
-    """The place that ``here`` has located, opened by ``there`` as by another process."""
+    """Open memory of ``here`` in ``there``, which stands for another process."""
     place, descriptor = here.locate(address, 0)
     return there.open(Descriptor(os.dup(descriptor)), place, num_bytes)
 
 
-def test_a_place_is_opened_by_its_message_and_file() -> None:
+def test_a_place_is_opened_with_its_message_and_file() -> None:
     here, there = SharedMemory(), SharedMemory()
     storages = [here.allocate(size) for size in (4096, 1 << 20, 64)]
     for storage in storages:
@@ -276,25 +278,25 @@ def test_a_place_is_opened_by_its_message_and_file() -> None:
         assert other.tolist() == [7] * 16
         other.fill_(9)
         assert own[32:48].tolist() == [9] * 16
-        assert not own[48:].any(), "the rest is zeros, as it was"
+        assert not own[48:].any(), "the rest is unchanged"
 
 
 def test_freed_memory_is_not_kept() -> None:
-    gc.collect()  # or what other tests have left might go in between
+    gc.collect()  # otherwise memory of other tests might be freed in between
     here, there = SharedMemory(), SharedMemory()
     first = here.allocate(4096)
     _open(there, here, first.data_ptr(), 64)
     descriptors = _num_descriptors()
     del first
-    assert _num_descriptors() == descriptors - 2, "its file's, and mmap's"
+    assert _num_descriptors() == descriptors - 2, "of the file and of its mmap"
     second = here.allocate(4096)
     _open(there, here, second.data_ptr(), 64)
-    assert len(there._opened) == 1, "the first is older than any that is there"
+    assert len(there._opened) == 1, "the first one is older than any that is left"
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4097), (4096, 1), (-8, 8)])
 def test_a_place_outside_of_its_file_is_refused(offset: int, num_bytes: int) -> None:
-    """Access beyond the end of a file would end the process."""
+    """Access beyond the end of a file would kill the process."""
     here = SharedMemory()
     storage = here.allocate(4096)
     place, descriptor = here.locate(storage.data_ptr(), 0)
@@ -305,7 +307,7 @@ def test_a_place_outside_of_its_file_is_refused(offset: int, num_bytes: int) -> 
 
 
 def test_a_recycled_descriptor_is_another_file() -> None:
-    """A descriptor's number says nothing: what is passed is the file, known by its inode."""
+    """Files are identified by inode, since the number of a descriptor may be reused."""
     here, there = SharedMemory(), SharedMemory()
     first = here.allocate(4096)
     place, descriptor = here.locate(first.data_ptr(), 0)
@@ -324,7 +326,7 @@ def test_few_files_are_open_however_much_is_allocated() -> None:
     kept = [here.allocate(4096) for _ in range(3 * _MAX_SEGMENTS)]
     places = [here.locate(storage.data_ptr(), 0)[0] for storage in kept]
     assert [place.number > 0 for place in places] == [n < _MAX_SEGMENTS for n in range(len(kept))]
-    first = kept[0]  # is the oldest one all the time
+    first = kept[0]  # stays the oldest one
     for _ in range(3 * _MAX_SEGMENTS):
         kept = []
         kept.append(here.allocate(4096))
@@ -343,7 +345,7 @@ def test_an_open_place_outlives_its_owner() -> None:
     assert other.tolist() == [5] * 4096
 
 
-def test_ranks_agree_on_which_of_them_share() -> None:
+def test_ranks_agree_on_which_ranks_share() -> None:
     rows = ["0000", "1000", "1000", "0000"]  # 0, 1, 2 are connected, but not 1 with 2
     host = handshake.Host({}, False, [bytes(map(int, row)) for row in rows])
     sharing = [pair for pair in itertools.combinations(range(4), 2) if host.can_share(pair)]
@@ -364,12 +366,12 @@ def test_without_files_memory_is_private() -> None:
 
 
 class Buffers:
-    """Flat buffers of one model, gathered one by one."""
+    """Flat buffers of one model, each gathered separately."""
 
     def __init__(self, *sizes: int) -> None:
         self.pools = Pools(CPU)
-        self.links: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
-        self.links.recover()  # an earlier test may have ended in an error
+        self.comm: Communicator = communicator(resolve_mesh(None, PRESETS["fsdp"]).world, CPU)
+        self.comm.recover()  # an earlier test may have ended in an error
         self.all = [
             FlatBuffer(_layout(number, size), self.pools.gathered)
             for number, size in enumerate(sizes)
@@ -387,11 +389,11 @@ class Buffers:
 
         shared = buffer.shared_range()
         assert shared is not None
-        gather = self.links.gather
+        gather = self.comm.gather
         return gather.all_gather(buffer.flat, gather.world, f"gather {number}", fill, shared)
 
     def gather(self, number: int, value: float) -> None:
-        self.links.wait(self.launch(number, value))
+        self.comm.wait(self.launch(number, value))
         self.check(number, value)
 
     def check(self, number: int, value: float) -> None:
@@ -400,8 +402,8 @@ class Buffers:
             slot = buffer.slot_of(other)
             assert torch.equal(slot, torch.full_like(slot, value + other)), (number, other)
 
-    def is_common(self, number: int) -> bool:
-        """Whether all ranks see what the first one writes."""
+    def is_shared(self, number: int) -> bool:
+        """Whether all ranks see a write of the first rank."""
         flat = self.all[number].flat
         before = flat[0].item()
         dist.barrier()
@@ -433,12 +435,12 @@ def _raise() -> None:
 
 
 def _num_descriptors() -> int:
-    """Of files in memory, which this process has open."""
+    """The number of open descriptors of files in memory."""
     links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum(link.startswith("/memfd:shardwise") for link in links)
 
 
 def _num_mapped() -> int:
-    """Files in memory that this process has mapped."""
+    """The number of mapped files in memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "/memfd:shardwise" in line})

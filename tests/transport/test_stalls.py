@@ -1,4 +1,4 @@
-"""What ranks on one machine say when one of them does something else: an error, or a warning."""
+"""The errors and warnings of ranks on one machine when one of them diverges or is late."""
 
 import os
 import re
@@ -24,18 +24,18 @@ from tests.models import WIDTH, Block, Stack
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.waiting import eventually
 
-HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, say_seconds=0.3)
+HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.3)
 SECONDS = 45.0
-ODD = 1  # the rank that does something else
+ODD = 1  # the rank that diverges
 
 
 class Job:
-    """Steps of one rank; the other ranks wait for those of `ODD`."""
+    """Training steps of one rank."""
 
     def __init__(self, patience: Patience) -> None:
         group = dist.new_group(list(range(dist.get_world_size())))
         mesh = DeviceMesh.from_group(group, "cpu")
-        self.links = communicator(
+        self.comm = communicator(
             resolve_mesh(mesh, PRESETS["fsdp"]).world, torch.device("cpu"), patience
         )
         self.model = sw.fully_shard(Stack(), units={Block}, mesh=mesh)
@@ -46,7 +46,7 @@ class Job:
         self.model(torch.ones(2, WIDTH)).sum().backward()
 
     def error(self, run: Callable[[], None], kind: type[sw.StepError]) -> str:
-        """Of all ranks, before any of them runs into a timeout."""
+        """Return the error that ``run`` raises, well before any timeout."""
         began = time.monotonic()
         with pytest.raises(kind) as caught:
             run()
@@ -54,8 +54,8 @@ class Job:
         return str(caught.value)
 
     def wait_until_seen(self, rank: int, place: str) -> None:
-        """Until a heartbeat has shown ``rank`` at a call that ``place`` is part of."""
-        monitor = self.links._monitor
+        """Wait until a heartbeat of ``rank`` has a call that contains ``place``."""
+        monitor = self.comm._monitor
         assert monitor is not None
 
         def is_there() -> bool:
@@ -72,7 +72,7 @@ def assert_same(text: str) -> None:
 
 
 def row(text: str, rank: int) -> str:
-    """Of the table of ranks."""
+    """Return the row of ``rank`` in the table of ``text``."""
     assert re.search(r"\n  rank +step +in +last completed +waits for +Python", text)
     [found] = re.findall(rf"\n  {rank} .*", text)
     assert isinstance(found, str)
@@ -85,7 +85,7 @@ PATIENCES = [HURRIED, pytest.param(Patience(), marks=pytest.mark.thorough)]
 @on_ranks(2, thorough=(4,))
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
 def test_a_rank_that_skips_a_step(patience: Patience) -> None:
-    """It comes to the end of the loop first, where it waits for the others in torch's barrier."""
+    """It reaches the end of the loop first, and waits for the others in torch's barrier."""
     job = Job(patience)
 
     def train() -> None:
@@ -93,7 +93,7 @@ def test_a_rank_that_skips_a_step(patience: Patience) -> None:
             if not (job.is_odd and number == 1):
                 job.step()
         dist.barrier()
-        job.step()  # the one that was in the barrier learns it now
+        job.step()  # raises on the rank that was in the barrier
 
     if job.is_odd:
         text = job.error(train, sw.RanksDiverged)
@@ -171,11 +171,11 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         run_on(3, _outlive, tmp_path)
     [(lost, what)] = failure.value.errors.items()
     assert lost == 2
-    assert what.startswith("was killed by SIGKILL")  # it may have said whom it waited for
+    assert what.startswith("was killed by SIGKILL")  # a log message may follow
     for rank in (0, 1):
         text = (tmp_path / str(rank)).read_text()
         assert "lost rank 2" in text
-        # Where it was at a heartbeat: in its own program, or in the model's.
+        # The position at a heartbeat, in the file of the test or of the model.
         assert re.search(r" tests/[\w/]+\.py:\d+ in \w+", row(text, rank))
 
 
@@ -192,8 +192,8 @@ def _outlive(folder: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
-def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path, patience: Patience) -> None:
-    """As in a slow data loader, or a long evaluation."""
+def test_a_rank_that_is_elsewhere_is_logged(tmp_path: Path, patience: Patience) -> None:
+    """For example in a slow data loader or a long evaluation."""
     job, texts = Job(patience), [tmp_path / str(rank) for rank in range(2)]
     with logged("shardwise", texts[dist.get_rank()]) as said:
         for _ in load_slowly(texts[0]) if job.is_odd else range(1):
@@ -204,9 +204,9 @@ def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path, patience
         assert not said
         return
     seconds = [float(found) for found in re.findall(r"has waited for (\d+\.\d) s", "\n".join(said))]
-    assert seconds[0] >= patience.say_seconds
+    assert seconds[0] >= patience.log_seconds
     assert len(seconds) > 1
-    assert all(b > 1.5 * a for a, b in pairwise(seconds)), "then half as often; they are rounded"
+    assert all(b > 1.5 * a for a, b in pairwise(seconds)), "at double the time"
     pattern = (
         rf"rank 0 has waited for .* s: step 1, forward of \w+, gather \w+; waits for rank {ODD}, "
         r"which is alive in step 0, end of backward, Python at .*test_stalls\.py:\d+ in "
@@ -216,7 +216,7 @@ def test_a_rank_that_is_elsewhere_is_no_error_but_named(tmp_path: Path, patience
 
 
 def load_slowly(said: Path) -> Iterator[int]:
-    """Return when the other rank has said twice that it waits."""
+    """Return when the other rank has logged twice that it waits."""
     while not said.exists() or said.read_text().count(" has waited for ") < 2:
         time.sleep(0.01)
     yield 0

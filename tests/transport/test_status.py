@@ -1,4 +1,4 @@
-"""What ranks conclude from each other's reports: when to give up, and with which words."""
+"""The verdict on the reports of all ranks: when they raise an error, and its message."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from shardwise.transport.health.status import (
 )
 
 counts = st.integers(0, 1 << 40)
-# Of few characters: to choose from all of Unicode, hypothesis takes seconds to build its tables.
+# Few characters, because hypothesis takes seconds to build its tables of all of Unicode.
 texts = st.text(alphabet='ab 1."\\\n\u00e9\u20ac', max_size=20)
 collectives = st.builds(
     CollectiveId,
@@ -57,16 +57,16 @@ def report(*queues: QueueState, looks: int = LOOKS, epoch: int = 0, step: int = 
 
 
 IDLE = queue(0, None)
-# Rank 0 asks for one unit where rank 1 asks for another.
+# Rank 0 waits for one unit and rank 1 for another.
 DEADLOCK = (
     report(queue(2, gather(3, "a")), IDLE),
     report(queue(2, gather(3, "b")), IDLE),
 )
-# Both wait for the same one: the network is slow.
+# Both wait for the same collective: the network is slow.
 SLOW = (report(queue(2, program(3)), IDLE), report(queue(2, program(3)), IDLE))
 
 
-# -- collectives and links -------------------------------------------------------------------------
+# -- collectives and queues ------------------------------------------------------------------------
 
 
 def test_different_collectives_have_different_tags() -> None:
@@ -86,7 +86,7 @@ def test_a_tag_is_the_same_everywhere_and_fits_gloo(collective: CollectiveId) ->
     assert 0 <= collective.tag < 1 << 31
 
 
-def test_a_queue_has_begun_what_runs_and_what_ended() -> None:
+def test_a_queue_has_begun_running_and_ended_collectives() -> None:
     state = queue(2, program(3))
     assert [state.has_begun(program(number)) for number in range(1, 5)] == [True, True, True, False]
     assert not state.has_begun(CollectiveId(3, "gather layers.9", 64)), "another label"
@@ -115,6 +115,22 @@ def test_a_rank_sees_the_last_report_of_each_rank() -> None:
     other.check_reports(epoch=0)
 
 
+def test_a_rank_that_announced_an_error_keeps_publishing_it() -> None:
+    """It may wait again in the same epoch, while other ranks have not seen the error."""
+    store = HashStore()
+    monitors = [Monitor(store, "group", rank, 2, Patience()) for rank in range(2)]
+    failure, other = (
+        replace(SLOW[rank], failure="PeerAborted", error=f"rank {rank} gave up") for rank in (0, 1)
+    )
+    monitors[0].announce(failure)
+    monitors[0].publish(SLOW[0])
+    with pytest.raises(sw.PeerAborted, match="rank 0 gave up"):
+        monitors[1].check_reports(epoch=0)
+    assert str(monitors[1].announce(other).raised) == "rank 0 gave up"
+    monitors[0].publish(replace(SLOW[0], epoch=1))
+    monitors[1].check_reports(epoch=1)
+
+
 # -- verdicts --------------------------------------------------------------------------------------
 
 
@@ -131,7 +147,7 @@ def test_a_deadlock_names_the_place_of_every_rank() -> None:
 
 
 def test_a_collective_that_one_rank_never_began_is_a_deadlock() -> None:
-    """It waits in the other queue, for something that the first rank never launched."""
+    """That rank waits in the other queue, for a collective that the first rank never launched."""
     waits_for_gather = report(queue(2, program(3)), queue(1, None))
     waits_for_reduce = report(queue(2, None), queue(1, program(2)))
     assert isinstance(error_of((waits_for_gather, waits_for_reduce)), sw.RanksDiverged)
@@ -150,8 +166,8 @@ def test_an_exchange_whose_thread_has_not_run_yet_is_no_deadlock() -> None:
 
 
 def test_a_rank_that_waits_for_a_stuck_rank_is_stuck_too() -> None:
-    """Two replicas of two shards; rank 3 goes elsewhere. Ranks 0 and 1 have done with each other
-    and wait for 2 and 3; 2 waits for 3.
+    """Two replicas of two shards; rank 3 diverges. Rank 2 waits for it. Ranks 0 and 1 have reduced
+    with each other and wait for 2 and 3.
     """
     rows, columns = ((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 2), (1, 3)) * 2
     in_row, in_column = (
@@ -179,7 +195,7 @@ def test_a_rank_that_waits_for_a_stuck_rank_is_stuck_too() -> None:
 
 
 def difference(*ways: str, steps: tuple[int, ...] = (7, 7, 7), first: int = 1) -> str:
-    """What the verdict says of ranks in a deadlock that came by these ways, from call ``first``."""
+    """The first difference, in the verdict on ranks that entered the units of ``ways``."""
     states = [report(queue(2, gather(3, str(i), len(ways))), IDLE) for i in range(len(ways))]
     reports = [
         replace(state, step=step, entered=tuple(enumerate(way, start=first)))
@@ -199,20 +215,20 @@ def test_ranks_that_entered_the_same_units_do_not_differ() -> None:
     assert difference("ra", "rab") == ""
     assert difference("ra", "rb", steps=(7, 8)) == "", "different steps"
     assert difference("", "") == ""
-    assert difference("a", "") == "", "too long ago to tell"
+    assert difference("a", "") == "", "no longer known"
 
 
 def test_the_last_units_of_a_step_are_reported() -> None:
-    """Of the step under way, with the number of their call in it."""
-    links = Communicator(RankGroup((0,), 0), torch.device("cpu"))
-    links.step = 7
+    """Each has the number of its call in the current step."""
+    comm = Communicator(RankGroup((0,), 0), torch.device("cpu"))
+    comm.step = 7
     for i in range(3 * RECENT_UNITS):
-        links.enter(str(i % 50))
-    numbers = [call for step, call, _ in links._entered if step == links.step]
+        comm.enter(str(i % 50))
+    numbers = [call for step, call, _ in comm._entered if step == comm.step]
     assert numbers == list(range(2 * RECENT_UNITS + 1, 3 * RECENT_UNITS + 1))
-    links.step = 8
-    links.enter("a")
-    assert links._entered[-1] == (8, 1, "a")
+    comm.step = 8
+    comm.enter("a")
+    assert comm._entered[-1] == (8, 1, "a")
 
 
 def silent(rank: int) -> tuple[Report | None, ...]:
@@ -220,7 +236,7 @@ def silent(rank: int) -> tuple[Report | None, ...]:
 
 
 @pytest.mark.parametrize(
-    "hopeful",
+    "reports",
     [
         pytest.param((None, None), id="no reports"),
         pytest.param(silent(0), id="rank 0 is silent"),
@@ -229,12 +245,12 @@ def silent(rank: int) -> tuple[Report | None, ...]:
         pytest.param((report(*DEADLOCK[0].queues, looks=1), DEADLOCK[1]), id="one look"),
         pytest.param((DEADLOCK[0], report(*DEADLOCK[1].queues, epoch=1)), id="one is ahead"),
         pytest.param(SLOW, id="slow network"),
-        pytest.param((SLOW[0], report(queue(3, None), IDLE)), id="slow network, one is through"),
-        pytest.param((SLOW[0], report(queue(3, program(4)), IDLE)), id="slow network, one is on"),
+        pytest.param((SLOW[0], report(queue(3, None), IDLE)), id="slow network, one has ended"),
+        pytest.param((SLOW[0], report(queue(3, program(4)), IDLE)), id="slow network, one is next"),
     ],
 )
-def test_ranks_that_may_still_go_on_are_waited_for(hopeful: Sequence[Report | None]) -> None:
-    assert error_of(hopeful) is None
+def test_ranks_that_may_still_continue_raise_no_error(reports: Sequence[Report | None]) -> None:
+    assert error_of(reports) is None
 
 
 def test_reports_of_another_epoch_are_ignored() -> None:
@@ -267,7 +283,7 @@ def test_a_divergence_has_the_same_message_on_every_rank() -> None:
         assert str(repeated) == str(found)
 
 
-def test_a_store_that_is_gone_counts_as_a_loss() -> None:
+def test_a_store_that_is_gone_raises_peer_lost() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monitor = Monitor(TCPStore("127.0.0.1", host.port), "group", 0, 2, Patience())
     monitor.publish(SLOW[0])
@@ -277,23 +293,23 @@ def test_a_store_that_is_gone_counts_as_a_loss() -> None:
         monitor.check_reports(epoch=0)
 
 
-@given(st.integers(1, 40), st.lists(st.sampled_from(["at it", "through", "next"])))
-def test_ranks_in_step_never_give_up(at: int, others: list[str]) -> None:
-    """All ranks took collective ``at`` and one is still at it, whichever queue it is in."""
+@given(st.integers(1, 40), st.lists(st.sampled_from(["running", "ended", "next"])))
+def test_synchronized_ranks_raise_no_error(at: int, others: list[str]) -> None:
+    """All ranks began collective ``at`` and one still runs it, in either queue."""
     num_ranks = 1 + len(others)
     stages = {
-        "at it": queue(at - 1, program(at, num_ranks)),
-        "through": queue(at, None),
+        "running": queue(at - 1, program(at, num_ranks)),
+        "ended": queue(at, None),
         "next": queue(at, program(at + 1, num_ranks)),
     }
-    states = [stages[stage] for stage in ("at it", *others)]
+    states = [stages[stage] for stage in ("running", *others)]
     assert error_of([report(state, IDLE) for state in states]) is None
     assert error_of([report(IDLE, state) for state in states]) is None
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.data())
-def test_ranks_out_of_step_always_end(at: int, peers: int, data: st.DataObject) -> None:
-    """One rank waits for something else than all others, at the same place."""
+def test_diverged_ranks_always_raise(at: int, peers: int, data: st.DataObject) -> None:
+    """One rank waits for another collective than all others."""
     ranks = [report(queue(at - 1, program(at, peers + 1)), IDLE) for _ in range(peers)]
     odd = CollectiveId(at, "reduce elsewhere", 64, tuple(range(peers + 1)))
     ranks.insert(data.draw(st.integers(0, peers)), report(queue(at - 1, odd), IDLE))

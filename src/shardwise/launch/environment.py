@@ -34,17 +34,9 @@ class RankEnv:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-
-# The names that torchrun and most other launchers use.
-_TORCH = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_SLURM = _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+# The variables of `_read`, with the names of torchrun and most other launchers, and those of SLURM.
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
 def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
@@ -55,10 +47,10 @@ def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
     Raises:
         ConfigError: a variable is missing or not valid.
     """
-    if {_TORCH.rank, _TORCH.world_size} & set(environment):
-        env = _read(environment, _TORCH)
-    elif environment.get(_SLURM.world_size, "1") != "1":
-        env = replace(_read(environment, _SLURM), master=_slurm_master(environment))
+    if {"RANK", "WORLD_SIZE"} & set(environment):
+        env = _read(environment, *_TORCH)
+    elif environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        env = replace(_read(environment, *_SLURM), master=_slurm_master(environment))
     else:
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -71,24 +63,16 @@ def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
     return env
 
 
-def _read(environment: Mapping[str, str], names: _Names) -> RankEnv:
-    missing = [name for name in (names.rank, names.world_size) if name not in environment]
+def _read(environment: Mapping[str, str], *names: str) -> RankEnv:
+    missing = [name for name in names[:2] if name not in environment]
     if missing:
+        raise ConfigError(f"expected both {names[0]} and {names[1]}, but {missing[0]} is not set")
+    rank, world_size, local_rank, local_size = (_read_int(environment, name) for name in names)
+    if not 0 <= rank < world_size:
         raise ConfigError(
-            f"expected both {names.rank} and {names.world_size}, but {missing[0]} is not set"
+            f"{names[0]}={rank}: expected a number from 0 to {names[1]} - 1 = {world_size - 1}"
         )
-    env = RankEnv(
-        rank=_read_int(environment, names.rank, default=0),
-        world_size=_read_int(environment, names.world_size, default=1),
-        local_rank=_read_int(environment, names.local_rank, default=0),
-        local_world_size=_read_int(environment, names.local_world_size, default=0),
-    )
-    if not 0 <= env.rank < env.world_size:
-        raise ConfigError(
-            f"{names.rank}={env.rank}: expected a number from 0 to "
-            f"{names.world_size} - 1 = {env.world_size - 1}"
-        )
-    return env
+    return RankEnv(rank, world_size, local_rank, local_size)
 
 
 def _slurm_master(environment: Mapping[str, str]) -> tuple[str, str] | None:
@@ -101,8 +85,8 @@ def _slurm_master(environment: Mapping[str, str]) -> tuple[str, str] | None:
     return "".join(part or "" for part in first.groups()), str(20000 + int(job) % 20000)
 
 
-def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:
+def _read_int(environment: Mapping[str, str], name: str) -> int:
     try:
-        return int(environment.get(name, default))
+        return int(environment.get(name, 0))
     except ValueError:
         raise ConfigError(f"{name}={environment[name]!r}: expected an integer") from None

@@ -1,4 +1,4 @@
-"""Groups of ranks, descriptions of collectives, and handles of work under way."""
+"""Groups of ranks, descriptions of collectives, and handles of asynchronous work."""
 
 import hashlib
 import threading
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Operation(StrEnum):
-    """One way to sum over ranks."""
+    """A way to sum over ranks."""
 
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
@@ -36,7 +36,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that exchange something, in the order of their slots.
+    """The ranks that take part in a collective, in the order of their slots.
 
     Slot i of a gathered or reduced tensor belongs to ``ranks[i]``. Ranks are numbered within
     ``parent``, the process group of the whole mesh.
@@ -53,7 +53,7 @@ class RankGroup:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the ranks, of which there may be thousands."""
+        """A short key for the ranks; a group may have thousands."""
         return hashlib.sha1(repr(self.ranks).encode(), usedforsecurity=False).digest()
 
     @property
@@ -66,7 +66,7 @@ class RankGroup:
         return tuple((i, rank) for i, rank in enumerate(self.ranks) if rank != self.own_rank)
 
     def select(self, *ranks: int) -> "RankGroup":
-        """Some of the ranks of the same parent, of which this rank is one."""
+        """Return a group of other ranks of the same parent, including this rank."""
         return RankGroup(ranks, self.own_rank, self.parent)
 
 
@@ -80,28 +80,28 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The memory of one reduction, and the stages that it goes through.
+    """The memory and the stages of one reduction.
 
-    A reduce-scatter over n ranks leaves each of them 1/n of its input; an all-reduce leaves all.
-    Every rank has the same bits after an all-reduce.
+    A reduce-scatter over n ranks leaves 1/n of the sum on each rank; an all-reduce leaves the whole
+    sum, with the same bits on every rank.
     """
 
     flat: Tensor  # [n * M], this rank's addend
-    inner: Tensor  # [M], for the sum of the first stage; may be `out`, or its slot of `flat`
-    carried: Tensor | None  # [M], an earlier sum of the first stage, to be added
+    inner: Tensor  # [M], for the sum of the first stage; may be `out`, or our slot of `flat`
+    carried: Tensor | None  # [M], an earlier sum of the first stage, which is added
     out: Tensor | None  # for the sum of the last stage; None: the sum stays in `inner`
-    stages: tuple[Stage, ...]
-    scale: float = 1.0  # of `out`; applied in its own dtype, unless that makes no difference
-    only_sums: bool = False  # the backend is asked for sums, and not for averages
+    stages: tuple[Stage, ...]  # one or two
+    scale: float = 1.0  # factor of `out`; applied in its dtype, or earlier if the bits are the same
+    only_sums: bool = False  # use no other operator of the backend than SUM
     stays_in_flat: bool = False  # no collective writes to `out`
 
     @property
     def is_cast(self) -> bool:
-        """Whether the sum ends in another dtype than that of its addends."""
+        """Whether the dtype of ``out`` differs from that of the addends."""
         return self.out is not None and self.out.dtype != self.flat.dtype
 
     def scattered(self, group: RankGroup) -> Tensor:
-        """Where the sum of a later reduce-scatter over ``group`` goes: this rank's part [S]."""
+        """Return the memory for the result [S] of a second reduce-scatter, over ``group``."""
         if self.out is None or self.is_cast or self.stays_in_flat:
             return self.inner.view(group.size, -1)[group.index]
         return self.out
@@ -109,19 +109,21 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """An exchange of bytes, with the functions that make them and use them.
+    """An exchange of bytes, with functions that encode and decode them.
 
-    ``encode`` fills what this rank sends, ``decode`` gets what it has received [ranks, row_bytes].
+    ``encode`` fills the bytes to send: [ranks, row_bytes], a row for each rank; or, with
+    ``gathers``, [row_bytes], the same for all ranks. ``decode`` is called with the received bytes
+    [ranks, row_bytes].
     """
 
     group: RankGroup
     row_bytes: int
-    encode: Callable[[Tensor], None]  # [ranks, row_bytes]: a row for each rank; or [row_bytes]
+    encode: Callable[[Tensor], None]
     decode: Callable[[Tensor], None]
-    gathers: bool = False  # all ranks get the same row from this one
+    gathers: bool = False
 
     def prepare(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What this rank sends, and what it will have received; its own row is there already."""
+        """Return the encoded bytes, and memory for the received ones with this rank's own row."""
         rows = torch.empty((self.group.size, self.row_bytes), dtype=torch.uint8, device=device)
         own = rows[self.group.index]
         if self.gathers:
@@ -133,11 +135,11 @@ class Hop:
         return sent, rows
 
 
-Step = Hop | Callable[[], None]  # of one collective of several
+Step = Hop | Callable[[], None]  # a part of a collective that has several
 
 
 class Sent(NamedTuple):
-    """What a rank sends in an exchange: ``num_bytes`` to each of ``ranks`` but itself."""
+    """The bytes that a rank sends in an exchange: ``num_bytes`` to each of the other ``ranks``."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -147,25 +149,25 @@ class Sent(NamedTuple):
 class CollectiveId:
     """One collective: the ``number``-th of its queue, among ``ranks``.
 
-    ``slot_bytes`` pass between any two of the ranks, unless ``pairs`` says what passes between
-    this one and each of the others: its rank, the bytes to it and those from it.
+    Each rank sends ``slot_bytes`` to each other rank, unless ``pairs`` lists for each of them the
+    rank, the bytes to it and the bytes from it.
     """
 
     number: int
     label: str
     slot_bytes: int
     ranks: tuple[int, ...] = ()
-    is_shared: bool = False  # it may take place in shared memory
+    is_shared: bool = False  # the ranks may share memory instead
     pairs: tuple[tuple[int, int, int], ...] = ()
 
     def bytes_with(self, rank: int) -> tuple[int, int]:
-        """The bytes from this rank to ``rank``, and those from there."""
+        """Return the bytes from this rank to ``rank``, and the bytes from it."""
         if not self.pairs:
             return self.slot_bytes, self.slot_bytes
         return next(((to, back) for other, to, back in self.pairs if other == rank), (0, 0))
 
     def sent_by(self, rank: int) -> Iterator[Sent]:
-        """What ``rank``, this one, sends."""
+        """Yield what this rank, ``rank``, sends."""
         if not self.pairs:
             yield Sent(self.ranks, self.slot_bytes)
         for other, num_bytes, _ in self.pairs:
@@ -173,7 +175,7 @@ class CollectiveId:
 
     @property
     def tag(self) -> int:
-        """The same on all ranks, and different for different collectives."""
+        """A number that is the same on all ranks, and differs between collectives."""
         text = f"{self.number} {self.label} {self.slot_bytes}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
@@ -181,46 +183,46 @@ class CollectiveId:
 class Work:
     """A job on a `CommStream`.
 
-    ``times`` are when it began and ended: seconds of `time.perf_counter`, or events of a device,
-    which have such seconds once they have taken place.
+    ``times`` are its begin and end: seconds of `time.perf_counter`, or events of a device that can
+    be converted to such seconds once they have completed.
     """
 
     def __init__(
         self, collective: CollectiveId | None = None, job: Callable[[], None] | None = None
     ) -> None:
-        self.collective = collective  # that it ends with
-        self.sent: tuple[Sent, ...] = ()  # by its exchanges
-        self._job = job  # until it has run
+        self.collective = collective  # the last one, if the job has several
+        self.sent: tuple[Sent, ...] = ()
+        self._job = job  # None after it has run
         self.times: tuple[SupportsFloat, SupportsFloat] = (0.0, 0.0)
         self.error: BaseException | None = None
         self.done = False
-        # A bare lock: each collective has a work, and an Event takes several times as long.
+        # Creating an Event would take several times as long as this lock.
         self._running = threading.Lock()
         self._running.acquire()
 
     @property
     def span(self) -> tuple[float, float]:
-        """When it ran, in seconds; on a device the host waits until it has."""
+        """Begin and end in seconds; on a device, the host waits for the end."""
         return float(self.times[0]), float(self.times[1])
 
     def wait(self, timeout_seconds: float = -1) -> bool:
-        """Whether the job ended, after at most ``timeout_seconds``; its error is not raised.
+        """Wait for the end, by default without a timeout; return whether the job has ended.
 
-        By default, wait until it ends.
+        Its error is not raised.
         """
         if not self.done and self._running.acquire(timeout=timeout_seconds):
             self._running.release()  # for other waiters
         return self.done
 
     def run(self) -> None:
-        """Run the job, and drop it before any waiter continues; its error is kept."""
+        """Run the job and keep its error. Drops the job before any waiter continues."""
         began = time.perf_counter()
         assert self._job is not None
         try:
             self._job()
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
+        except Exception as error:  # noqa: BLE001 - raised where the result is needed
             self.error = error
-        self._job = None  # and the memory that it holds, or the peak would depend on thread timing
+        self._job = None  # frees its memory; otherwise peak memory would depend on thread timing
         self.times = (began, time.perf_counter())
         self.done = True
         self._running.release()

@@ -1,8 +1,8 @@
-"""What each backend of torch.distributed can do. docs/streams.md has the table in words.
+"""What each backend of torch.distributed supports. docs/streams.md has the same table.
 
-A backend that is not listed can do the least: it is given nothing in place, and asked for sums
-only. Whether one gives memory of its own is asked of the backend, as it depends on the version of
-its library (`registered_memory`).
+For a backend that is not listed, nothing is assumed: no operation is in place, and only sums are
+used. Whether a backend can allocate memory depends on the version of its library, so the backend
+itself is asked (`registered_memory`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["Capabilities", "capabilities_of"]
 
-# Complex numbers go as real ones, and all others as bytes.
+# Torch sends complex numbers as pairs of real ones. All other dtypes are sent as bytes.
 _DTYPES = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
@@ -22,25 +22,25 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one backend can do."""
+    """What one backend supports."""
 
-    is_stream_ordered: bool = False  # streams of the device order its works: the host never waits
+    is_stream_ordered: bool = False  # device streams order its collectives: the host never waits
     in_place: bool = False  # all-gather and reduce-scatter, at the slot of the rank
     averages: bool = False  # ReduceOp.AVG, without a separate pass
     scales: bool = False  # ReduceOp.PREMUL_SUM
-    dtypes: frozenset[torch.dtype] = _DTYPES  # that it gathers
+    dtypes: frozenset[torch.dtype] = _DTYPES  # of all-gathers
 
 
-# Of xccl, oneCCL averages since 2021.15, and torch cannot be asked which one it was built with.
+# xccl: oneCCL averages since 2021.15, but torch does not tell which version it was built with.
 _BACKENDS = {
     "nccl": Capabilities(is_stream_ordered=True, in_place=True, averages=True, scales=True),
     "xccl": Capabilities(is_stream_ordered=True, in_place=True),
     "hccl": Capabilities(is_stream_ordered=True, in_place=True),
     "gloo": Capabilities(in_place=True),
-    "fake": Capabilities(in_place=True, averages=True, scales=True),  # it does nothing
+    "fake": Capabilities(in_place=True, averages=True, scales=True),  # does nothing
 }
 
 
 def capabilities_of(backend: str | None) -> Capabilities:
-    """What ``backend`` can do; of one rank alone, None, it does not matter."""
+    """Return what ``backend`` supports; None, the backend of a single rank, supports nothing."""
     return _BACKENDS.get(backend or "", Capabilities())

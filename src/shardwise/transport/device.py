@@ -1,10 +1,10 @@
-"""Devices and streams: everything in which accelerators and the CPU differ.
+"""Devices and streams: all differences between accelerators and the CPU.
 
-A `CommStream` runs jobs one after the other, concurrently with the caller, and returns a `Work` for
-each. On an accelerator it is a stream of the device and a work holds an event, so the host never
-blocks. On the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so
-a thread has to wait for them, and it must not be the one that computes (the hand-over is lost in
-the 1 to 1.6 ms of a small exchange).
+A `CommStream` runs jobs in order, concurrently with the caller, and returns a `Work` for each. On
+an accelerator it is a stream of the device and a work holds an event, so the host never blocks. On
+the CPU it is a thread: Gloo's point-to-point works can be neither polled nor chained, so a thread
+other than the computing one waits for them. (Handing a job over costs little compared with the 1 to
+1.6 ms of a small exchange.)
 """
 
 import contextlib
@@ -53,16 +53,17 @@ __all__ = [
 ]
 
 _ON_HOST = ("cpu", "meta")
-# Devices say how long ago an event was in milliseconds of single precision: after an hour, to 1/4.
+# Devices return the time between events as float32 milliseconds, which after an hour is precise to
+# 1/4 ms only. So times are measured from an origin that is renewed after this many seconds.
 _ORIGIN_SECONDS = 10.0
-_CACHED_ELEMENTS = 1 << 17  # a copy of so many is still in the processor's cache
+_CACHED_ELEMENTS = 1 << 17  # a copy of this size stays in the processor's cache
 
 
 # -- devices -------------------------------------------------------------------------------------
 
 
 class Device:
-    """A `torch.device` and its streams. The CPU has none: calls take effect at once."""
+    """A `torch.device` and its streams. The CPU has none: calls take effect immediately."""
 
     is_accelerator = False
 
@@ -70,35 +71,35 @@ class Device:
         self.torch_device = device
 
     def new_stream(self) -> Any:
-        """A stream that runs concurrently with the current one."""
+        """Create a stream that runs concurrently with the current one."""
 
     def current_stream(self) -> Any:
-        """The stream that kernels of the calling thread go to."""
+        """Return the current stream of the calling thread."""
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Make ``stream`` the current one within a ``with``."""
         return contextlib.nullcontext()
 
     def record(self, stream: Any) -> SupportsFloat:  # noqa: ARG002
-        """An event at the end of ``stream``: as a float, when it took place, in seconds.
+        """Record an event on ``stream``.
 
-        Of `time.perf_counter`; the host waits for it to know.
+        ``float(event)`` is when it completed, in seconds of `time.perf_counter`; the host waits.
         """
         return time.perf_counter()
 
     def wait(self, stream: Any, event: SupportsFloat) -> None:
-        """Have later work on ``stream`` wait for ``event``."""
+        """Make later work on ``stream`` wait for ``event``."""
 
     def synchronize(self, event: SupportsFloat) -> None:
-        """Have the host wait until ``event`` has taken place."""
+        """Make the host wait until ``event`` has completed."""
 
     def is_over(self, event: SupportsFloat) -> bool:  # noqa: ARG002
-        """Whether ``event`` has taken place."""
+        """Whether ``event`` has completed."""
         return True
 
 
 class Accelerator(Device):
-    """A device with streams (CUDA, ROCm, XPU), by the interface that torch has for all of them."""
+    """A device with streams (CUDA, ROCm, XPU), through torch's common interface."""
 
     is_accelerator = True
 
@@ -114,7 +115,7 @@ class Accelerator(Device):
         return torch.Stream(self.torch_device, priority=-1)
 
     def current_stream(self) -> torch.Stream:
-        # Of this device: the caller may have another one current.
+        # Named explicitly, since another device may be the current one.
         return torch.accelerator.current_stream(self.torch_device)
 
     def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
@@ -126,7 +127,7 @@ class Accelerator(Device):
         recorded = StreamEvent(event, self._origin)
         now = time.perf_counter()
         if now - self._renewed > _ORIGIN_SECONDS and self.is_over(self._origin):
-            float(self._origin)  # which frees the one before
+            float(self._origin)  # drops its reference to the previous origin
             self._origin, self._renewed = recorded, now
         return recorded
 
@@ -141,7 +142,7 @@ class Accelerator(Device):
 
 
 class StreamEvent:
-    """An event of a stream; its time is known when it has taken place, from that of ``origin``."""
+    """An event of a stream; its time is measured from ``origin``, when it has completed."""
 
     def __init__(
         self, event: torch.Event, origin: "StreamEvent | None" = None, seconds: float = 0.0
@@ -162,12 +163,12 @@ KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Device}  # all others: 
 
 
 def device_of(device: torch.device) -> Device:
-    """The streams of ``device``."""
+    """Return the `Device` of ``device``."""
     return KINDS.get(device.type, Accelerator)(device)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Have the host wait for what the calling thread has queued on ``device``."""
+    """Make the host wait for the work that the calling thread has queued on ``device``."""
     here = device_of(device)
     here.synchronize(here.record(here.current_stream()))
 
@@ -178,10 +179,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device that flat buffers cannot be on.
+    """Raise an error if flat buffers cannot be on ``device``.
 
     Raises:
-        PlanError: says why, and what to do.
+        PlanError: the device is mps.
     """
     if device.type == "mps":
         raise PlanError(
@@ -195,7 +196,7 @@ def check_device(device: torch.device) -> None:
 
 
 class ThreadStream:
-    """Runs jobs on a thread of its own, which ends when the stream is dropped."""
+    """Runs jobs on a separate thread, which ends when the stream is freed."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
@@ -210,37 +211,37 @@ class ThreadStream:
 
 
 class DeviceWork(Work):
-    """Work of a `DeviceStream`: for the host it is done when it is queued."""
+    """Work of a `DeviceStream`: for the host, it is done as soon as it is queued."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
 
     def wait(self, timeout_seconds: float = -1) -> bool:  # noqa: ARG002 - the host never waits
-        # Also for failed work: kernels that it queued use memory that may be freed now.
+        # Also after an error: kernels that it queued use memory that may be freed now.
         self._device.wait(self._device.current_stream(), self.times[1])
         return True
 
     def wait_on_device(self) -> None:
-        """Have the current stream wait for it, or raise its error; on the CPU, it is over."""
+        """Make the current stream wait for this work, or raise its error."""
         if self.error is not None:
             raise self.error
         self.wait()
 
     def synchronize(self) -> None:
-        """Return when the host may read what the job wrote, or raise its error."""
+        """Return when the host may read the results, or raise the error."""
         if self.error is not None:
             raise self.error
         self._device.synchronize(self.times[1])
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has completed it."""
         return self._device.is_over(self.times[1])
 
 
 class DeviceStream:
-    """Runs jobs on a stream of the device; on the CPU, at once."""
+    """Runs jobs on a stream of the device; on the CPU, immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device)
@@ -248,10 +249,10 @@ class DeviceStream:
 
     @contextlib.contextmanager
     def enqueue(self, after: Work | None = None) -> Iterator[DeviceWork]:
-        """Run the body of the ``with`` on this stream, as `submit` does a function.
+        """Run the body of the ``with`` on this stream.
 
         Args:
-            after: a work of another stream, which runs before.
+            after: work of another stream that this stream waits for.
         """
         device, stream = self._device, self._stream
         device.wait(stream, device.record(device.current_stream()))
@@ -261,7 +262,7 @@ class DeviceStream:
         with device.use(stream):
             try:
                 yield work
-            except Exception as error:  # noqa: BLE001 - it is raised where the result is needed
+            except Exception as error:  # noqa: BLE001 - raised where the result is needed
                 work.error = error
         work.times = (began, device.record(stream))
         work.done = True
@@ -285,15 +286,15 @@ def _work(jobs: "SimpleQueue[Work | None]") -> None:
 
 
 def copy_(dst: Tensor, src: Tensor) -> None:
-    """Copy and cast; between devices asynchronously, if the host's memory is pinned."""
+    """Copy and cast; between devices asynchronously, if the host memory is pinned."""
     is_moved = dst.device != src.device
     if is_moved and src.device.type == "cpu":
-        src = src.to(dst.device, non_blocking=True)  # or the host would cast, and block
+        src = src.to(dst.device, non_blocking=True)  # otherwise the host would cast, and block
     dst.copy_(src, non_blocking=is_moved)
 
 
 def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
-    """Fill ``dst`` [n] with ``scale`` times ``src`` [n], cast first; both may be the same."""
+    """Copy ``src`` [n] to ``dst`` [n], cast, then multiply by ``scale``; they may be the same."""
     pieces: Iterable[tuple[Tensor, Tensor]] = [(dst, src)]
     if len(dst) > _CACHED_ELEMENTS and dst.device.type == "cpu":
         size = _CACHED_ELEMENTS
@@ -309,16 +310,16 @@ def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
 
 
 def num_local_accelerators() -> int:
-    """Accelerators of this machine that ranks can use; 0 where they compute on the CPU."""
+    """Return the number of this machine's accelerators; 0 if ranks compute on the CPU."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     backend = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
     if backend is None or not capabilities_of(backend).is_stream_ordered:
-        return 0  # as on MPS, whose ranks cannot exchange anything
+        return 0  # for example MPS, which has no collectives
     return torch.accelerator.device_count()
 
 
 def local_device() -> torch.device:
-    """This rank's own device: an accelerator, which becomes current, or the CPU."""
+    """Return this rank's device: an accelerator, which is made current, or the CPU."""
     if not num_local_accelerators():
         return torch.device("cpu")
     device = own_device()
@@ -327,37 +328,37 @@ def local_device() -> torch.device:
 
 
 def own_device() -> torch.device:
-    """This rank's accelerator: the current one, if a program has chosen it, or by LOCAL_RANK.
+    """Return this rank's accelerator: the current one if the program set it, else LOCAL_RANK's.
 
-    A rank that sees some of the accelerators of its machine numbers them from 0.
+    A rank that sees only some accelerators of its machine numbers them from 0.
     """
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     index = torch.accelerator.current_device_index()
-    if not index:  # perhaps nothing has been chosen yet
+    if not index:  # perhaps the program has not set it
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
     return torch.device(kind.type, index)
 
 
 def name_of(device: torch.device) -> str:
-    """Such as "cpu" or "NVIDIA H100"."""
+    """Return the name of a device, such as "cpu" or "NVIDIA H100"."""
     if device.type in _ON_HOST:
         return device.type
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What the allocator of an accelerator has given to tensors."""
+    """Return the memory of tensors on an accelerator."""
     return torch.accelerator.memory_allocated(device)
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
-    """The memory of an accelerator; None on the CPU."""
+    """Return the memory of an accelerator; None on the CPU."""
     return None if device.type in _ON_HOST else torch.accelerator.get_memory_info(device)[1]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most this process has held so far: of the accelerator, or resident on the CPU."""
+    """Return the peak memory of this process: of tensors on an accelerator, or resident."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
@@ -365,16 +366,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def num_allocation_failures(device: torch.device) -> int:
-    """How often an accelerator has run out of memory for this process; 0 on the CPU."""
+    """Return how often this process has run out of an accelerator's memory; 0 on the CPU."""
     if device.type in _ON_HOST:
         return 0
     return int(torch.accelerator.memory_stats(device).get("num_ooms", 0))
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators: of the CPU, and of ``device`` if it is another.
+    """Return the states of torch's default generators: the CPU's, and that of an accelerator.
 
-    Bytes, on the CPU.
+    They are uint8 tensors on the CPU.
     """
     states = [torch.get_rng_state()]
     if device.type not in _ON_HOST:
@@ -383,14 +384,14 @@ def random_states(device: torch.device) -> list[Tensor]:
 
 
 def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Put back what `random_states` returned."""
+    """Restore the ``states`` that `random_states` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators of `random_states`, and no others."""
+    """Seed the generators whose states `random_states` returns, and no others."""
     torch.default_generator.manual_seed(seed)
     if device.type not in _ON_HOST:
         with torch.accelerator.device_index(device.index):

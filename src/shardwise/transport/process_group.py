@@ -1,4 +1,4 @@
-"""Collectives of a torch process group: the only file that calls torch.distributed's."""
+"""Collectives through torch process groups: the only file that calls torch.distributed's."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ from shardwise.transport.api import (
 from shardwise.transport.backends import capabilities_of
 from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
-from shardwise.transport.health.history import History
+from shardwise.transport.health.history import History, Mark
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.collectives import all_reduce_bytes
 from shardwise.transport.host.shared_memory import SharedRange
@@ -54,52 +54,52 @@ __all__ = [
     "rank_device",
 ]
 
-# Their names since torch 2.13, which warns about the old ones.
+# New names in torch 2.13, which warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SUM = dist.ReduceOp.SUM
-_ALLOCATE_SECONDS = 60.0  # that ranks wait for each other's symmetric memory
-_SHOWN = 300  # characters
-# Factors 2**-k leave these exact, so it does not matter when they are applied. In float16 small
-# numbers would be lost (`_divisor_before_the_sum` of the runtime).
+_ALLOCATE_SECONDS = 60.0  # timeout of ranks that allocate symmetric memory together
+_MAX_DESCRIPTION = 300  # characters
+# Multiplying by 2**-k is exact in these dtypes, before or after a sum. In float16 small numbers
+# would be lost (`GradientBuffer._divisors` of the runtime).
 _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 
 class ProcessGroupCollectives:
-    """Collectives of one kind, on process groups of their own, in the order of their launch."""
+    """A queue of collectives on process groups of its own, in the order of their launch."""
 
-    sent = (0, 0)  # as of `HostCollectives`; not counted here
+    sent = (0, 0)  # not counted here; see `HostCollectives`
 
     def __init__(
         self, world: RankGroup, device: torch.device, backend: str | None, name: str
     ) -> None:
         self._ranks, self._own_rank = world.ranks, world.own_rank
-        # Weakly: this object is kept for as long as the group is.
+        # A weak reference, since this object lives as long as the group.
         self._parent = None if world.parent is None else weakref.ref(world.parent)
         self._backend = backend
         self._can = capabilities_of(backend)
         self.name = name
-        self._groups: dict[bytes, dist.ProcessGroup] = {}  # by the digests of their ranks
-        self._earlier: list[dist.ProcessGroup] = []  # that were replaced, and may still be at work
+        self._groups: dict[bytes, dist.ProcessGroup] = {}  # by digest of their ranks
+        self._earlier: list[dist.ProcessGroup] = []  # replaced; their collectives may still run
         self._device = device
         self._memory_kind = MemoryKind.OWN
         self._without_kernels = False
         self._allocations = 0
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
-        # Whether the device may wait for other ranks, and the host does not.
+        # The device may wait for other ranks, while the host does not.
         self.is_monitored = self._can.is_stream_ordered and world.size > 1
         self._epoch = 0
         self._is_stopped = False
         self._issued = 0
-        self._queued: deque[DeviceWork] = deque()  # oldest first
+        self._queued: deque[tuple[DeviceWork, CollectiveId, Mark]] = deque()  # oldest first
         self._ended: deque[CollectiveId] = deque(maxlen=16)
         self.history = History()
         self._lock = threading.Lock()
 
     @property
     def world(self) -> RankGroup:
-        """All ranks that may take part."""
+        """All ranks that may take part in a collective."""
         parent = None if self._parent is None else self._parent()
         return RankGroup(self._ranks, self._own_rank, parent)
 
@@ -111,14 +111,14 @@ class ProcessGroupCollectives:
         fill: Callable[[], None] | None = None,
         shared: SharedRange | None = None,  # noqa: ARG002
     ) -> Work:
-        """Give every rank of ``group`` the whole of ``flat``.
+        """All-gather ``flat`` in place.
 
         Args:
             flat: [ranks * S], of which this rank contributes its slot [S].
             group: the ranks that take part.
-            label: its name in the ledger.
-            fill: writes this rank's slot, just before it is sent; None if it is written already.
-            shared: where ``flat`` is in shared memory; for all ranks of the group or none.
+            label: name in the ledger.
+            fill: writes this rank's slot just before it is sent; None if it is written already.
+            shared: the shared memory of ``flat``; passed by all ranks of the group or by none.
         """
         with self.stream.enqueue() as work:
             if fill is not None:
@@ -129,13 +129,13 @@ class ProcessGroupCollectives:
                 own = whole[group.index * size : (group.index + 1) * size]
                 sent = own if self._can.in_place else own.clone()
                 _all_gather(whole, sent, group=self._process_group(group))
-        return self._noted(work, label, flat.nbytes // group.size, group)
+        return self._record(work, label, flat.nbytes // group.size, group)
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
-        """Sum over all ranks of the stages of ``reduction``, one stage after the other.
+        """Run the stages of ``reduction`` one after the other.
 
-        Later stages have a stream of their own, so the first one of the next reduction runs
-        concurrently with them.
+        The second stage has a stream of its own, so that it overlaps the first stage of the next
+        reduction.
         """
         first, *rest = reduction.stages
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
@@ -149,33 +149,32 @@ class ProcessGroupCollectives:
                 inner.add_(reduction.carried)
             if not rest and out is not None:
                 copy_scaled_(out, inner, scale)
-        self._noted(work, label, inner.nbytes, first.group)
+        self._record(work, label, inner.nbytes, first.group)
         if not rest or work.error is not None:
             return work
-        began = work.times[0]
-        # A group has one stream, and that of all ranks has the first.
+        [second], began = rest, work.times[0]
+        # A process group is used on one stream only, that of all ranks on the first. A second stage
+        # is over all ranks if the first one is over a single rank.
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
-            for stage in rest:  # there is one at most
-                if stage.operation is Operation.REDUCE_SCATTER:
-                    total = reduction.scattered(stage.group)
-                    self._sum_slots(total, inner, stage.group, last_sum)
-                else:
-                    dist.all_reduce(inner, last_sum, group=self._process_group(stage.group))
+            if second.operation is Operation.REDUCE_SCATTER:
+                total = reduction.scattered(second.group)
+                self._sum_slots(total, inner, second.group, last_sum)
+            else:
+                dist.all_reduce(inner, last_sum, group=self._process_group(second.group))
             if out is not None:
                 copy_scaled_(out, total, scale)
         work.times = began, work.times[1]
-        stage = rest[-1]
-        num_bytes = inner.nbytes // stage.group.size
-        if stage.operation is Operation.ALL_REDUCE:
-            num_bytes = all_reduce_bytes(inner.nbytes, inner.itemsize, stage.group.size)
-        self._noted(work, label, num_bytes, stage.group)
+        num_bytes = inner.nbytes // second.group.size
+        if second.operation is Operation.ALL_REDUCE:
+            num_bytes = all_reduce_bytes(inner.nbytes, inner.itemsize, second.group.size)
+        self._record(work, label, num_bytes, second.group)
         work.sent = (Sent(first.group.ranks, inner.nbytes), *work.sent)
         return work
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """Run ``steps`` in order, each with what the ones before have left."""
+        """Run ``steps`` in order; each uses the results of those before."""
         hops = [step for step in steps if isinstance(step, Hop)]
         with self.stream.enqueue() as work:
             for step in steps:
@@ -183,7 +182,7 @@ class ProcessGroupCollectives:
                     self._run_hop(step)
                 else:
                     step()
-        self._noted(work, label, hops[-1].row_bytes, hops[-1].group)
+        self._record(work, label, hops[-1].row_bytes, hops[-1].group)
         work.sent = tuple(Sent(hop.group.ranks, hop.row_bytes) for hop in hops)
         return work
 
@@ -197,14 +196,17 @@ class ProcessGroupCollectives:
         hop.decode(rows)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """Leave in ``values`` [n] the largest that any rank of ``group`` has."""
+        """Replace ``values`` [n] with the maximum over the ranks of ``group``."""
         with self.stream.enqueue() as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
-        return self._noted(work, label, values.nbytes, group)
+        return self._record(work, label, values.nbytes, group)
 
     def use_memory(self, kind: MemoryKind, *, only_moves: bool) -> None:
-        """Between steps: allocate memory of this kind; ``only_moves`` if nothing is summed."""
+        """Make `allocate` return memory of ``kind``; ``only_moves`` if no collective sums.
+
+        Call it between steps.
+        """
         self._memory_kind = kind
         without_kernels = only_moves and kind is MemoryKind.SYMMETRIC
         if without_kernels != self._without_kernels:
@@ -213,12 +215,12 @@ class ProcessGroupCollectives:
             self._groups = {}
 
     def allocate(self, num_bytes: int, group: RankGroup, what: str) -> torch.UntypedStorage:
-        """Memory that the backend has registered for collectives of ``group``.
+        """Allocate memory that the backend registers for collectives of ``group``.
 
-        Symmetric memory is allocated by all ranks of the group, in the same order.
+        All ranks of the group allocate symmetric memory together, in the same order.
 
         Raises:
-            StepError: they do not allocate the same, of which ``what`` is a description.
+            StepError: the ranks allocate different sizes, or describe them differently (``what``).
         """
         made = self._process_group(group)
         assert made is not None
@@ -244,14 +246,15 @@ class ProcessGroupCollectives:
         if first != own:
             raise StepError(
                 f"symmetric memory must be the same on all ranks, but rank {group.own_rank} "
-                f"allocates {own[:_SHOWN]}, and rank {group.ranks[0]} {first[:_SHOWN]}; call the "
-                "units in the same order on all ranks, or leave set_symm_mem_for_comm out"
+                f"allocates {own[:_MAX_DESCRIPTION]}, and rank {group.ranks[0]} allocates "
+                f"{first[:_MAX_DESCRIPTION]}; call the units in the same order on all ranks, or "
+                "omit set_symm_mem_for_comm"
             )
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """Send the first of each pair [n] to its rank, and receive the second [m] from it.
+        """Send the first tensor [n] of each pair to its rank, and receive the second [m] from it.
 
-        All ranks of the `world` call it, those that have nothing to send or receive among them.
+        All ranks of `world` call this, including those that have nothing to send or receive.
         """
         world = self.world
         with self.stream.enqueue() as work:
@@ -263,16 +266,16 @@ class ProcessGroupCollectives:
                     for i in (0, 1)
                 )
                 dist.all_to_all(received, sent, group=self._process_group(world))
-        # Sizes are compared between ranks, and ranks send different amounts here.
-        self._noted(work, label, 0, world)
+        # 0 bytes: histories compare sizes, which differ between ranks here.
+        self._record(work, label, 0, world)
         own = world.own_rank
         work.sent = tuple(Sent((own, rank), sent.nbytes) for rank, (sent, _) in pairs.items())
         return work
 
     def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
-        """The operator of the last stage, and the factor that its result still needs.
+        """Return the operator of the last stage, and the factor to multiply its result by.
 
-        The backend multiplies where this gives the bits that a multiplication of the sum gives.
+        The backend multiplies if this gives the same bits as a multiplication of the sum.
         """
         *before, last = reduction.stages
         scale, size = reduction.scale, last.group.size
@@ -288,7 +291,7 @@ class ProcessGroupCollectives:
         """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
         if not self._can.in_place:
             flat = flat.clone()
-        if flat.is_complex():  # torch does so itself in other collectives
+        if flat.is_complex():  # in other collectives torch does this itself
             out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
         _reduce_scatter(out, flat, operator, group=self._process_group(group))
 
@@ -296,8 +299,8 @@ class ProcessGroupCollectives:
         if group.size == 1:
             return None
         if group.digest not in self._groups:
-            if self._is_stopped:  # other ranks may never make it
-                raise PeerAborted("no process group is made while ranks are out of step")
+            if self._is_stopped:  # other ranks may never create it
+                raise PeerAborted("no process group can be created until the ranks have recovered")
             kind = "/without kernels" if self._without_kernels else ""
             name = f"{self.name}{kind}" + (f"/{self._epoch}" if self._epoch else "")
             self._groups[group.digest] = new_group(
@@ -305,46 +308,41 @@ class ProcessGroupCollectives:
             )
         return self._groups[group.digest]
 
-    # -- for ranks that look after each other ----------------------------------------------------
+    # -- progress, and recovery ------------------------------------------------------------------
 
-    def _noted(self, work: DeviceWork, label: str, num_bytes: int, group: RankGroup) -> Work:
-        """``work``, which others can see until the device has done it."""
+    def _record(self, work: DeviceWork, label: str, num_bytes: int, group: RankGroup) -> Work:
+        """Add ``work`` to the progress that `state` reports."""
         work.sent = (Sent(group.ranks, num_bytes),)
         if self.is_monitored:
             self._issued += 1
             work.collective = CollectiveId(self._issued, label, num_bytes, group.ranks)
-            self._queued.append(work)
-            if group.size > 1:
-                self.history.note(work.collective)
+            mark = self.history.add(work.collective)
+            self._queued.append((work, work.collective, mark))
         return work
 
     def state(self) -> QueueState:
-        """How far the device has come."""
+        """Return the progress of the device."""
         with self._lock:
-            while self._queued and self._queued[0].is_over:
-                collective = self._queued.popleft().collective
-                assert collective is not None
+            while self._queued and self._queued[0][0].is_over:
+                _, collective, mark = self._queued.popleft()
                 self._ended.append(collective)
-                if len(collective.ranks) > 1:
-                    self.history.end(collective)
-            running = self._queued[0].collective if self._queued else None
-            ended = tuple(one.tag for one in self._ended)
-            last = self._ended[-1].label if self._ended else ""
-            return QueueState(self._issued, self._issued, running, ended, last)
+                self.history.marks[collective.ranks] = mark
+            running = self._queued[0][1] if self._queued else None
+            return QueueState.of(self._issued, self._issued, running, self._ended)
 
     def stop(self) -> None:
-        """End what the device does, for some of it will not end otherwise; its results are lost."""
+        """Abort the collectives on the device, some of which would never end."""
         if prefix := os.environ.get(PREFIX_VARIABLE):
             with contextlib.suppress(OSError):  # the error is more important than the record
                 self._write_flight_record(prefix)
         self._is_stopped = True
         for group in list(self._groups.values()):
-            with contextlib.suppress(RuntimeError):  # it was aborted before, or cannot be
+            with contextlib.suppress(RuntimeError):  # already aborted, or not supported
                 group.abort()
 
     def _write_flight_record(self, prefix: str) -> None:
         with self._lock:
-            queued = [work.collective for work in self._queued if work.collective is not None]
+            queued = [collective for _, collective, _ in self._queued]
             states = [(one, "completed") for one in self._ended]
             states += [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
         parent = self.world.parent
@@ -353,7 +351,7 @@ class ProcessGroupCollectives:
         write_flight_record(path, str(self._backend), members, states)
 
     def restart(self, states: Sequence[QueueState]) -> None:
-        """Go on with new process groups, as all ranks do."""
+        """Continue with new process groups. All ranks call this."""
         with self._lock:
             self._groups.clear()
             self._queued.clear()
@@ -364,18 +362,18 @@ class ProcessGroupCollectives:
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
-    """What moves the bytes of tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
+    """Return the backend of ``group`` for ``device_type``: "gloo", "nccl", "fake", ... or None."""
     return backends_of(group).get(device_type)
 
 
 def accelerator_type(group: dist.ProcessGroup | None) -> str | None:
-    """The type of the accelerators between which ``group`` moves bytes; None if there are none."""
+    """Return the type of accelerators that ``group`` has a backend for, or None."""
     backends = backends_of(group).items()
     return next((kind for kind, name in backends if capabilities_of(name).is_stream_ordered), None)
 
 
 def rank_device(group: dist.ProcessGroup | None) -> torch.device:
-    """This rank's accelerator: that to which ``group`` or the job is bound, or `own_device`."""
+    """Return the accelerator that ``group`` or the job is bound to, or `own_device`."""
     for one in (group, dist.group.WORLD):
         if one is not None and one.bound_device_id is not None:
             return one.bound_device_id
@@ -383,7 +381,7 @@ def rank_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """By type of device."""
+    """Return the backends of ``group`` by device type."""
     if group is None:
         return {}
     pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
@@ -393,11 +391,12 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 def new_group(
     group: RankGroup, backend: str | None, name: str, *, without_kernels: bool = False
 ) -> dist.ProcessGroup:
-    """A process group of the ranks of ``group``, in the order of their slots; only they call this.
+    """Create a process group of the ranks of ``group``, in the order of their slots.
 
-    `torch.distributed.new_group` would name it by how many groups there are, so ranks that have
-    made others would wait forever; it also sorts the ranks, and ignores the timeout of the job.
-    ``name`` is the same on all ranks, and no other group of these ranks has it.
+    Only these ranks call this, with the same ``name``, which no other group of theirs has.
+    `torch.distributed.new_group` derives the name from the number of existing groups, so ranks that
+    have created other groups would wait forever; it also sorts the ranks, and ignores the timeout
+    of the job.
     """
     parent, world = group.parent, dist.group.WORLD
     assert parent is not None
@@ -407,7 +406,7 @@ def new_group(
     digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     name = f"{parent.group_name}/{name}/{digest}"
     timeout = group_timeout(parent)
-    # Torch would split the communicator of a job that is bound to devices, with all of its ranks.
+    # In a job that is bound to devices, torch would split the communicator of all its ranks.
     is_bound = world.bound_device_id is not None and len(ranks) < world.size()
     if backend == "nccl" and is_bound:
         return new_nccl_group(ranks, name, timeout, without_kernels=without_kernels)

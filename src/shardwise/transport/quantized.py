@@ -1,14 +1,14 @@
-"""Gathers and sums whose bytes on the way are quantized, block by block.
+"""Gathers and sums that send blockwise quantized numbers.
 
-Every rank decodes the same bytes, those of its own slot too, so replicas have the same bits. Sums
-are taken in single precision (float64 in double), in the order of the ranks. Among n ranks::
+Every rank decodes the same bytes, also for its own slot, so replicas have the same bits. Sums are
+computed in float32 (float64 for float64), in the order of the ranks. With n ranks::
 
     gather       own slot -> codes   all-gather   n slots of codes -> slots
     reduction    n slots -> codes    all-to-all   n slots of codes -> their sum
-    all-reduce   a reduction, and a gather of its sums
+    all-reduce   a reduction, then a gather of the sums
 
-A reduction among ranks of several hosts may add up within each host first, so that a host sends one
-sum, and not an addend of each of its ranks. What is sent is quantized anew in every such hop.
+A reduction over several hosts may sum within each host first, so that a host sends one sum instead
+of the addends of all its ranks. Each such hop quantizes again.
 
 Source: Wang et al., ZeRO++, 2023 (arXiv 2306.10209), where these are qwZ and qgZ.
 """
@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwise.blockwise import Blocks
-from shardwise.transport.api import Hop, Operation, RankGroup, Reduction, Stage, Work
+from shardwise.transport.api import Hop, Operation, RankGroup, Reduction, Stage, Step, Work
 from shardwise.transport.communicator import Collectives
 
 __all__ = ["QuantizedSums", "quantized_gather"]
-
-_Arrange = Callable[[Tensor], Tensor]
 
 
 def quantized_gather(
@@ -36,7 +34,7 @@ def quantized_gather(
     label: str,
     fill: Callable[[], None],
 ) -> Work:
-    """As `ProcessGroupCollectives.all_gather`; this rank's slot is rounded as the others are."""
+    """As `ProcessGroupCollectives.all_gather`; this rank's own slot is rounded too."""
     slots = flat.view(group.size, -1)
 
     def encode(row: Tensor) -> None:
@@ -52,17 +50,17 @@ class QuantizedSums:
     """The reductions of one buffer.
 
     Args:
-        blocks: how addends are quantized.
-        ranks_per_host: neighbors that add up before others get their sum; None: all at once.
-        error_feedback: keep what rounding takes from this rank's addends, in their dtype, and add
-            it to the next ones (Karimireddy et al., 2019, arXiv 1901.09847).
+        blocks: the quantization of addends.
+        ranks_per_host: sum over this many neighbors first; None: over all ranks at once.
+        error_feedback: keep the rounding error of this rank's addends, in their dtype, and add it
+            to the next ones (Karimireddy et al., 2019, arXiv 1901.09847).
     """
 
     def __init__(self, blocks: Blocks, ranks_per_host: int | None, error_feedback: bool) -> None:
         self.blocks = blocks
         self.ranks_per_host = ranks_per_host
         self.error_feedback = error_feedback
-        self.residual: Tensor | None = None  # of the first hop, in the shape of its rows
+        self.residual: Tensor | None = None  # error of the first hop, in the shape of its rows
 
     def reduce(self, collectives: Collectives, reduction: Reduction, label: str) -> Work:
         """As `ProcessGroupCollectives.reduce`."""
@@ -71,17 +69,17 @@ class QuantizedSums:
         return collectives.relay(list(_Sum(self, reduction).steps()), label)
 
     def compensate(self, rows: Tensor, sent: Tensor) -> None:
-        """Encode ``rows`` with what rounding took from the last ones, and keep what it takes."""
+        """Encode ``rows`` plus the last rounding error, and keep the new one."""
         residual = torch.zeros_like(rows) if self.residual is None else self.residual
         wanted = rows + residual
         self.blocks.encode(wanted, sent)
         self.blocks.decode(sent, residual)
-        # After an overflow there is nothing to make up for.
+        # An overflow leaves no error to compensate.
         self.residual = torch.sub(wanted, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
 
 class _Sum:
-    """One reduction: the sum so far, and the steps that are left, made before any of them runs."""
+    """One reduction: the sum so far, and its steps, all created before the first one runs."""
 
     def __init__(self, sums: QuantizedSums, reduction: Reduction) -> None:
         self._sums = sums
@@ -89,10 +87,10 @@ class _Sum:
         self._reduction = reduction
         self._value = reduction.flat
         self._dtype = torch.promote_types(self._value.dtype, torch.float32)  # of sums
-        self._size = len(reduction.flat)  # of the value after the steps made so far
-        self._compensates = sums.error_feedback
+        self._size = len(reduction.flat)  # of the value, after the steps created so far
+        self._is_first = True  # no addition was created
 
-    def steps(self) -> Iterator[Hop | Callable[[], None]]:
+    def steps(self) -> Iterator[Step]:
         first, *rest = self._reduction.stages
         yield from self._stage(first)
         if self._reduction.carried is not None:
@@ -103,38 +101,32 @@ class _Sum:
 
     def _stage(self, stage: Stage) -> Iterator[Hop]:
         group, size = stage.group, self._size
-        if group.size > 1:
-            yield from self._scatter(group)
-            if stage.operation is Operation.ALL_REDUCE:
-                yield self._gather(group, size)
-
-    def _scatter(self, group: RankGroup) -> Iterator[Hop]:
-        near, ranks = self._sums.ranks_per_host or group.size, group.ranks
-        # The ranks of a second stage are on hosts of their own.
-        is_first = self._size == len(self._reduction.flat)
-        if near >= group.size or not is_first:
-            yield self._addition(group, lambda slots: slots)
+        if group.size == 1:
             return
-        first = group.index // near * near
-        # A rank of this host gets the slots of all ranks that have its place in their hosts.
-        yield self._addition(
-            group.select(*ranks[first : first + near]),
-            lambda slots: slots.view(-1, near, slots.shape[1]).transpose(0, 1),
-            group.size,
-        )
-        yield self._addition(group.select(*ranks[group.index % near :: near]), lambda slots: slots)
+        near = self._sums.ranks_per_host or group.size
+        if near < group.size and self._is_first:  # later stages have one rank per host
+            start, ranks = group.index // near * near, group.ranks
+            # The i-th rank of this host sums the slots of the i-th ranks of all hosts.
+            yield self._addition(group.select(*ranks[start : start + near]), group.size)
+            column = group.select(*ranks[group.index % near :: near])
+            yield self._addition(column, column.size)
+        else:
+            yield self._addition(group, group.size)
+        if stage.operation is Operation.ALL_REDUCE:
+            yield self._gather(group, size)
 
-    def _addition(self, group: RankGroup, arrange: _Arrange, num_slots: int | None = None) -> Hop:
-        """Leave the sum of this rank's row of all ranks' rows."""
-        num_slots = num_slots or group.size
+    def _addition(self, group: RankGroup, num_slots: int) -> Hop:
+        """Return a hop after which this rank has the sum of every ``group.size``-th slot."""
         slot_size = -(-self._size // num_slots)
         self._size = size = slot_size * num_slots // group.size
-        compensates, self._compensates = self._compensates, False
+        compensates = self._is_first and self._sums.error_feedback
+        self._is_first = False
 
         def encode(sent: Tensor) -> None:
             missing = slot_size * num_slots - len(self._value)
             value = torch.nn.functional.pad(self._value, (0, missing)) if missing else self._value
-            rows = arrange(value.view(num_slots, slot_size)).reshape(group.size, size)
+            slots = value.view(-1, group.size, slot_size)
+            rows = slots.transpose(0, 1).reshape(group.size, size)
             encode_rows = self._sums.compensate if compensates else self._blocks.encode
             encode_rows(rows, sent)
 
@@ -148,7 +140,7 @@ class _Sum:
         return Hop(group, self._blocks.num_bytes(size), encode, decode)
 
     def _gather(self, group: RankGroup, whole_size: int) -> Hop:
-        """Leave the first ``whole_size`` of all ranks' values on each of them."""
+        """Return a hop that gathers the values of all ranks and keeps ``whole_size`` elements."""
         size = self._size
         self._size = whole_size
 

@@ -1,8 +1,8 @@
-"""Memory that a backend has registered: its collectives need no copies, and fewer multiprocessors.
+"""Memory that a backend has registered: collectives need no copies, and fewer multiprocessors.
 
-`Collectives.allocate` of a process group gives it. *Registered* memory comes from the backend's own
-allocator. *Symmetric* memory (torch's ``symm_mem``, by NCCL) is at the same offset of one window on
-all ranks, so they allocate it together and in one order.
+`ProcessGroupCollectives.allocate` returns it. *Registered* memory comes from the backend's own
+allocator. *Symmetric* memory (torch's ``symm_mem``, through NCCL) has the same offset in one window
+on all ranks, so they allocate it together and in the same order.
 """
 
 from enum import StrEnum
@@ -17,18 +17,18 @@ __all__ = ["MemoryKind", "check_memory"]
 
 
 class MemoryKind(StrEnum):
-    """Where the buffers of collectives are."""
+    """The memory of the buffers of collectives."""
 
-    OWN = "own"  # of torch's allocator
+    OWN = "own"  # from torch's allocator
     REGISTERED = "registered"
     SYMMETRIC = "symmetric"
 
 
 def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> None:
-    """Refuse memory that the backend of ``world`` does not have.
+    """Raise an error if the backend of ``world`` does not have memory of this kind.
 
     Raises:
-        PlanError: names the backend and the way out.
+        PlanError: names the backend and what to do.
     """
     if kind is MemoryKind.OWN or world.parent is None:
         return
@@ -36,10 +36,10 @@ def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> No
     if kind is MemoryKind.REGISTERED and tensor_allocator(world.parent, device) is None:
         raise PlanError(
             f"set_allocate_memory_from_process_group_for_comm(True): {backend} allocates no "
-            f"tensors on {device}; expected a backend that does (NCCL), or leave the call out"
+            f"tensors on {device}; use a backend that does (NCCL), or leave the call out"
         )
     if kind is MemoryKind.SYMMETRIC and not has_symmetric_memory(world.parent, device):
         raise PlanError(
-            f"set_symm_mem_for_comm(): {backend} has no symmetric memory on {device}; expected "
-            "NCCL between GPUs, or leave the call out"
+            f"set_symm_mem_for_comm(): {backend} has no symmetric memory on {device}; use NCCL "
+            "between GPUs, or leave the call out"
         )

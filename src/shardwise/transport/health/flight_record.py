@@ -1,4 +1,4 @@
-"""A rank's last collectives in the form of PyTorch's Flight Recorder, which its analyzer reads.
+"""A rank's last collectives in the format of PyTorch's Flight Recorder, for its analyzer.
 
 ``python -m torch.distributed.flight_recorder.fr_trace DIRECTORY --prefix NAME`` compares the files
 of all ranks.
@@ -17,7 +17,7 @@ __all__ = ["PREFIX_VARIABLE", "write_flight_record"]
 
 PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"  # as for PyTorch's own: files are prefix + rank
 _VERSION = "2.10"
-# What a collective with a label of this first word is; all others gather.
+# The operation by the first word of a label; all other collectives are gathers.
 _OPERATIONS = {"reduce": "reduce_scatter_single", "agree": "all_reduce"}
 
 

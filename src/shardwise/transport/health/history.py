@@ -1,75 +1,124 @@
-"""The collectives that each rank has issued, to be compared between ranks.
+"""The collectives that each rank has issued, compared between ranks.
 
 NCCL pairs the collectives of a group in the order in which its ranks issue them. If two ranks run
-different units of equal size, nothing waits in vain, and every number from there on is wrong. So
-each rank keeps a rolling hash of the labels of its collectives for each group. Neighbors in a
-group compare them at equal counts, every two seconds, on the thread of the heartbeat.
+different units of equal size, no rank waits, and all numbers from there on are wrong. So each rank
+keeps a rolling hash of the labels of its collectives for each group. Neighbors in a group compare
+their hashes at equal counts, every two seconds, on the heartbeat thread.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.errors import RanksDiverged
 from shardwise.transport.api import CollectiveId
+from shardwise.transport.health.monitor import Monitor
 
-__all__ = ["Entry", "History", "Mark", "Ranks", "first_difference"]
+__all__ = ["Comparison", "History", "Mark"]
 
-Ranks = tuple[int, ...]
-Entry = tuple[int, int, str]  # number in its group, hash of all up to it, and label
-Mark = tuple[int, int]  # number and hash
+Mark = tuple[int, int]  # number of a collective in its group, hash of all up to this one
+_Ranks = tuple[int, ...]
+_Entry = tuple[int, int, str]  # a mark and the label of the collective
+_Place = tuple[int, _Ranks, int]  # queue, group and neighbor
 
-_NUM_KEPT = 4096  # of a group: what a rank issues in the seconds until others compare
+_NUM_ATTEMPTS = 3  # to read the history of the other rank
+_NUM_KEPT = 4096  # per group: more than a rank issues in the seconds until others compare
 
 
 @dataclass(slots=True)
 class History:
-    """The last collectives of one queue, by the ranks that took part in them."""
+    """The last collectives of one queue, by the ranks that take part."""
 
-    entries: dict[Ranks, deque[Entry]] = field(default_factory=dict)
-    _num_ended: dict[Ranks, int] = field(default_factory=dict)
+    entries: dict[_Ranks, deque[_Entry]] = field(default_factory=dict)  # issued
+    marks: dict[_Ranks, Mark] = field(default_factory=dict)  # the last ones that ended
 
-    def note(self, collective: CollectiveId) -> None:
-        """Add a collective that was issued."""
+    def add(self, collective: CollectiveId) -> Mark:
+        """Record that ``collective`` was issued."""
         if collective.ranks not in self.entries:
             self.entries[collective.ranks] = deque([(0, 0, "")], maxlen=_NUM_KEPT)
-            self._num_ended[collective.ranks] = 0
         entries = self.entries[collective.ranks]
         number, before, _ = entries[-1]
         text = f"{collective.label} {collective.slot_bytes}"
-        entries.append((number + 1, zlib.crc32(text.encode(), before), collective.label))
+        mark = number + 1, zlib.crc32(text.encode(), before)
+        entries.append((*mark, collective.label))
+        return mark
 
-    def end(self, collective: CollectiveId) -> None:
-        """The oldest collective under way has ended."""
-        self._num_ended[collective.ranks] += 1
+    def differs(self, ranks: _Ranks, mark: Mark) -> bool:
+        """Whether another rank of ``ranks`` has issued other collectives up to its ``mark``.
 
-    def marks(self) -> dict[Ranks, Mark]:
-        """The last collectives that ended, to be shown to others; any thread may call this."""
-        marks: dict[Ranks, Mark] = {}
-        for ranks, number in self._num_ended.copy().items():
-            entries = self.entries[ranks].copy()
-            position = number - entries[0][0]
-            if position >= 0:
-                marks[ranks] = entries[position][:2]
-        return marks
-
-    def agrees(self, ranks: Ranks, mark: Mark) -> bool | None:
-        """Whether another rank has issued the same up to its ``mark``.
-
-        None if this rank has not come so far. What is too old to be known agrees.
+        False if this rank no longer knows, or has not come so far: a later mark will tell, since
+        hashes are cumulative.
         """
         number, digest = mark
         entries = self.entries[ranks].copy()
         position = number - entries[0][0]
-        if position >= len(entries):
+        return 0 <= position < len(entries) and entries[position][1] != digest
+
+
+class Comparison:
+    """Compares this rank's histories, one per queue, with its neighbors' in each group."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._attempts = 0
+        self._found: _Place | None = None
+
+    def look(
+        self, monitor: Monitor, histories: Sequence[History], epoch: int
+    ) -> RanksDiverged | None:
+        """Compare the last heartbeats; return the error to raise, if there is one.
+
+        Both neighbors find a difference. They publish their histories for each other, so the
+        error, a few looks later, has the labels of both.
+        """
+        if self._found is None:
+            places = self._places(histories)
+            differing = (p for p in places if self._differs(monitor, histories[p[0]], p, epoch))
+            self._found = next(differing, None)
+        if self._found is None:
             return None
-        return position < 0 or entries[position][1] == digest
+        queue, ranks, other = self._found
+        entries = [_copy(history) for history in histories]
+        shown = monitor.swap_histories(other, (epoch, entries))
+        self._attempts += 1
+        is_answer = shown is not None and shown[0] == epoch
+        if not is_answer and self._attempts < _NUM_ATTEMPTS:
+            return None
+        others = shown[1][queue].get(ranks, []) if is_answer else []
+        labels = _difference(self._rank, other, entries[queue][ranks], others)
+        return RanksDiverged(
+            f"ranks {', '.join(map(str, sorted((self._rank, other))))} run different units, whose "
+            f"collectives have equal sizes, so the numbers of both are wrong: {labels}\n"
+            f"{monitor.table()}\nEvery rank must run the same units in the same order; look for "
+            "a branch or a loop length that differs by rank."
+        )
+
+    def _places(self, histories: Sequence[History]) -> Iterator[_Place]:
+        for queue, history in enumerate(histories):
+            for ranks in list(history.entries):
+                at = ranks.index(self._rank)
+                for other in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {self._rank}:
+                    yield queue, ranks, other
+
+    def _differs(self, monitor: Monitor, history: History, place: _Place, epoch: int) -> bool:
+        queue, ranks, other = place
+        beat = monitor.heartbeat(other)
+        if beat is None or beat.report.epoch != epoch or len(beat.marks) <= queue:
+            return False
+        mark = beat.marks[queue].get(ranks)
+        return mark is not None and history.differs(ranks, mark)
 
 
-def first_difference(own: Iterable[Entry], other: Iterable[Entry]) -> tuple[int, str, str] | None:
-    """Number and labels of the first collective in which two ranks differ, if both still know."""
-    known = {number: (digest, label) for number, digest, label in other}
+def _copy(history: History) -> dict[_Ranks, list[_Entry]]:
+    return {ranks: list(entries.copy()) for ranks, entries in history.entries.copy().items()}
+
+
+def _difference(rank: int, other: int, own: Sequence[_Entry], others: Sequence[_Entry]) -> str:
+    """Describe the first collective that differs, if both ranks still know it."""
+    known = {number: (digest, label) for number, digest, label in others}
     for number, digest, label in own:
         if number in known and known[number][0] != digest:
-            return number, label, known[number][1]
-    return None
+            (one, at_one), (two, at_two) = sorted(((rank, label), (other, known[number][1])))
+            return f"collective {number} is {at_one} on rank {one} and {at_two} on rank {two}"
+    return f"they differ before collective {own[-1][0]}, {own[-1][2]} on rank {rank}"

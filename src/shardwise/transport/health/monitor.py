@@ -1,10 +1,10 @@
-"""The reports and the heartbeats of other ranks, which a rank reads while it waits.
+"""The reports and heartbeats of other ranks, which a rank reads while it waits.
 
-A busy rank (a long forward, a slow disk, data that take minutes) publishes no report, and the ranks
-that wait for it are right to go on waiting. A rank that was stopped (SIGSTOP, a frozen container, a
-lost network) publishes none either, and its connections stay open. So a thread of every rank counts
-in the job's store every two seconds, and says where Python stands; a rank that waits looks at the
-others' counters. It goes by its own clock alone.
+A busy rank (a long forward, a slow disk, a data loader that takes minutes) publishes no report, and
+other ranks should go on waiting for it. A rank that was stopped (SIGSTOP, a frozen container, a
+lost network) publishes none either, and its connections stay open. So every two seconds a thread
+of each rank publishes a counter, and where Python is, in the job's store. A waiting rank reads the
+counters of the others. It measures time with its own clock only.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import Store
 from shardwise._private import default_store
 from shardwise.errors import PeerLost, PeerSilent
 from shardwise.transport.device import is_accelerator
-from shardwise.transport.health.history import Mark
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
@@ -40,35 +39,34 @@ __all__ = [
 
 _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
-# Nothing else detects it: no connection between the hosts ends with a process.
+# Shorter than on CPUs: between devices, no connection breaks when a process ends.
 _DEVICE_SILENT_SECONDS = 8.0
-_MEET_SECONDS = 0.01
+_MEET_SECONDS = 0.01  # between two looks of `Monitor.meet`
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long ranks wait before they look after each other."""
+    """How long ranks wait before they check each other."""
 
-    poll_seconds: float = POLL_SECONDS  # between two looks at a wait
+    poll_seconds: float = POLL_SECONDS  # between two looks during a wait
     beat_seconds: float = 2.0
-    # A rank whose C code holds Python's lock for so long counts as stopped.
-    silent_seconds: float = 10.0
-    say_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
+    silent_seconds: float = 10.0  # also for a rank whose C code holds the GIL
+    log_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
 
 
 def usual_patience(device: torch.device) -> Patience:
-    """That of ranks on ``device``, scaled by the environment variable."""
+    """Return the defaults for ``device``, scaled by the environment variable."""
     usual = Patience()
     silent = _DEVICE_SILENT_SECONDS if is_accelerator(device) else usual.silent_seconds
-    say = float(os.environ.get(_PATIENCE_VARIABLE, usual.say_seconds))
-    return Patience(silent_seconds=silent * say / usual.say_seconds, say_seconds=say)
+    log = float(os.environ.get(_PATIENCE_VARIABLE, usual.log_seconds))
+    return Patience(silent_seconds=silent * log / usual.log_seconds, log_seconds=log)
 
 
 def connect_to_store(patience: Patience) -> Store:
-    """The job's store, by a connection of its own.
+    """Return the job's store, through a new connection.
 
-    So no other wait on it blocks the heartbeat, and if the process that holds it was stopped, calls
-    do not wait as long as the job's own would.
+    Other waits on the store do not block the heartbeat then, and if the process that holds the
+    store was stopped, calls end earlier than with the job's own timeout.
     """
     store: Store = default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=patience.silent_seconds))
@@ -81,14 +79,14 @@ class Heartbeat:
 
     count: int
     report: Report
-    # The last collectives of each queue and group; those of the host are compared as they run.
-    marks: tuple[Mapping[tuple[int, ...], Mark], ...] = ()
+    # The `History.marks` of each queue of a device; exchanges on the host compare tags instead.
+    marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
 
 class Monitor:
-    """The reports and heartbeats of one group's ranks, in a store that all of them can read.
+    """The reports and heartbeats of the ranks of a group, in a store that all can read.
 
-    Every method raises a PeerLost if the process that holds the store does not answer.
+    Every method raises PeerLost if the process that holds the store does not answer.
     """
 
     def __init__(
@@ -101,10 +99,10 @@ class Monitor:
         on_beat: "weakref.WeakMethod[Callable[[int], None]] | None" = None,
         on_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
     ) -> None:
-        """Start the heartbeat.
+        """Start the heartbeat thread.
 
-        Its thread calls ``on_beat`` with a count, for as long as its object exists; which calls
-        `beat`. So does ``on_end``, which is called once before the interpreter ends.
+        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`. ``on_end`` is called once,
+        before the interpreter exits. Neither is called after its object was freed.
         """
         self._store = store
         self._rank = rank
@@ -113,9 +111,10 @@ class Monitor:
         self._beats = [f"shardwise/{name}/heartbeat/{other}" for other in range(size)]
         self._failed = f"shardwise/{name}/failed in epoch "
         self._histories = [f"shardwise/{name}/history/{other}" for other in range(size)]
-        self._seen: dict[int, tuple[bytes, float]] = {}  # a heartbeat, and since when it is that
-        self._blocked: dict[int, int] = {}  # looks of ranks in a collective of torch's
-        self._looked = 0.0
+        self._seen: dict[int, tuple[bytes, float]] = {}  # last heartbeat, and when it was new
+        self._blocked: dict[int, int] = {}  # looks of ranks in a torch collective
+        self._looked = 0.0  # when the heartbeats were last read
+        self._failed_epoch = -1  # the last one in which this rank announced a failure
         store.set(self._beats[rank], "0")
         done = threading.Event()
         thread = threading.Thread(
@@ -125,22 +124,24 @@ class Monitor:
             daemon=True,
         )
         thread.start()
-        weakref.finalize(self, _end, done, thread, on_end)  # also before the interpreter ends
+        weakref.finalize(self, _end, done, thread, on_end)  # also when the interpreter exits
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Show a sign of life."""
+        """Publish ``heartbeat``."""
         self._set(self._beats[self._rank], heartbeat)
 
     def publish(self, report: Report) -> None:
-        """Show ``report`` to the others."""
-        self._set(self._reports[self._rank], report)
+        """Publish ``report``, except after `announce` in the same epoch."""
+        if report.epoch != self._failed_epoch:
+            self._set(self._reports[self._rank], report)
 
     def announce(self, failure: Report) -> Report:
-        """Show ``failure`` to the others; returns the first one that a rank announced in its epoch.
+        """Publish ``failure``; return the first one that any rank announced in its epoch.
 
-        Ranks may find out about the same loss at the same time, and are to raise one error.
+        Ranks may detect the same loss at the same time, and must all raise the same error.
         """
         self.publish(failure)
+        self._failed_epoch = failure.epoch
         own = str(self._rank)
         with _store_errors():
             first = int(self._store.compare_set(f"{self._failed}{failure.epoch}", "", own))
@@ -148,7 +149,7 @@ class Monitor:
         return found
 
     def check_reports(self, epoch: int) -> Mapping[int, Report]:
-        """The reports of this epoch, by rank; raises the error of `verdict`, if there is one."""
+        """Return the reports of this epoch by rank, or raise the error of `verdict`."""
         contents = self._read(self._reports)
         reports = [None if one is None else pickle.loads(one) for one in contents]
         current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
@@ -161,7 +162,7 @@ class Monitor:
         return current
 
     def _is_confirmed(self, reports: Mapping[int, Report]) -> bool:
-        """Whether ranks in collectives of torch's still were there after this one got stuck."""
+        """Whether the ranks in torch collectives have not moved since this rank got stuck."""
         before = self._blocked
         blocked = {rank: report.looks for rank, report in reports.items() if report.blocked_with}
         if not before:
@@ -169,22 +170,21 @@ class Monitor:
         return all(before.get(rank, looks) < looks for rank, looks in blocked.items())
 
     def check_heartbeats(self, where: str = "") -> None:
-        """Look at the others; to be called every now and then while waiting.
+        """Check that the counters of other ranks change. Call it regularly during a wait.
 
         Args:
-            where: this rank is; for the error.
+            where: position of this rank, for the error.
 
         Raises:
-            PeerSilent: names a rank whose counter has stayed the same for ``silent_seconds`` of
-                looking.
+            PeerSilent: names a rank whose counter has not changed for ``silent_seconds``.
         """
         now = time.monotonic()
-        # Heartbeats of an earlier wait, or from before this rank was stopped itself, are too old.
+        # Heartbeats from an earlier wait, or from before this process was stopped, are too old.
         if now - self._looked > 2 * self._patience.beat_seconds:
             self._seen.clear()
         self._looked = now
         for other, counter in enumerate(self._read(self._beats)):
-            if counter is None or other == self._rank:  # None: it has not started yet
+            if counter is None or other == self._rank:  # None: the rank has not started yet
                 continue
             last, since = self._seen.get(other, (b"", now))
             if counter != last:
@@ -198,12 +198,12 @@ class Monitor:
                 )
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
-        """The last one of ``rank``."""
+        """Return the last heartbeat of ``rank``."""
         found: Heartbeat | None = self._get(self._beats[rank])
         return found
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
-        """Why ranks have ended, and where each stood at its last heartbeat or look."""
+        """Describe why ranks have ended, and where each was at its last heartbeat."""
         ranks = range(len(self._beats))
         beats = {rank: beat for rank in ranks if (beat := self.heartbeat(rank)) is not None}
         ended = "".join(
@@ -215,12 +215,12 @@ class Monitor:
         return ended + table({rank: beat.report for rank, beat in beats.items()}, remarks)
 
     def swap_histories(self, rank: int, own: Any) -> Any:
-        """Show ``own`` to the others; what ``rank`` has shown, or None."""
+        """Publish ``own``; return what ``rank`` has published, or None."""
         self._set(self._histories[self._rank], own)
         return self._get(self._histories[rank])
 
     def meet(self, report: Report) -> list[Report]:
-        """Wait for all ranks to call this in the same epoch; the report of each."""
+        """Wait until all ranks have called this in the same epoch; return their reports."""
         keys = [f"{key}/epoch {report.epoch}" for key in self._reports]
         self._set(keys[self._rank], report)
         with _store_errors():
@@ -233,7 +233,7 @@ class Monitor:
             self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # bytes do
 
     def _get(self, key: str) -> Any:
-        """None if nothing is there, or a count alone."""
+        """Return the value at ``key``, or None if there is none, or only a count."""
         [content] = self._read([key])
         return None if content is None or content.isdigit() else pickle.loads(content)
 
@@ -243,7 +243,7 @@ class Monitor:
 
 
 def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | None]) -> str:
-    """Describe the ``ranks`` that a rank waits for, some of them by their heartbeats ``beats``."""
+    """Describe the ``ranks`` that a rank waits for; ``beats`` are heartbeats of some of them."""
     if not ranks:
         return "; all ranks have begun it, so the network or a device is slow"
     text = ""
@@ -278,7 +278,7 @@ def _beat(
             count += 1
             if on_beat is not None and (call := on_beat()) is not None:
                 call(count)
-                del call  # or this thread would keep the object until the next beat
+                del call  # otherwise this thread would keep the object until the next beat
             else:
                 store.set(key, str(count))
 
@@ -289,9 +289,9 @@ def _end(
     on_end: "weakref.WeakMethod[Callable[[], None]] | None",
 ) -> None:
     done.set()
-    if on_end is not None and (call := on_end()) is not None:  # not if its object is freed
+    if on_end is not None and (call := on_end()) is not None:
         with contextlib.suppress(PeerLost):  # the store is gone
             call()
-    # In a call of the store's when Python ends, it would be ended in a way that C++ aborts at.
+    # If Python exits while the thread is in a call of the store, C++ aborts the process.
     if thread is not threading.current_thread():
         thread.join(timeout=1.0)

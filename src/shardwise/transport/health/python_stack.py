@@ -1,7 +1,7 @@
-"""Where the Python of a thread stands, for the messages of ranks that wait for it.
+"""The position of a thread in its Python code, for the messages of ranks that wait for it.
 
-Whoever holds a frame keeps its local variables, with the tensors in them, after its call has
-returned. So what is needed of the frames is taken at once, before anything that may wait.
+A reference to a frame keeps its local variables alive, with the tensors in them, after the call has
+returned. So these functions hold no frame while they wait for anything.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ __all__ = ["calls_of", "collective_of", "fingerprint"]
 
 _STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 _PACKAGES = f"{_STANDARD}site-packages{os.sep}"
-_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[2])  # of torch and this package
+_ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[2])  # torch and this package
 _OURS = tuple(f"{root}{os.sep}" for root in _ROOTS)
 _COLLECTIVES = inspect.getfile(distributed_c10d)
-_OWN_GROUPS = "/shardwise/"  # in their names
+_OWN_GROUPS = "/shardwise/"  # part of the names of this package's groups
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")
 
 
 def calls_of(thread: int, most: int = 3) -> tuple[str, ...]:
-    """The innermost calls of ``thread`` in the user's own files, such as "train.py:12 in step"."""
+    """Return the innermost calls of ``thread`` in the user's files: "train.py:12 in step"."""
     calls = [(one.f_code, one.f_lineno) for one in _frames(thread)]
     own = [(code, line) for code, line in calls if _is_of_user(code.co_filename)]
     return tuple(
@@ -38,20 +38,11 @@ def calls_of(thread: int, most: int = 3) -> tuple[str, ...]:
 
 
 def collective_of(thread: int) -> list[int]:
-    """The ranks of the job among which the user's ``thread`` is inside a collective; or none.
+    """Return the global ranks of the torch collective that ``thread`` is inside, or [].
 
-    On the CPU such a call of torch's returns when they all have called it. Those that this package
-    launches on a device return at once.
+    On the CPU such a call returns when all these ranks have made it. Collectives that this package
+    launches on a device return immediately, and are left out.
     """
-    for group in _groups_of_collectives(thread):
-        with contextlib.suppress(KeyError, ValueError):  # of a group that was destroyed
-            return dist.get_process_group_ranks(group)
-    return []
-
-
-def _groups_of_collectives(thread: int) -> list[dist.ProcessGroup | None]:
-    """Of the collectives of torch's that ``thread`` is inside; None is the default group."""
-    groups = []
     for frame in _frames(thread):
         if frame.f_code.co_filename != _COLLECTIVES:
             continue
@@ -60,17 +51,18 @@ def _groups_of_collectives(thread: int) -> list[dist.ProcessGroup | None]:
             continue
         is_collective = not name.startswith("_") and "group" in local
         if is_collective and name not in _POINT_TO_POINT and not local.get("async_op"):
-            groups.append(local["group"])
-    return groups
+            with contextlib.suppress(KeyError, ValueError):  # the group was destroyed
+                return dist.get_process_group_ranks(local["group"])
+    return []
 
 
 def fingerprint(thread: int) -> int:
-    """The same twice if ``thread`` has not moved, or has come back to where it was."""
+    """Return a hash of the stack of ``thread``; it differs if the thread is at another place."""
     return hash(tuple((frame.f_code, frame.f_lasti) for frame in _frames(thread)))
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
-    """Innermost first."""
+    """The frames of ``thread``, innermost first."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
@@ -83,6 +75,6 @@ def _is_of_user(path: str) -> bool:
 
 
 def _shortest(path: str) -> str:
-    """As the user may have typed it."""
+    """Return ``path`` relative to the current directory if it is inside."""
     folder = f"{Path.cwd()}{os.sep}"
     return path.removeprefix(folder)

@@ -1,13 +1,13 @@
-"""The reports that ranks publish when a wait takes long, and the verdict on them.
+"""The reports that ranks publish during a long wait, and the verdict on them.
 
-This costs a healthy step nothing: a rank publishes only once it has waited for a second. It then
-puts a `Report` into the job's store, reads the others', and asks `verdict`. A report is published
-at every *look* at a wait, so a report that stays the same over two looks is a rank that is stuck.
+A healthy step publishes nothing. Once a rank has waited for a second, it puts a `Report` into the
+job's store, reads the reports of the others, and calls `verdict`. It does so at every *look*; a
+rank whose state is the same over two looks is stuck.
 
-No rank can go on if none of them moves, no exchange that runs was begun by all its ranks (what all
-have begun will end, however slow the network), and no queue is about to begin one: the thread that
-does may be waiting for a processor. A rank that is inside a collective of torch's with one that
-waits here does not move either.
+No rank can go on if all are stuck, no running exchange was begun by all its ranks (one that all
+have begun will end, however slow the network is), and no queue is about to begin one (its thread
+may be waiting for a processor). A rank inside a collective of torch is stuck if a rank of this
+collective waits here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["QueueState", "Report", "table", "verdict"]
+__all__ = ["LookCounter", "QueueState", "Report", "table", "verdict"]
 
 LOOKS = 2
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
@@ -25,13 +25,21 @@ _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """How far a rank has come in one queue of collectives."""
+    """The progress of one rank in one queue of collectives."""
 
-    issued: int
-    begun: int  # of these
+    issued: int  # number of collectives
+    begun: int  # how many of these
     running: CollectiveId | None
     ended: tuple[int, ...]  # tags of the last ones
-    last: str = ""  # label of the last of these
+    last: str = ""  # label of the last one that ended
+
+    @staticmethod
+    def of(
+        issued: int, begun: int, running: CollectiveId | None, ended: Sequence[CollectiveId]
+    ) -> "QueueState":
+        """Return the state of a queue whose last collectives are ``ended``."""
+        last = ended[-1].label if ended else ""
+        return QueueState(issued, begun, running, tuple(one.tag for one in ended), last)
 
     @property
     def is_about_to_begin(self) -> bool:
@@ -43,36 +51,50 @@ class QueueState:
         )
 
 
+class LookCounter:
+    """Counts consecutive looks at which a state was the same as at the look before."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: object = None
+
+    def look(self, state: object, *, has_moved: bool = False) -> int:
+        """Return the new count: 0 if ``state`` differs from the last one or ``has_moved``."""
+        self.count = self.count + 1 if state == self._last and not has_moved else 0
+        self._last = state
+        return self.count
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where one rank stands, and the error that all ranks are to raise, if there is one."""
+    """Where one rank is, and the error that all ranks must raise, if there is one."""
 
     epoch: int
-    looks: int
+    looks: int  # without progress
     step: int
     where: str
     queues: tuple[QueueState, ...]
-    failure: str = ""  # the name of its class
-    error: str = ""  # its text; without a failure, what ended this rank's process
+    failure: str = ""  # class name of the error
+    error: str = ""  # its message; without a failure, why this rank's process ended
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
     awaited: str = ""  # label of a collective
     python: tuple[str, ...] = ()  # calls, innermost first
-    blocked_with: tuple[int, ...] = ()  # ranks of a collective of torch's in which this one is
-    is_host_busy: bool = False  # while its device waits
+    blocked_with: tuple[int, ...] = ()  # the other ranks of a torch collective that this one is in
+    is_host_busy: bool = False  # its main thread runs, while its device waits
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has not moved between two looks."""
+        """Whether the rank has not moved between two looks."""
         return self.looks >= LOOKS
 
     @property
     def raised(self) -> StepError:
-        """The error that all ranks are to raise."""
+        """The error that all ranks must raise."""
         return _ERRORS[self.failure](self.error)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Of its row of the table of ranks."""
+        """The row of this rank in the table."""
         last = "; ".join(state.last for state in self.queues if state.last)
         awaited = self.awaited or ("a collective of torch" if self.blocked_with else "-")
         python = self.python[0] if self.python else "-"
@@ -80,11 +102,11 @@ class Report:
 
 
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
-    """The error to raise on every rank, or None if the ranks may still go on.
+    """Return the error to raise on every rank, or None if the ranks may still go on.
 
     Args:
-        reports: of all ranks.
-        epoch: reports of an earlier one are ignored.
+        reports: the reports of all ranks.
+        epoch: reports of other epochs are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     for report in current.values():
@@ -103,7 +125,7 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
 
 
 def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Where each rank stands; ``remarks`` are of those that do not."""
+    """Return a table of the positions of ranks; a rank in ``remarks`` no longer runs."""
     rows: list[tuple[str, ...]] = [("rank", "step", "in", "last completed", "waits for", "Python")]
     for rank in sorted({*reports, *remarks}):
         cells = reports[rank].cells if rank in reports else ("-",) * 5
@@ -117,12 +139,12 @@ def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingPro
 
 
 def _can_move(reports: Mapping[int, Report]) -> bool:
-    """Whether some exchange is about to begin, or was begun by all its ranks and runs."""
+    """Whether some exchange is about to begin, or is running and was begun by all its ranks."""
     waiting = {
         rank for rank, report in reports.items() if not (report.blocked_with or report.is_host_busy)
     }
     if any(r.blocked_with and waiting.isdisjoint(r.blocked_with) for r in reports.values()):
-        return True  # for all that is known here
+        return True  # its collective may still end
     if any(state.is_about_to_begin for report in reports.values() for state in report.queues):
         return True
     return any(
@@ -134,7 +156,7 @@ def _can_move(reports: Mapping[int, Report]) -> bool:
 
 
 def _first_difference(reports: Mapping[int, Report]) -> str:
-    """The first units in which the ranks differ, if they do."""
+    """Describe the first call in which the ranks entered different units, or return ""."""
     if len({report.step for report in reports.values()}) > 1:
         return ""
     entered = {rank: dict(report.entered) for rank, report in reports.items()}

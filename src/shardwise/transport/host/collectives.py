@@ -1,14 +1,14 @@
-"""Collectives between CPUs, made of exchanges between all pairs of ranks.
+"""Collectives between CPUs, built from exchanges between all pairs of ranks.
 
-Gloo's own collectives are slow (64 MB, 2 ranks: all-gather 28-36 ms against 117-194, reduce-scatter
-33-41 against 160-185, for it is an all-reduce there) and take a full-size scratch. Every exchange
-is tagged with the id of its collective: ranks that disagree on what comes next wait for each other
-instead of mixing their numbers.
+Gloo's own collectives are slower (64 MB, 2 ranks: all-gather 117-194 ms instead of 28-36,
+reduce-scatter, which is an all-reduce there, 160-185 instead of 33-41) and need scratch memory of
+full size. Every exchange has the tag of its collective, so ranks that disagree on the next one wait
+for each other instead of mixing their numbers.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,18 +29,18 @@ from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.peers import INLINE_BYTES
 from shardwise.transport.host.point_to_point import PointToPoint
 from shardwise.transport.host.shared_memory import Place, SharedRange
-from shardwise.transport.host.sums import Finish, Run, Summation
+from shardwise.transport.host.sums import Run, Summation
 
 __all__ = ["HostCollectives", "all_reduce_bytes"]
 
-
-_Exchange = tuple[CollectiveId, Run]  # one of a collective
+_Exchange = tuple[CollectiveId, Run]
 
 
 def all_reduce_bytes(num_bytes: int, itemsize: int, ranks: int) -> int:
-    """What a rank sends to each other one in an all-reduce: a reduce-scatter and a gather.
+    """Return the bytes that a rank sends to each other rank in an all-reduce.
 
-    What is small or left over goes to every rank whole.
+    It is a reduce-scatter and an all-gather. Small tensors, and the elements that are left over,
+    are sent whole to every rank.
     """
     if num_bytes <= INLINE_BYTES:
         return num_bytes
@@ -49,12 +49,12 @@ def all_reduce_bytes(num_bytes: int, itemsize: int, ranks: int) -> int:
 
 
 class HostCollectives:
-    """Collectives of one kind among the ranks of ``world``, one after the other on a thread."""
+    """A queue of collectives among the ranks of ``world``, which run in order on a thread."""
 
     is_monitored = True
 
     def __init__(self, world: RankGroup, name: str) -> None:
-        # Without its parent: this object is kept for as long as that is.
+        # Without the parent group, since this object lives as long as the group.
         self.world = RankGroup(world.ranks, world.own_rank)
         self.name = name
         self._own = world.own_rank
@@ -63,14 +63,13 @@ class HostCollectives:
         self.stream = ThreadStream(f"shardwise-{name}")
         self._issued = self._begun = 0
         self._running: CollectiveId | None = None
-        self._ended: deque[int] = deque(maxlen=16)
-        self._last = ""  # label of the last one
+        self._ended: deque[CollectiveId] = deque(maxlen=16)
         self._stopped = False
         self._lock = threading.Lock()
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Exchanges so far, and the bytes that this rank sent in them."""
+        """The number of exchanges so far, and the bytes that this rank sent in them."""
         return self.point_to_point.sent
 
     def all_gather(
@@ -107,14 +106,14 @@ class HostCollectives:
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
         rows = reduction.flat.view(first.group.size, -1)
-        finish = Finish(reduction.carried, None if rest else out, scale)
-        exchanges = [self._sum(label, first.group, rows, inner, finish)]
+        target = None if rest else out
+        exchanges = [self._sum(label, first.group, rows, inner, target, scale, reduction.carried)]
         cast: Callable[[], None] | None = None
         for stage in rest:  # there is one at most
             group = stage.group
             if stage.operation is Operation.REDUCE_SCATTER:
                 rows, total = inner.view(group.size, -1), reduction.scattered(group)
-                exchanges.append(self._sum(label, group, rows, total, Finish(None, out, scale)))
+                exchanges.append(self._sum(label, group, rows, total, out, scale))
             elif out is not None and reduction.is_cast:
                 exchanges += self._all_reduce(label, inner, group, 1.0)
                 cast = partial(copy_scaled_, out, inner, scale)
@@ -142,7 +141,7 @@ class HostCollectives:
                 else:
                     step()
 
-        return self._sending(self.stream.submit(job, ids[-1]), ids)
+        return self._launch(job, ids)
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -172,10 +171,10 @@ class HostCollectives:
             if finish is not None:
                 finish()
 
-        collectives = [collective for collective, _ in exchanges]
-        return self._sending(self.stream.submit(job, collectives[-1]), collectives)
+        return self._launch(job, [collective for collective, _ in exchanges])
 
-    def _sending(self, work: Work, collectives: Iterable[CollectiveId]) -> Work:
+    def _launch(self, job: Callable[[], None], collectives: Sequence[CollectiveId]) -> Work:
+        work = self.stream.submit(job, collectives[-1])
         work.sent = tuple(one for each in collectives for one in each.sent_by(self._own))
         return work
 
@@ -196,8 +195,7 @@ class HostCollectives:
     def _end(self, collective: CollectiveId) -> None:
         with self._lock:
             self._running = None
-            self._ended.append(collective.tag)
-            self._last = collective.label
+            self._ended.append(collective)
 
     def _run_hop(self, hop: Hop, collective: CollectiveId) -> None:
         if self._stopped:
@@ -211,7 +209,7 @@ class HostCollectives:
     # -- gathers ---------------------------------------------------------------------------------
 
     def _gathering(self, flat: Tensor, group: RankGroup) -> Callable[[int], None]:
-        """What gives every rank the whole of ``flat``, each having filled its slot."""
+        """Return a function that all-gathers ``flat`` in place."""
         if group.size == 1 or not flat.numel():
             return lambda _tag: None
         slots = flat.view(group.size, -1).unbind()
@@ -227,13 +225,17 @@ class HostCollectives:
         label: str,
         tag: int,
     ) -> bool:
-        """Write into the range of the first rank, or else in private memory; whether it did."""
+        """Fill this rank's slot, in the range of the first rank or else in private memory.
+
+        Returns:
+            Whether the ranks share the range, so that nothing has to be exchanged.
+        """
         is_shared, failure = False, None
         try:
             is_shared = self._agree_on_memory(group, shared, tag)
             if fill is not None:
                 fill()
-        except Exception as error:  # noqa: BLE001 - it is raised once the others know
+        except Exception as error:  # noqa: BLE001 - raised after the other ranks know
             failure = error
         outcome = b"failed" if failure else b"filled"
         outcomes = self.point_to_point.swap_messages(group, outcome, tag)
@@ -245,7 +247,7 @@ class HostCollectives:
         return is_shared
 
     def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
-        """Move to the range of the first rank if all have the same buffers in use."""
+        """Move to the range of the first rank, if all ranks use the same buffers."""
         first = group.ranks[0]
         is_first = first == self._own
         descriptor = shared.descriptor if is_first else -1
@@ -268,13 +270,13 @@ class HostCollectives:
     def _all_reduce(
         self, label: str, inner: Tensor, group: RankGroup, scale: float
     ) -> Iterator[_Exchange]:
-        """Exchanges that leave ``scale`` times the sum in ``inner``."""
+        """Yield the exchanges that leave ``scale`` times the sum in ``inner``."""
 
         def sum_whole(tensor: Tensor) -> _Exchange:
             rows = tensor.expand(group.size, -1)
-            return self._sum(label, group, rows, tensor, Finish(None, tensor, scale))
+            return self._sum(label, group, rows, tensor, tensor, scale)
 
-        # Messages that are sent inline were copied before the sum is written.
+        # Small tensors are sent inline, and so copied before the sum is written.
         if inner.nbytes <= INLINE_BYTES:
             yield sum_whole(inner)
             return
@@ -282,32 +284,38 @@ class HostCollectives:
         cut, rest = inner[: size * group.size], inner[size * group.size :]
         rows = cut.view(group.size, size)
         own = rows[group.index]
-        yield self._sum(label, group, rows, own, Finish(None, own, scale))
+        yield self._sum(label, group, rows, own, own, scale)
         yield self._next_id(label, group, own.nbytes), self._gathering(cut, group)
         if rest.numel():
             yield sum_whole(rest)
 
     def _sum(
-        self, label: str, group: RankGroup, rows: Tensor, total: Tensor, finish: Finish
+        self,
+        label: str,
+        group: RankGroup,
+        rows: Tensor,
+        total: Tensor,
+        out: Tensor | None,
+        scale: float,
+        carried: Tensor | None = None,
     ) -> _Exchange:
-        """Leave in ``total`` [S] the sum of this rank's row of all ranks' ``rows`` [ranks, S]."""
-        run = self._sums.prepare(group, rows.unbind(), total, finish)
+        """Sum this rank's row of all ranks' ``rows`` [ranks, S]; see `Summation.prepare`."""
+        run = self._sums.prepare(group, rows.unbind(), total, out, scale, carried)
         return self._next_id(label, group, total.nbytes), run
 
-    # -- coming back into step -------------------------------------------------------------------
+    # -- progress, and recovery ------------------------------------------------------------------
 
     def state(self) -> QueueState:
         with self._lock:
-            ended = tuple(self._ended)
-            return QueueState(self._issued, self._begun, self._running, ended, self._last)
+            return QueueState.of(self._issued, self._begun, self._running, self._ended)
 
     def stop(self) -> None:
-        """Begin no more exchanges; the running one goes on to its end."""
+        """Begin no more exchanges; the running one continues."""
         with self._lock:
             self._stopped = True
 
     def restart(self, states: Sequence[QueueState]) -> None:
-        """Take up work again, with the same numbers on all ranks."""
+        """Continue, with the same numbers on all ranks."""
         self._release(states)
         self.stream.submit(lambda: None).wait()
         with self._lock:
@@ -315,9 +323,9 @@ class HostCollectives:
             self._stopped = False
 
     def _release(self, states: Sequence[QueueState]) -> None:
-        """Send placeholders to ranks that wait in exchanges which this rank never began."""
-        # Groups that do not overlap run collectives of the same tag.
-        running: dict[int, dict[int, CollectiveId]] = {}  # by tag and rank
+        """Send placeholders to ranks that wait in exchanges that this rank has not begun."""
+        # By tag and rank: disjoint groups may run collectives with the same tag.
+        running: dict[int, dict[int, CollectiveId]] = {}
         for other, state in enumerate(states):
             collective = state.running
             if collective is not None and self._own in collective.ranks:

@@ -1,8 +1,8 @@
-"""How ranks of one host find each other: sockets without a file, open to ranks of this job alone.
+"""Connects the ranks of one host, through sockets without a file that only this job can use.
 
 Every rank listens, and the ranks after it connect. A process of another user is rejected by the
-credentials that the kernel reports, and any other stranger because it does not know the secret,
-which ranks share through the store of their group.
+credentials that the kernel reports, and any other process because it does not know the secret that
+ranks share through the store of their group.
 """
 
 import contextlib
@@ -24,31 +24,31 @@ from shardwise.transport.host.peers import Peer
 __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 
 _SECRET_BYTES = 32
-_GREETING = struct.Struct(f"<q{_SECRET_BYTES}s")  # rank, secret of the rank that is greeted
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_GREETING = struct.Struct(f"<q{_SECRET_BYTES}s")  # own rank, secret of the receiver
+_CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 _TIMEOUT_SECONDS = 60.0
 
 
 class Identity(NamedTuple):
-    """What a rank shows to the ranks of its group."""
+    """What a rank publishes to the ranks of its group."""
 
     address: int  # of the secret in its memory
     secret: bytes
-    name: bytes  # of the socket at which it listens
+    name: bytes  # of its listening socket; empty if it has none
 
 
 @dataclass(slots=True)
 class Host:
-    """The other ranks of this host, and what ranks of the group can do with each other."""
+    """The other ranks of this host, and which ranks of the group are connected."""
 
     peers: dict[int, Peer]
-    all_read: bool  # each rank of the group reads the memory of every other one
-    connected: list[bytes]  # [a][b], b < a: whether they are
+    all_read: bool  # each rank of the group can read the memory of every other rank
+    connected: list[bytes]  # [a][b], b < a: whether ranks a and b are
     _sharing: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def can_share(self, ranks: tuple[int, ...]) -> bool:
-        """Whether all of these can pass each other files; each of them has the same answer."""
-        if ranks not in self._sharing:  # once, for it takes quadratic time
+        """Whether all ``ranks`` can pass files to each other; all of them get the same answer."""
+        if ranks not in self._sharing:  # cached, since this takes quadratic time
             self._sharing[ranks] = all(self.connected[a][b] for a in ranks for b in ranks if a > b)
         return self._sharing[ranks]
 
@@ -56,13 +56,13 @@ class Host:
 def find_peers(
     own: int, num_ranks: int, share: Callable[[str, bytes], list[bytes]], timeout: timedelta
 ) -> Host:
-    """Connect the ranks of this host; all ranks of the group call this together.
+    """Connect the ranks of this host. All ranks of the group call this together.
 
     Args:
         own: this rank.
-        num_ranks: of the group.
-        share: publishes bytes under a key, and returns those of every rank.
-        timeout: of the job.
+        num_ranks: number of ranks of the group.
+        share: publishes bytes under a key, and returns the bytes of every rank.
+        timeout: the job's timeout.
     """
     ranks = range(num_ranks)
     secret = secrets.token_bytes(_SECRET_BYTES)
@@ -93,7 +93,7 @@ def find_peers(
 
 
 def listen(num_ranks: int) -> socket.socket | None:
-    """A socket that processes of this host can connect to, if the system has such."""
+    """Open a socket that processes of this host can connect to; None if not on Linux."""
     if sys.platform != "linux":
         return None
     listener = _new_socket()
@@ -103,11 +103,11 @@ def listen(num_ranks: int) -> socket.socket | None:
 
 
 def connect(own: int, identities: Sequence[Identity]) -> dict[int, socket.socket]:
-    """Connect to the ranks before this one, as far as they are on this host, and greet them."""
+    """Connect to the ranks before this one that are on this host, and greet them."""
     connections = {}
     for rank, identity in enumerate(identities[:own]):
         with contextlib.ExitStack() as cleanup:
-            # An OSError: this host has no socket of that name, or too many files are open.
+            # OSError: the name is not on this host, or too many files are open.
             cleanup.enter_context(contextlib.suppress(OSError))
             connection = cleanup.enter_context(_new_socket())
             connection.settimeout(_TIMEOUT_SECONDS)
@@ -122,12 +122,12 @@ def connect(own: int, identities: Sequence[Identity]) -> dict[int, socket.socket
 def accept(
     listener: socket.socket, secret: bytes, callers: Collection[int]
 ) -> dict[int, socket.socket]:
-    """The connections of ``callers``, which have returned from `connect`; rejects strangers."""
+    """Accept the connections of ``callers``, which have returned from `connect`; reject others."""
     found: dict[int, socket.socket] = {}
     listener.settimeout(_TIMEOUT_SECONDS)
     while len(found) < len(callers):
         connection, _ = listener.accept()
-        # Callers have sent their greeting already, so do not wait for a silent stranger.
+        # Callers have already sent their greeting, so do not wait for a silent stranger.
         connection.setblocking(False)
         rank = -1
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def accept(
 
 
 def _read_greeting(connection: socket.socket, secret: bytes) -> int:
-    """The rank at the other end; -1 for a stranger."""
+    """Return the rank at the other end, or -1 for a stranger."""
     greeting = connection.recv(_GREETING.size + 1)
     if not _is_own_user(connection) or len(greeting) != _GREETING.size:
         return -1
@@ -149,12 +149,12 @@ def _read_greeting(connection: socket.socket, secret: bytes) -> int:
 
 
 def _new_socket() -> socket.socket:
-    """A socket that keeps messages apart."""
+    """Return a socket that preserves message boundaries."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user, as the kernel reports them."""
+    """Return the process id and user id at the other end, as the kernel reports them."""
     option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(option)
     return process, user

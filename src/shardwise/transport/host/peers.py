@@ -1,12 +1,13 @@
-"""Another rank of the same host: messages through a socket, and reads from memory to memory.
+"""Another rank of the same host: messages through a socket, and reads from its memory.
 
-Gloo uses the network's code even there. Between two busy ranks a small exchange took 0.3 ms of
-each one's processor and 1 ms of time; through a socket that the waiting thread reads itself it took
-0.01 and 0.1 ms. 64 MB each way took 40 ms of each processor, for both copy all of it twice;
-`process_vm_readv` copies it once, in 15 ms.
+Gloo uses the network stack even within a host. Between two busy ranks a small exchange through Gloo
+took 0.3 ms of CPU time per rank and 1 ms in total; through a socket that the waiting thread reads
+itself it took 0.01 and 0.1 ms. 64 MB each way took 40 ms of CPU time per rank, since both copy the
+data twice; `process_vm_readv` copies it once, in 15 ms.
 
-Whether memory can be read is tried in the handshake. A host that does not permit it
-(`kernel.yama.ptrace_scope`, some containers) leaves large exchanges to Gloo; another system, all.
+The handshake tests whether memory can be read. Where the host does not permit it
+(`kernel.yama.ptrace_scope`, some containers), large exchanges use Gloo; on other systems than
+Linux, all exchanges do.
 """
 
 import contextlib
@@ -26,13 +27,15 @@ from shardwise.transport.host.process_memory import read_memory
 
 __all__ = ["INLINE_BYTES", "Descriptor", "Message", "Offer", "Peer"]
 
-INLINE_BYTES = 1 << 15  # of a message, two of which fit into a socket; more is read from memory
+# Largest tensor that is sent as a message, two of which fit into a socket's buffer. Larger ones are
+# read from memory.
+INLINE_BYTES = 1 << 15
 _TAG = struct.Struct("<q")
-_OFFER = struct.Struct("<qq")  # address and bytes
+_OFFER = struct.Struct("<qq")  # address and number of bytes
 
 
 class Descriptor:
-    """An open file that another process has passed; closed when it is dropped."""
+    """An open file; closed when this object is freed."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -43,7 +46,7 @@ class Descriptor:
 
 
 class Message(NamedTuple):
-    """What a process sent."""
+    """A message from another process."""
 
     tag: int
     content: bytes
@@ -51,42 +54,42 @@ class Message(NamedTuple):
 
 
 class Peer:
-    """Another rank of this host, at the other end of a socket; used by several threads at once.
+    """Another rank of this host, at the other end of a socket. Threads may share it.
 
-    Messages are matched by their tags. Both sides of an exchange must name the same sizes. Methods
-    that receive raise an OSError if the rank is gone, or sent nothing for the timeout of the job.
+    Messages are matched by tag. Both sides of an exchange must expect the same sizes. Methods that
+    receive raise OSError if the rank is gone, or sent nothing within the timeout of the job.
     """
 
-    can_read = False  # each of the two reads the other's memory
+    can_read = False  # whether both can read each other's memory
 
     def __init__(self, connection: socket.socket, timeout: timedelta, process: int = 0) -> None:
-        # By the system: a timeout of Python's takes one more call each time.
+        # A timeout of the system: Python's takes one more system call each time.
         connection.setblocking(True)
         self._seconds = int(timeout.total_seconds())
         limit = struct.pack("ll", self._seconds, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = connection
-        self.process = process  # as this process sees it
-        self._kept: list[Message] = []  # received while another tag was waited for
+        self.process = process  # process id
+        self._kept: list[Message] = []  # received by threads that waited for other tags
         self._changed = threading.Condition()
-        self._is_read = False
+        self._is_read = False  # some thread reads the socket
 
     def handles(self, sent: Tensor, received: Tensor) -> bool:
-        """Whether these are exchanged here; the other rank comes to the same conclusion."""
+        """Whether this pair is exchanged without Gloo; both ranks get the same answer."""
         return self.can_read or max(sent.nbytes, received.nbytes) <= INLINE_BYTES
 
     # -- messages --------------------------------------------------------------------------------
 
     def send(self, tag: int, content: bytes, descriptor: int = -1) -> None:
-        """Send a message, and with it an open file unless ``descriptor`` is negative."""
-        with contextlib.suppress(ConnectionError):  # raised when its answer is received
+        """Send a message, with an open file unless ``descriptor`` is negative."""
+        with contextlib.suppress(ConnectionError):  # `recv` raises it
             if descriptor < 0:
                 self.connection.sendall(_TAG.pack(tag) + content)
             else:
                 socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
 
     def recv(self, tag: int) -> Message:
-        """The next message of that tag."""
+        """Return the next message with ``tag``."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_read or self._find(tag))
@@ -121,7 +124,7 @@ class Peer:
     # -- tensors ---------------------------------------------------------------------------------
 
     def send_tensor(self, tensor: Tensor, tag: int) -> None:
-        """Send a small tensor, or the place of a large one, which must not change until `end`."""
+        """Send a small tensor, or offer a large one, which must not change until `end`."""
         if tensor.nbytes <= INLINE_BYTES:
             content = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         else:
@@ -132,7 +135,7 @@ class Peer:
         """Fill ``into`` with a small tensor, or return the offer of a large one.
 
         Raises:
-            ConnectionError: it sends another number of bytes than ``num_bytes``.
+            ConnectionError: the other rank sends another number of bytes than ``num_bytes``.
         """
         content = self.recv(tag).content
         if num_bytes <= INLINE_BYTES:
@@ -145,31 +148,31 @@ class Peer:
         return Offer(self.process, address, num_bytes, into)
 
     def release(self, num_bytes: int, tag: int) -> None:
-        """Let the rank go on, if a tensor of so many bytes was offered."""
+        """Let the other rank continue, if it offered a tensor of ``num_bytes``."""
         if num_bytes > INLINE_BYTES:
             self.send(tag, b"")
 
     def end(self, sent: Tensor, tag: int) -> None:
-        """Return when the rank has ``sent``."""
+        """Return when the other rank has read ``sent``."""
         if sent.nbytes > INLINE_BYTES:
             self.recv(tag)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A tensor in the memory of another process, which stays there until it is released."""
+    """A tensor in the memory of another process, valid until it is released."""
 
     process: int
     address: int
     num_bytes: int
-    into: Tensor  # as large, or a window that pieces of it pass through
+    into: Tensor  # of the same size, or a window for pieces of it
 
     def read(self, start: int) -> None:
-        """Copy bytes from ``start`` on to the beginning of ``into``, as many as there are and fit.
+        """Fill ``into`` with the bytes from ``start`` on, as many as there are and fit.
 
         Raises:
             OSError: the process is gone.
-            ValueError: ``start`` is not in the tensor.
+            ValueError: ``start`` is outside of the tensor.
         """
         size = min(self.num_bytes - start, self.into.nbytes)
         if start < 0 or size < 0:

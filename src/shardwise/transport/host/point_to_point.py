@@ -1,6 +1,6 @@
-"""Sends and receives between pairs of ranks, of which collectives on the CPU are made.
+"""Exchanges between pairs of ranks: the basis of collectives on the CPU.
 
-Ranks of one host use sockets and each other's memory (`Peer`), the others Gloo.
+Ranks of one host use sockets and each other's memory (`Peer`); other pairs use Gloo.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +20,8 @@ from shardwise.transport.host.peers import INLINE_BYTES, Message, Offer
 __all__ = ["PointToPoint", "Use"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
-# Of messages through Gloo. 64 MB between two ranks took 30 ms of CPU whole, 38 in pieces of 16
-# MB and 44 in pieces of 4 MB.
+# Size of messages through Gloo. 64 MB between two ranks took 30 ms of CPU time in one message, 38
+# in pieces of 16 MB and 44 in pieces of 4 MB.
 _GLOO_PIECE_BYTES = 1 << 25
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _T = TypeVar("_T")
@@ -29,12 +29,12 @@ Use = Callable[[slice], None]
 
 
 class PointToPoint:
-    """The ranks of ``world``; all of them make it together, under a unique ``name``."""
+    """Exchanges among the ranks of ``world``, which create it together under a unique ``name``."""
 
     def __init__(self, world: RankGroup, name: str) -> None:
         assert world.parent is not None
         self._own = world.own_rank
-        self.sent = (0, 0)  # exchanges so far, and the bytes that this rank sent in them
+        self.sent = (0, 0)  # number of exchanges, and the bytes that this rank sent in them
         self.timeout = group_timeout(world.parent)
         store = PrefixStore(name, world.parent.get_group_store())
 
@@ -48,24 +48,24 @@ class PointToPoint:
             self._gloo = ProcessGroupGloo(store, self._own, world.size, self.timeout)
 
     def window_elements(self, group: RankGroup, num_windows: int, itemsize: int) -> int:
-        """How many elements of each rank of ``group`` are summed at a time."""
+        """The number of elements of each rank of ``group`` to sum at a time."""
         peers = self.host.peers
         all_read = all(rank in peers and peers[rank].can_read for _, rank in group.others)
         num_bytes = _PIECE_BYTES // num_windows if all_read else _GLOO_PIECE_BYTES
-        return max(num_bytes, 2 * INLINE_BYTES) // itemsize  # more than a message has
+        return max(num_bytes, 2 * INLINE_BYTES) // itemsize  # more than fit into a message
 
     def exchange(self, pairs: _Pairs, tag: int, use: Use | None = None) -> None:
-        """Send the first of each pair to its rank and receive the second from it.
+        """Send the first tensor of each pair to its rank and receive the second from it.
 
         Args:
-            pairs: 1-D and contiguous. With a ``use`` all to be sent are [n], and those to receive
-                into are [n] or windows of `window_elements`.
+            pairs: 1-D and contiguous. With ``use``, all sent tensors are [n], and all received ones
+                are [n] or windows of `window_elements`.
             tag: the same on both sides, and of no other exchange between them.
-            use: called with slices of [n], until all of it was used; what was received of the slice
-                is at the start of each window then.
+            use: called with consecutive slices of [n]; the received elements of the slice are at
+                the start of each window.
 
         Raises:
-            PeerLost: at the end, so that the other peers do not wait for this rank.
+            PeerLost: raised at the end, so that the other peers do not wait for this rank.
         """
         self.count(sum(sent.nbytes for sent, _ in pairs.values()))
         peers = self.host.peers
@@ -86,36 +86,36 @@ class PointToPoint:
                     parts = {r: (s[piece], into[: len(s[piece])]) for r, (s, into) in far.items()}
                     self._receive(offers, start * own.itemsize, parts, tag)
                     use(piece)
-        finally:  # let all peers go on, and wait until none of them reads this rank's tensors
+        finally:  # let all peers continue, and wait until none of them reads this rank's tensors
             self._for_each(near, lambda rank: peers[rank].release(expected[rank], tag))
             self._for_each(near, lambda rank: peers[rank].end(near[rank][0], tag))
 
     def swap_messages(
         self, group: RankGroup, content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
-        """Send a few bytes to ranks of this host, and return what they send; not an exchange.
+        """Send a short message to ranks of this host, and return theirs; not an exchange.
 
         Args:
             group: the ranks.
-            content: the bytes.
+            content: the message.
             tag: the same on all of these ranks.
-            descriptor: of an open file that is passed with the message, unless it is negative.
+            descriptor: an open file to pass with the message, unless it is negative.
 
         Raises:
-            PeerLost: as `exchange`.
+            PeerLost: as in `exchange`.
         """
         ranks, peers = [rank for _, rank in group.others], self.host.peers
         self._for_each(ranks, lambda rank: peers[rank].send(tag, content, descriptor))
         return self._for_each(ranks, lambda rank: peers[rank].recv(tag))
 
     def count(self, num_bytes: int) -> None:
-        """Note an exchange in which this rank sent so many."""
+        """Count an exchange in which this rank sent ``num_bytes``."""
         self.sent = self.sent[0] + 1, self.sent[1] + num_bytes
 
     def _receive(
         self, offers: Mapping[int, Offer | None], start: int, far: _Pairs, tag: int
     ) -> None:
-        """Read what peers on this host offer from byte ``start`` on, and exchange ``far`` pairs."""
+        """Read offers of this host from byte ``start`` on, and exchange ``far`` through Gloo."""
 
         def launch(rank: int) -> list[dist.Work]:
             sent, into = far[rank]
@@ -135,7 +135,7 @@ class PointToPoint:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
         Raises:
-            PeerLost: at the end, for the first error.
+            PeerLost: raised at the end, for the first error.
         """
         results: dict[int, _T] = {}
         lost: PeerLost | None = None
@@ -154,5 +154,5 @@ class PointToPoint:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of ``tensor``: Gloo does not know all dtypes."""
+    """Return the bytes of ``tensor`` in pieces, since Gloo does not support all dtypes."""
     return torch.split(tensor.view(torch.uint8), _GLOO_PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""Reads from the memory of another process of the same user, by `process_vm_readv` of Linux."""
+"""Reads from the memory of another process of the same user, with Linux's `process_vm_readv`."""
 
 import ctypes
 import errno
@@ -21,7 +21,7 @@ if _process_vm_readv is not None:
 
 
 def read_memory(process: int, address: int, into: int, num_bytes: int) -> None:
-    """Copy from the memory of ``process`` to the address ``into``; other threads run meanwhile.
+    """Copy from the memory of ``process`` to the address ``into``, without holding the GIL.
 
     Raises:
         OSError: the process is gone, or the system does not permit it.
@@ -40,7 +40,7 @@ def read_memory(process: int, address: int, into: int, num_bytes: int) -> None:
 
 
 def has_bytes(process: int, address: int, expected: bytes) -> bool:
-    """Whether this process can read that one's memory, and finds ``expected`` there."""
+    """Whether this process can read the memory of ``process`` and finds ``expected`` there."""
     found = ctypes.create_string_buffer(len(expected))
     try:
         read_memory(process, address, ctypes.addressof(found), len(expected))

@@ -1,13 +1,13 @@
 """Memory that ranks of one host share: one copy of a gathered unit per host, not one per rank.
 
-Every rank allocates its gathered buffers in files without a name, in memory. If all ranks that
-gather a unit find that they have the same buffers in use, all compute in the range of the first of
-them, which passes its open file with the message that says where: each writes its shard there, and
-nothing is read from anywhere. The other ranges are not touched, so they take no memory.
+Every rank allocates its gathered buffers in anonymous files in memory. If all ranks that gather a
+unit use the same buffers at that time, all of them compute in the range of the first rank, which
+sends its open file and the offset: each rank writes its shard there, and nothing else is copied.
+The other ranges are never touched, so they take no memory.
 
-A range is written to only then. All ranks have entered this all-gather, so all have freed what was
-there before. If they do not agree, as when an exception has freed on one rank what another one
-still uses, each gathers in private memory.
+A range is written only when all ranks have entered this all-gather, so all have freed its earlier
+contents. If they do not use the same buffers, for example because an exception on one rank has
+freed a buffer that another rank still uses, each rank gathers in private memory.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from shardwise.transport.host.peers import Descriptor
 
 __all__ = ["Place", "SharedMemory", "SharedRange", "is_offered"]
 
-_MAX_SEGMENTS = 16  # each takes two descriptors, of which a process may have 1024
+_MAX_SEGMENTS = 16  # each takes two file descriptors, of which a process may have 1024
 
 
 class Place(NamedTuple):
-    """Where a buffer is in the shared memory of a process; ``number`` 0: nowhere."""
+    """The position of a buffer in the shared memory of a process; ``number`` 0: nowhere."""
 
-    in_use: int  # the buffers in use; of no rank: -1
-    owner: int = 0
-    number: int = 0  # of its segment
-    oldest: int = 0  # number of those that the owner has
+    in_use: int  # the buffers in use; -1 differs from every rank's
+    owner: int = 0  # id of the `SharedMemory`
+    number: int = 0  # of the segment
+    oldest: int = 0  # lowest number of a segment that the owner still has
     offset: int = 0
 
     def pack(self) -> bytes:
@@ -46,22 +46,22 @@ class Place(NamedTuple):
         return Place(*struct.unpack("<5q", message))
 
 
-# Where the system has them but forbids them, memory is private.
+# If the system has such files but forbids them, memory is private.
 is_offered = hasattr(os, "memfd_create")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """The memory of one rank for a buffer that is about to be gathered."""
+    """The memory of this rank for a buffer that is about to be gathered."""
 
     place: Place
-    descriptor: int  # of the file, to be passed to other processes; -1: there is none
-    move: Callable[[Descriptor, Place], None]  # to the range of another process
+    descriptor: int  # of the file, for other processes; -1 if there is none
+    move: Callable[[Descriptor, Place], None]  # moves the buffer to the range of another process
     use_private_memory: Callable[[], None]
 
 
 class _Segment(mmap.mmap):
-    """A file in memory, to be passed to other processes."""
+    """A mapped file in memory that can be passed to other processes."""
 
     file: Descriptor
     number: int
@@ -76,17 +76,17 @@ def _make_segment(num_bytes: int) -> _Segment:
 
 
 class SharedMemory:
-    """Memory of this process that others may compute in, and theirs that this one does."""
+    """Memory of this process that other processes use, and theirs that this one uses."""
 
     def __init__(self) -> None:
         self._id = secrets.randbits(62)
         self._num_segments = 0
         self._own: weakref.WeakValueDictionary[int, _Segment] = weakref.WeakValueDictionary()
-        # By device and inode of the file: segments of other processes.
+        # Segments of other processes, by device and inode of the file.
         self._opened: dict[tuple[int, int], tuple[Place, mmap.mmap]] = {}
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Memory that is taken where it is written to; private beyond a number of segments."""
+        """Allocate memory whose pages are taken when written to; private if there are too many."""
         segment: _Segment | None = None
         if len(self._own) < _MAX_SEGMENTS:
             with contextlib.suppress(OSError):  # too many open files, or they are forbidden
@@ -100,7 +100,7 @@ class SharedMemory:
         return storage
 
     def locate(self, address: int, in_use: int) -> tuple[Place, int]:
-        """Place and descriptor of memory of `allocate`, for other processes."""
+        """Return place and descriptor of memory from `allocate`, for other processes."""
         segments = dict(self._own)
         start = max((start for start in segments if start <= address), default=0)
         if not start or address >= start + len(segments[start]):
@@ -111,11 +111,11 @@ class SharedMemory:
         return place, segment.file.number
 
     def open(self, file: Descriptor, place: Place, num_bytes: int) -> torch.UntypedStorage:
-        """The ``place`` in ``file`` that another process has located.
+        """Return the memory at ``place`` in the ``file`` of another process.
 
         Raises:
-            OSError: it cannot be mapped.
-            ConnectionError: it is not as large as the other process says.
+            OSError: the file cannot be mapped.
+            ConnectionError: the file is smaller than the other process says.
         """
         status = os.fstat(file.number)
         end = place.offset + num_bytes
@@ -123,15 +123,15 @@ class SharedMemory:
             raise ConnectionError(
                 f"bytes {place.offset} to {end} are not in a file of {status.st_size}"
             )
-        key = status.st_dev, status.st_ino  # of no other file while this one is mapped
+        key = status.st_dev, status.st_ino  # unique while the file is mapped
         if key not in self._opened:
             self._forget(place)
         opened = self._opened.pop(key, None) or (place, mmap.mmap(file.number, 0))
-        self._opened[key] = opened  # the last one
+        self._opened[key] = opened  # now the most recently used
         return _storage(opened[1], place.offset, num_bytes)
 
     def _forget(self, place: Place) -> None:
-        """Drop segments that the owner has freed, and the least recently used of too many."""
+        """Drop segments that the owner has freed, and the least recently used if there are many."""
         for key, (opened, _) in list(self._opened.items()):
             if opened.owner == place.owner and opened.number < place.oldest:
                 del self._opened[key]
@@ -140,6 +140,6 @@ class SharedMemory:
 
 
 def _storage(memory: mmap.mmap, offset: int, num_bytes: int) -> torch.UntypedStorage:
-    """Memory that stays mapped for as long as it is used."""
+    """Return a storage that keeps ``memory`` mapped."""
     part = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=num_bytes)
     return part.untyped_storage()

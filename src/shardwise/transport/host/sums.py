@@ -1,11 +1,10 @@
 """Sums over the ranks of a group, in the order of the ranks.
 
 The thread that computes prepares them: to create a view, the thread of a stream would have to wait
-for the interpreter. The stream then calls the result with the tag of an exchange.
+for the GIL. The stream then calls the result with the tag of an exchange.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,25 +14,9 @@ from shardwise.transport.api import RankGroup
 from shardwise.transport.device import copy_scaled_
 from shardwise.transport.host.point_to_point import PointToPoint
 
-__all__ = ["Finish", "Run", "Summation"]
+__all__ = ["Run", "Summation"]
 
-Run = Callable[[int], None]  # with a tag
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The steps after a sum."""
-
-    carried: Tensor | None  # is added to it
-    out: Tensor | None  # where it goes then, cast and scaled; None: it stays
-    scale: float
-
-    def __call__(self, total: Tensor, piece: slice) -> None:
-        """Finish the sum of a ``piece``."""
-        if self.carried is not None:
-            total.add_(self.carried[piece])
-        if self.out is not None:
-            copy_scaled_(self.out[piece], total, self.scale)
+Run = Callable[[int], None]  # called with a tag
 
 
 class Summation:
@@ -44,19 +27,39 @@ class Summation:
         self._window = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def prepare(
-        self, group: RankGroup, parts: Sequence[Tensor], total: Tensor, finish: Finish
+        self,
+        group: RankGroup,
+        parts: Sequence[Tensor],
+        total: Tensor,
+        out: Tensor | None,
+        scale: float,
+        carried: Tensor | None,
     ) -> Run:
-        """Send ``parts[i]`` to rank i of ``group``; add up received and own parts in ``total``.
+        """Prepare the sum over ``group`` of the parts for this rank, in the order of the ranks.
 
-        They are added in the order of the ranks, so that replicas get the same bits. ``finish``
-        follows. If it casts, the sum is nowhere but in its ``out``. Parts for other ranks may be in
-        the memory of ``total`` if they are sent inline.
+        The order gives replicas the same bits.
+
+        Args:
+            group: the ranks.
+            parts: ``parts[i]`` is sent to rank i. It may be in the memory of ``total`` if it is
+                sent inline.
+            total: receives the sum, unless ``out`` has another dtype.
+            out: receives ``scale`` times the sum; may be ``total``.
+            scale: a factor for ``out``.
+            carried: an addend of the sum.
         """
+
+        def finish(total: Tensor, piece: slice) -> None:
+            if carried is not None:
+                total.add_(carried[piece])
+            if out is not None:
+                copy_scaled_(out[piece], total, scale)
+
         if not total.numel():
             return lambda _tag: None
         if group.size == 1:
-            return lambda _tag: _copy(parts[0], total, finish)
-        own, casts = parts[group.index], finish.out is not None and finish.out.dtype != total.dtype
+            return lambda _tag: finish(_copied(parts[0], total), slice(None))
+        own, casts = parts[group.index], out is not None and out.dtype != total.dtype
         num_windows = group.size if casts else group.size - 1
         size = self._peers.window_elements(group, num_windows, own.itemsize)
         size = min(size, own.numel())
@@ -70,7 +73,7 @@ class Summation:
             # to add.
             last = windows[-1][:count]
             terms[group.index] = last.copy_(own[piece]) if casts else own[piece]
-            # The first received is in the first sum, so its memory may be overwritten.
+            # The first sum includes the first window, whose memory may then be overwritten.
             spare = windows[0][:count]
             so_far = terms[0]
             for i in range(1, group.size):
@@ -82,7 +85,7 @@ class Summation:
         return partial(self._peers.exchange, pairs, use=add)
 
     def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Scratch that all exchanges share, for a stream runs one at a time."""
+        """Scratch memory, shared by all exchanges, since a stream runs one at a time."""
         num_bytes = num_elements * dtype.itemsize
         with torch.inference_mode(mode=False):  # the stream's thread writes to it
             if self._window.numel() < num_bytes:
@@ -90,8 +93,6 @@ class Summation:
             return self._window[:num_bytes].view(dtype)
 
 
-def _copy(part: Tensor, total: Tensor, finish: Finish) -> None:
-    """The sum of one part."""
-    if total.data_ptr() != part.data_ptr():
-        total.copy_(part)
-    finish(total, slice(None))
+def _copied(part: Tensor, total: Tensor) -> Tensor:
+    """Return ``total`` with the numbers of ``part``; they may be the same memory."""
+    return total if total.data_ptr() == part.data_ptr() else total.copy_(part)
