@@ -40,7 +40,7 @@ from shardwise.bench.harness import Figures
 from shardwise.bench.memory import Peak, SharedMemoryUse, allocated_bytes
 from shardwise.bench.options import Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
-from shardwise.bench.work import Trainee, gpt_work
+from shardwise.bench.work import TrainedModel, gpt_work
 from shardwise.forecast.calibrated import CalibratedMachine, RanksCalibration
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
@@ -233,7 +233,7 @@ class Measured:
 
 def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured:
     """Measure bytes and memory of every case, and then the time of all cases in turns."""
-    trainees: dict[Case, Trainee] = {}
+    trainees: dict[Case, TrainedModel] = {}
     figures: dict[str, Figures] = {}
     for dtype in sorted({case.dtype for case in cases}):  # libraries allocate on first use
         measure_bytes(world, next(case for case in cases if case.dtype == dtype))
@@ -254,7 +254,7 @@ def measure(world: World, cases: Sequence[Case], options: Namespace) -> Measured
     return found
 
 
-def measure_bytes(world: World, case: Case) -> tuple[Figures, Trainee]:
+def measure_bytes(world: World, case: Case) -> tuple[Figures, TrainedModel]:
     """Measure peak memory and traffic of a few steps; return them and the model."""
     work = gpt_work(case.setting)
     gc.collect()
@@ -274,7 +274,7 @@ def measure_bytes(world: World, case: Case) -> tuple[Figures, Trainee]:
     return {"live_peak": live.bytes + shared, "sent_bytes": traffic.sent_bytes}, trainee
 
 
-def _time_steps(world: World, case: Case, trainee: Trainee) -> float:
+def _time_steps(world: World, case: Case, trainee: TrainedModel) -> float:
     """Return the median time of a step, from the start on all ranks to the end on all ranks."""
     work = gpt_work(case.setting)
     batches = [work.batch(number, world.rank) for number in range(WARM_UP + STEPS)]
@@ -288,8 +288,8 @@ def _time_steps(world: World, case: Case, trainee: Trainee) -> float:
     return statistics.median(seconds[WARM_UP:])
 
 
-def _step(trainee: Trainee, case: Case, batch: Tensor) -> None:
-    """Run `Trainee.step` with accumulation; all micro-batches have the same data."""
+def _step(trainee: TrainedModel, case: Case, batch: Tensor) -> None:
+    """Run `TrainedModel.step` with accumulation; all micro-batches have the same data."""
     for _ in range(case.accumulation - 1):
         trainee.loss(batch).backward()  # type: ignore[no-untyped-call]
     trainee.step(batch)

@@ -83,16 +83,16 @@ def time_tasks(model: torch.nn.Module) -> dict[str, Figures]:
     collectives = sum(len(record.works) for record in records) + 1  # agreeing on unused parameters
     runtime = runtime_of_root(model)
     label = runtime.scheduler.units[1].plan.label
-    links = communicator(runtime.mesh.world, torch.device("cpu"))
-    assert isinstance(links.gather, HostCollectives)
+    comm = communicator(runtime.mesh.world, torch.device("cpu"))
+    assert isinstance(comm.gather, HostCollectives)
     tasks: dict[str, tuple[Callable[[], object], int]] = {
-        "id, tags and state of a collective": (partial(note_collective, links.gather), collectives),
+        "id, tags and state of a collective": (partial(note_collective, comm.gather), collectives),
         "note where the rank is": (
             lambda: runtime.scheduler.report(f"forward of {label}"),
             forwards + backwards + 1,
         ),
-        "note the unit that is entered": (lambda: links.enter(label), forwards),
-        "ask whether to recover": (links.recover, forwards),
+        "note the unit that is entered": (lambda: comm.enter(label), forwards),
+        "ask whether to recover": (comm.recover, forwards),
     }
     return {
         name: {"microseconds": microseconds(task), "times_a_step": times}

@@ -41,7 +41,7 @@ from shardwise._private import TorchDispatchMode
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
-from shardwise.bench.work import Trainee, Work
+from shardwise.bench.work import TrainedModel, Work
 from shardwise.transport import device as transport_device
 
 BASE = "fsdp2"
@@ -147,7 +147,7 @@ class _Unit(nn.Sequential):
         super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
-def time_step(trainee: Trainee, batch: Tensor, units: int, _number: int = 0) -> Figures:
+def time_step(trainee: TrainedModel, batch: Tensor, units: int, _number: int = 0) -> Figures:
     """Measure CPU seconds of a step and its parts, per unit; garbage is collected between steps."""
     gc.collect()
     gc.disable()

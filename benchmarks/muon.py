@@ -132,8 +132,8 @@ def _ours(options: Namespace, granularity: Any) -> Callable[[int], Figures]:
     matrices = [p for p in model.blocks.parameters() if p.ndim > 1]
     optimizer = sw.optim.Muon(matrices, ns_dtype=torch.bfloat16)
     sharding = matrices[0].sharding  # type: ignore[attr-defined]
-    links = communicator(sharding.mesh.world, torch.device("cpu"))
-    count = partial(_count_ours, (links.gather, links.reduce))
+    comm = communicator(sharding.mesh.world, torch.device("cpu"))
+    count = partial(_count_ours, (comm.gather, comm.reduce))
     return partial(_step, matrices, optimizer.step, count)
 
 

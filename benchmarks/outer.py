@@ -132,7 +132,7 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
             num_replicas=REPLICAS,
         )
     runtime = runtime_of_root(model)
-    links = communicator(runtime.mesh.world, runtime.pools.device)
+    comm = communicator(runtime.mesh.world, runtime.pools.device)
     log = Path(f"{options.out}-{rank}.jsonl").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
     step = first + (outer.join() if outer is not None else 0)
     log.write(json.dumps({"begins": step, "time": time.time()}) + "\n")
@@ -145,7 +145,7 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         step = step + 1 if outer is None else first + outer.local_steps
-        sent = links.gather.sent[1] + links.reduce.sent[1]
+        sent = comm.gather.sent[1] + comm.reduce.sent[1]
         line = {"step": step, "time": time.time(), "loss": loss.item(), "inner_bytes": sent}
         if outer is not None:
             line["outer_bytes"] = outer.exchange.sent_bytes

@@ -22,7 +22,7 @@ from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
-from shardwise.diagnose.record import SomeSteps
+from shardwise.diagnose.record import DefaultSteps
 from shardwise.launch.world import World
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.module import runtime_of_root
@@ -47,7 +47,7 @@ def main() -> None:
     alone = harness.largest([figures for _, figures in by_rank])
     base = harness.medians(rounds, BASE)["cpu_seconds"]
     rows = {name: _row(rounds, name, alone.get(name, 0.0), base) for name in rounds[0].cases}
-    detailed = sum(step in SomeSteps() for step in range(NUM_STEPS)) / NUM_STEPS
+    detailed = sum(step in DefaultSteps() for step in range(NUM_STEPS)) / NUM_STEPS
     usual = (1 - detailed) * alone["totals"] + detailed * alone["details"]
     rows["by default"] = {"alone_seconds": usual, "share": usual / base}
     columns = (

@@ -123,8 +123,8 @@ def train(world: World, name: str, steps: int) -> Figures:
     kind = sw.optim.Adam8bit if name == "Adam8bit" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
     runtime = runtime_of_root(model)
-    links = communicator(runtime.mesh.world, runtime.pools.device)
-    queues = (links.gather, links.reduce)
+    comm = communicator(runtime.mesh.world, runtime.pools.device)
+    queues = (comm.gather, comm.reduce)
     losses, before = [], [0, 0]
     for number, tokens in zip(range(steps), batches(world.rank), strict=False):
         if number == steps - 1:

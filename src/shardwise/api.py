@@ -23,11 +23,11 @@ from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
 from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
 from shardwise.plan.policies import Units, check_is_unit
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy, as_precision_policy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
-from shardwise.plan.wire import EXACT, Wire
+from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.runtime.attach import device_for
 from shardwise.runtime.casting import apply_precision
 from shardwise.runtime.checks import (
@@ -61,9 +61,9 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     sharding_factor: int | None = None,
     granularity: Granularities = "element",
-    mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
-    wire: Wire = EXACT,
+    wire: Wire = UNQUANTIZED,
     unused: Unused = "none",
     init: Initialization | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
@@ -178,7 +178,7 @@ def fully_shard(
 
 def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
     shard(module)
-    handle_of(module).runtime.shard_again = partial(_shard_now, partial(shard, init=None))
+    handle_of(module).runtime.reshard_root = partial(_shard_now, partial(shard, init=None))
 
 
 def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
@@ -407,7 +407,7 @@ def _sharded_before(
     """Units that earlier calls have sharded, as in FSDP2, with the options chosen for each."""
     handles = {name: h for name, h in _handles_in(root).items() if name not in separate}
     for name, handle in handles.items():
-        if handle.runtime.gave_values:
+        if handle.runtime.initialized_parameters:
             raise PlanError(
                 f"{name} was initialized on its own, from the names inside it, so blocks of the "
                 "same class have the same values; shard a model on the meta device with one call, "

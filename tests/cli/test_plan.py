@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.cli import main
 from shardwise.cli.plan import Progress
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.machines import usual_cpu
+from shardwise.forecast.machines import typical_cpu
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.transformer import Shape, build
 from shardwise.train.build import build_model, build_plan
@@ -167,7 +167,7 @@ def test_the_trainer_accepts_the_configuration_and_plans_the_same(
 def test_a_run_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
     shape = {"layers": 2, "heads": 2, "width": 32}
     machine = tmp_path / "machine.json"
-    usual_cpu(2).write(machine)
+    typical_cpu(2).write(machine)
     found = run(
         f"{__name__}:small", "--cluster", f"2x{machine}", "--seq", "32", "--global-batch", "8",
         "--strategy", "zero2", "--dtype", "float32", f"--config={tmp_path / 'plan.toml'}",

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.diagnose.clocks import offset_from
-from shardwise.diagnose.record import SomeSteps
+from shardwise.diagnose.record import DefaultSteps
 from shardwise.diagnose.recording import RankRecording, read_recording
 from shardwise.diagnose.trace import trace_events
 from shardwise.schedule.events import EventKind
@@ -215,7 +215,7 @@ def test_times_of_a_device_are_written_once_they_are_known(
 
 
 def test_steps_that_are_recorded_in_detail() -> None:
-    chosen = SomeSteps()
+    chosen = DefaultSteps()
     assert [step for step in range(310) if step in chosen] == [
         *range(3, 8),
         *(100, 101, 102, 200, 201, 202, 300, 301, 302),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.features.fused_wgrad import SlotLinear
+from shardwise.features.fused_wgrad import InPlaceGradLinear
 from shardwise.runtime.gradients import GradientBuffer
 from tests.covering import covered_first, leaving
 from tests.ranks import run_on
@@ -343,7 +343,7 @@ def _classes() -> tuple[str, str, bool, list[str]]:
     return (
         type(plain).__qualname__,
         type(registered).__qualname__,
-        isinstance(plain, Plain) and isinstance(plain, SlotLinear),
+        isinstance(plain, Plain) and isinstance(plain, InPlaceGradLinear),
         Registered.known,
     )
 

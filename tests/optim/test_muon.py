@@ -90,14 +90,14 @@ def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> di
 
     optimizer._work = counted  # type: ignore[method-assign,assignment]
     runtime = runtime_of(model)
-    links = communicator(runtime.mesh.world, runtime.pools.device)
+    comm = communicator(runtime.mesh.world, runtime.pools.device)
     sent = []
     for _ in range(2):
         worked.clear()
         case.loss(model(own_part(case.batch(12)))).backward()  # type: ignore[no-untyped-call]
-        before = [queue.sent for queue in (links.gather, links.reduce)]
+        before = [queue.sent for queue in (comm.gather, comm.reduce)]
         optimizer.step()
-        after = [queue.sent for queue in (links.gather, links.reduce)]
+        after = [queue.sent for queue in (comm.gather, comm.reduce)]
         sent.append(
             tuple(sum(b[i] - a[i] for a, b in zip(before, after, strict=True)) for i in (0, 1))
         )
@@ -107,7 +107,7 @@ def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> di
         "worked": worked,
         "sent": sent,
         "planned": optimizer.sent_bytes().total,
-        "of others": [optimizer.sent_bytes(rank).total for rank in range(links.num_ranks)],
+        "of others": [optimizer.sent_bytes(rank).total for rank in range(comm.num_ranks)],
         "owners": optimizer.owners(),
         "matrices": [m.matrices for e in optimizer._plan() for m in e.members],
     }
@@ -247,7 +247,7 @@ def _bytes_of_steps(granularity: Any, strategy: str) -> list[int]:
         model = Gpt(vocabulary=64, width=32)
         sw.fully_shard(model, units=GptBlock, granularity=granularity, **options_of(strategy))
         runtime = runtime_of(model)
-        links = communicator(runtime.mesh.world, runtime.pools.device)
+        comm = communicator(runtime.mesh.world, runtime.pools.device)
         planned = sent_bytes(runtime.plan)
         if name == "muon":
             optimizer: Any = sw.optim.Muon(sw.optim.parameter_groups(model))
@@ -255,11 +255,11 @@ def _bytes_of_steps(granularity: Any, strategy: str) -> list[int]:
         else:
             optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
-            before = [queue.sent[1] for queue in (links.gather, links.reduce)]
+            before = [queue.sent[1] for queue in (comm.gather, comm.reduce)]
             model(torch.randint(64, (2, 16))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            after = [queue.sent[1] for queue in (links.gather, links.reduce)]
+            after = [queue.sent[1] for queue in (comm.gather, comm.reduce)]
         sent.append(sum(after) - sum(before))
         assert sw.ledger(model).sent_bytes() == planned, "on each axis"
         assert sent[-1] == planned.total

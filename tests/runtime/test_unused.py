@@ -83,25 +83,25 @@ def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
 @pytest.mark.parametrize("used", [[True, True, True], [True, False, True]])
 def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[bool]) -> None:
     """Each rank exchanges at most one byte per parameter, for any number of ranks."""
-    links, gradients = mock.Mock(num_ranks=16384), _gradients(used)
+    comm, gradients = mock.Mock(num_ranks=16384), _gradients(used)
     sync = UsedParameterSync(
-        [mock.Mock(gradients=[mock.Mock(shard=gradients)])], links, CPU, "agree"
+        [mock.Mock(gradients=[mock.Mock(shard=gradients)])], comm, CPU, "agree"
     )
-    (flags, _, _), _ = links.reduce.all_reduce_max.call_args
+    (flags, _, _), _ = comm.reduce.all_reduce_max.call_args
     assert flags.shape == (3,)
     flags.fill_(0)  # as if read too early
-    assert sync.wait(links) == ([True] * 3 if all(used) else [False] * 3)
-    links.wait.assert_called_once_with(links.reduce.all_reduce_max.return_value)
+    assert sync.wait(comm) == ([True] * 3 if all(used) else [False] * 3)
+    comm.wait.assert_called_once_with(comm.reduce.all_reduce_max.return_value)
 
 
 def test_frozen_parameters_are_not_read() -> None:
-    links, gradients = mock.Mock(num_ranks=2), _gradients([True, False])
+    comm, gradients = mock.Mock(num_ranks=2), _gradients([True, False])
     gradients.parameters[1].sharded.requires_grad = False
     sync = UsedParameterSync(
-        [mock.Mock(gradients=[mock.Mock(shard=gradients)])], links, CPU, "agree"
+        [mock.Mock(gradients=[mock.Mock(shard=gradients)])], comm, CPU, "agree"
     )
-    links.reduce.all_reduce_max.call_args.args[0].fill_(0)
-    assert sync.wait(links) == [True, True]
+    comm.reduce.all_reduce_max.call_args.args[0].fill_(0)
+    assert sync.wait(comm) == [True, True]
 
 
 def _gradients(used: list[bool]) -> mock.Mock:

@@ -115,13 +115,13 @@ def test_gradients_of_several_backwards_are_quantized_once(strategy: str) -> Non
     model = Block()
     sharded = sw.fully_shard(model, wire=sw.Wire(reduce="int4"), **options_of(strategy))
     assert isinstance(sharded, sw.FSDPModule)
-    links = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
+    comm = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
     sent = []
     for is_last in (False, True):
         sharded.set_requires_gradient_sync(is_last)
-        before = links.reduce.sent[1]
+        before = comm.reduce.sent[1]
         model(torch.ones(2, WIDTH)).sum().backward()
-        sent.append(links.reduce.sent[1] - before)
+        sent.append(comm.reduce.sent[1] - before)
     assert sent[0] < 64 < sent[1], "flags of used parameters at most"
     own = [full(p.grad) for p in model.parameters() if p.grad is not None]
     assert len(set(_of_all_ranks(_digest(own)))) == 1
@@ -156,10 +156,10 @@ def test_bytes_are_a_quarter_and_an_eighth() -> None:
     sent = []
     for wire in (sw.Wire(), sw.Wire(gather="int8", reduce="int4", block=256)):
         model = sw.fully_shard(nn.Linear(512, 512, bias=False), wire=wire)
-        links = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
-        before = [queue.sent[1] for queue in (links.gather, links.reduce)]
+        comm = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
+        before = [queue.sent[1] for queue in (comm.gather, comm.reduce)]
         model(torch.ones(1, 512)).sum().backward()
-        after = [queue.sent[1] for queue in (links.gather, links.reduce)]
+        after = [queue.sent[1] for queue in (comm.gather, comm.reduce)]
         sent.append([b - a for a, b in zip(before, after, strict=True)])
     (gathered, reduced), (int8, int4) = sent
     assert 0.25 <= int8 / gathered <= 0.27

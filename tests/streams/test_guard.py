@@ -112,7 +112,7 @@ def assert_same(text: str) -> None:
 
 def epochs(run: Training) -> set[int]:
     scheduler = runtime_of(run.model).scheduler
-    return {links._epoch for links in (scheduler._links.gather, scheduler._links.reduce)}  # type: ignore[union-attr]
+    return {queue._epoch for queue in (scheduler._comm.gather, scheduler._comm.reduce)}  # type: ignore[union-attr]
 
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
@@ -236,13 +236,13 @@ def test_a_rank_that_raises_while_no_host_waits() -> None:
     """The other ranks receive the error after their last wait in the block, before they vote."""
     with training() as run:
         run.step()
-        links = runtime_of(run.model).scheduler._links
+        comm = runtime_of(run.model).scheduler._comm
 
         def act(*_args: object) -> None:
             if dist.get_rank() == LAST:
                 raise ValueError("it hurts")
-            links.gather.all_gather(torch.zeros(2, device=DEVICE), links.world, "gather nothing")
-            while not links.is_broken:
+            comm.gather.all_gather(torch.zeros(2, device=DEVICE), comm.world, "gather nothing")
+            while not comm.is_broken:
                 time.sleep(0.01)
 
         handle = run.optimizers[1].register_step_post_hook(act)

@@ -122,10 +122,10 @@ def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float]
     merged: Any = LlamaForCausalLM.from_pretrained(path / "model")
     base: Any = LlamaForCausalLM.from_pretrained(trained[1])
     tokens = torch.randint(300, (1, 20), generator=torch.Generator().manual_seed(0))
-    unadapted = base(tokens).logits
+    without_adapter_names = base(tokens).logits
     adapted = PeftModel.from_pretrained(base, str(path / "model" / "adapter"))(tokens).logits
     assert torch.allclose(merged(tokens).logits, adapted, atol=1e-5)
-    assert not torch.allclose(adapted, unadapted, atol=1e-2)
+    assert not torch.allclose(adapted, without_adapter_names, atol=1e-2)
 
 
 def test_adapters_are_of_linear_layers(root: Path) -> None:

@@ -436,8 +436,8 @@ def _raise() -> None:
 
 def _num_descriptors() -> int:
     """The number of open descriptors of files in memory."""
-    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sum(link.startswith("/memfd:shardwise") for link in links)
+    comm = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith("/memfd:shardwise") for link in comm)
 
 
 def _num_mapped() -> int:

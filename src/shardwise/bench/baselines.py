@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.bench.work import LEARNING_RATE, Trainee, Work
+from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work
 
 __all__ = [
     "Fsdp1",
@@ -39,21 +39,21 @@ __all__ = [
 CPU = torch.device("cpu")
 
 
-def start_alone(work: Work) -> Trainee:
+def start_alone(work: Work) -> TrainedModel:
     """Train without an engine, each rank alone."""
-    return Trainee(work, work.make(), autocast=work.bf16)
+    return TrainedModel(work, work.make(), autocast=work.bf16)
 
 
-def start_alone_bf16(work: Work) -> Trainee:
+def start_alone_bf16(work: Work) -> TrainedModel:
     """Train without an engine, entirely in bfloat16."""
-    return Trainee(work, work.make().to(torch.bfloat16))
+    return TrainedModel(work, work.make().to(torch.bfloat16))
 
 
-def start_ddp(work: Work) -> Trainee:
-    return Trainee(work, _in_ddp(work), autocast=work.bf16)
+def start_ddp(work: Work) -> TrainedModel:
+    return TrainedModel(work, _in_ddp(work), autocast=work.bf16)
 
 
-def start_zero_optimizer(work: Work) -> Trainee:
+def start_zero_optimizer(work: Work) -> TrainedModel:
     """Train with DDP and optimizer states sharded by whole parameters."""
     model = _in_ddp(work)
     optimizer = ZeroRedundancyOptimizer(
@@ -63,7 +63,7 @@ def start_zero_optimizer(work: Work) -> Trainee:
         lr=LEARNING_RATE,
         fused=True,
     )
-    return Trainee(work, model, optimizer, autocast=work.bf16)
+    return TrainedModel(work, model, optimizer, autocast=work.bf16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Fsdp1:
 
     original_parameters: bool
 
-    def __call__(self, work: Work) -> Trainee:
+    def __call__(self, work: Work) -> TrainedModel:
         half = torch.bfloat16
         # Cast the inputs of each unit, as FSDP2 and shardwise do.
         precision = MixedPrecision(half, half, cast_forward_inputs=True) if work.bf16 else None
@@ -83,7 +83,7 @@ class Fsdp1:
             mixed_precision=precision,
             device_id=CPU,
         )
-        return Trainee(work, model)
+        return TrainedModel(work, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Fsdp2:
     reshard: bool = True
     unshard_async: bool = False  # wait for gathers when they are used, not when they are issued
 
-    def __call__(self, work: Work) -> Trainee:
+    def __call__(self, work: Work) -> TrainedModel:
         model = work.make()
         device = next(model.parameters()).device.type
         options: dict[str, Any] = {"mesh": init_device_mesh(device, (dist.get_world_size(),))}
@@ -108,7 +108,7 @@ class Fsdp2:
         sharded = fully_shard(model, **options)
         if self.unshard_async:
             sharded._set_unshard_async_op(True)  # has no public name
-        return Trainee(work, model)
+        return TrainedModel(work, model)
 
 
 def has_deepspeed() -> bool:
@@ -116,12 +116,12 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def start_deepspeed(work: Work) -> Trainee:
+def start_deepspeed(work: Work) -> TrainedModel:
     """Train with ZeRO-3 and torch's fused AdamW."""
     return _DeepSpeed(work, work.make())
 
 
-class _DeepSpeed(Trainee):
+class _DeepSpeed(TrainedModel):
     def __init__(self, work: Work, model: nn.Module) -> None:
         import deepspeed  # noqa: PLC0415 (optional; the import takes seconds and compiles code)
 

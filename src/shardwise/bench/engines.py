@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.bench import baselines
 from shardwise.bench.options import BenchOptions, check_choices
-from shardwise.bench.work import LEARNING_RATE, Trainee, Work, fused_adamw
+from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work, fused_adamw
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -38,7 +38,7 @@ class Engine:
 
     name: str
     family: str  # name in --vs or --ours, the same for all its rows
-    start: Callable[[Work], Trainee]
+    start: Callable[[Work], TrainedModel]
     is_exact: bool = True  # makes the same updates as the base, up to rounding
     is_replicated: bool = False  # each rank holds the parameters and states of the whole model
     uses_autocast: bool = False  # bf16 by torch.autocast instead of a policy
@@ -76,7 +76,7 @@ class Ours:
     def is_hybrid(self) -> bool:
         return self.strategy in {"hsdp", "hfsdp"}
 
-    def __call__(self, work: Work) -> Trainee:
+    def __call__(self, work: Work) -> TrainedModel:
         half = torch.bfloat16
         policy = sw.MixedPrecisionPolicy(half, half) if work.bf16 else sw.MixedPrecisionPolicy()
         half_the_ranks = dist.get_world_size() // 2
@@ -95,7 +95,7 @@ class Ours:
             mp_policy=policy,
             wire=self.wire,
         )
-        kind = _InTransactions if self.transaction else Trainee
+        kind = _InTransactions if self.transaction else TrainedModel
         optimizer = _OPTIMIZERS[self.optimizer](model)
         if self.outer is not None and mesh is not None:
             group = mesh.get_group("replicate")
@@ -112,7 +112,7 @@ _OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-class _InTransactions(Trainee):
+class _InTransactions(TrainedModel):
     def around(self) -> AbstractContextManager[None]:
         return sw.transaction(self.model, self.optimizer)
 

@@ -24,7 +24,7 @@ from shardwise.bench.memory import (
 )
 from shardwise.bench.options import Setting
 from shardwise.bench.traffic import watch_traffic
-from shardwise.bench.work import Trainee, Work, gpt_work
+from shardwise.bench.work import TrainedModel, Work, gpt_work
 from shardwise.launch.world import World
 from shardwise.schedule.events import WAITS
 
@@ -62,7 +62,7 @@ def measure_steps(
     return rounds
 
 
-def _measure_step(trainee: Trainee, work: Work, rank: int, number: int) -> Figures:
+def _measure_step(trainee: TrainedModel, work: Work, rank: int, number: int) -> Figures:
     batch = work.batch(number, rank)
     dist.barrier()
     faults = _page_faults()
@@ -163,7 +163,7 @@ def _shared_after_barrier() -> SharedMemoryUse:
     return shared
 
 
-def _train(work: Work, name: str, world: World) -> Trainee:
+def _train(work: Work, name: str, world: World) -> TrainedModel:
     trainee = ENGINES[name].start(work)
     for number in range(NUM_STEPS):
         trainee.step(work.batch(number, world.rank))

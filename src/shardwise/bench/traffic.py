@@ -152,8 +152,8 @@ def _queues(model: nn.Module) -> list[Collectives]:
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)
-    links = communicator(runtime.mesh.world, runtime.pools.device)
-    return [q for q in (links.gather, links.reduce) if isinstance(q.stream, ThreadStream)]
+    comm = communicator(runtime.mesh.world, runtime.pools.device)
+    return [q for q in (comm.gather, comm.reduce) if isinstance(q.stream, ThreadStream)]
 
 
 def _run_on(stream: CommStream, job: Callable[[], object]) -> None:

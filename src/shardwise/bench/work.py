@@ -14,7 +14,7 @@ from shardwise.train.model import GPT, Block
 __all__ = [
     "LEARNING_RATE",
     "NUM_TINY_UNITS",
-    "Trainee",
+    "TrainedModel",
     "Work",
     "fused_adamw",
     "gpt_work",
@@ -46,7 +46,7 @@ class Work:
         return self.build()
 
 
-class Trainee:
+class TrainedModel:
     """A model that one engine trains."""
 
     def __init__(

@@ -16,7 +16,14 @@ from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["LoadReport", "OptimizerStates", "Selection", "Target", "match_module", "unadapted"]
+__all__ = [
+    "LoadReport",
+    "OptimizerStates",
+    "Selection",
+    "Target",
+    "match_module",
+    "without_adapter_names",
+]
 
 _MAX_SHOWN = 12  # names in each list of an error; a wrong model has thousands
 
@@ -108,7 +115,7 @@ def match_module(
     targets, used = [], set()
     for name, tensor in tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
-        candidates += map(unadapted, names[name])
+        candidates += map(without_adapter_names, names[name])
         found = [candidate for candidate in candidates if candidate in specs]
         used.update(found)
         if not any(selection.includes(other) for other in names[name]):
@@ -122,7 +129,7 @@ def match_module(
     return targets
 
 
-def unadapted(name: str) -> str:
+def without_adapter_names(name: str) -> str:
     """The name of a parameter without the modules that PEFT wraps around a model and its layers."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
-from shardwise.plan.wire import EXACT, Wire
+from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.train.model import GPT, Block, Shape
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
@@ -81,7 +81,7 @@ class VerifyOptions:
             raise ConfigError(
                 f"--granularity {self.granularity}: expected one of {', '.join(_GRANULARITIES)}"
             )
-        if self._wire() != EXACT and self.tolerance is None:
+        if self._wire() != UNQUANTIZED and self.tolerance is None:
             raise ConfigError(
                 f"--wire {self.wire}: quantized values differ from one process by up to 1/254 "
                 "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block; pass "
@@ -104,7 +104,7 @@ class VerifyOptions:
 
     def _wire(self) -> Wire:
         if self.wire is None:
-            return EXACT
+            return UNQUANTIZED
         known = [field.name for field in fields(Wire)]
         options: dict[str, Any] = {}
         for part in self.wire.split(","):

@@ -32,10 +32,10 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import COMPUTE
 from shardwise.transport.device import device_of, is_accelerator, name_of
 
-__all__ = ["Recorder", "SomeSteps", "record"]
+__all__ = ["DefaultSteps", "Recorder", "record"]
 
 
-class SomeSteps(Container[int]):
+class DefaultSteps(Container[int]):
     """Steps 3 to 7, because the first ones are slower, and then 3 of every 100 steps."""
 
     def __contains__(self, step: object) -> bool:
@@ -46,7 +46,7 @@ def record(
     model: nn.Module,
     directory: str | Path,
     *,
-    steps: Container[int] = SomeSteps(),
+    steps: Container[int] = DefaultSteps(),
     optimizer: torch.optim.Optimizer | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> "Recorder":

@@ -20,7 +20,7 @@ from shardwise.diagnose.reference import Outcome, Reference, Training
 from shardwise.errors import PlanError
 from shardwise.outer.attach import outer_optimizer
 from shardwise.outer.fragments import fragments_of
-from shardwise.outer.optimizer import maker_of
+from shardwise.outer.optimizer import optimizer_factory
 from shardwise.plan.outer import Outer
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
@@ -114,7 +114,7 @@ class SharedParameters:
             for fragment in fragments
             for name in fragment
         }
-        make = maker_of(outer)
+        make = optimizer_factory(outer)
         self._optimizers = [make([self._values[name] for name in one]) for one in fragments]
         self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
 

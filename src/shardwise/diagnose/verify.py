@@ -27,10 +27,10 @@ from shardwise.diagnose.verification import HEAD, Verification
 from shardwise.errors import PlanError
 from shardwise.plan.outer import Outer
 from shardwise.plan.policies import Units
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
-from shardwise.plan.wire import EXACT, Wire
+from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.transport.device import num_local_accelerators, own_device
 
@@ -51,7 +51,7 @@ def verify(
     optimizer_fn: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] | None = None,
     steps: int = 2,
     tolerance: float | None = None,
-    mp_policy: MixedPrecisionPolicy = AS_IT_CAME,
+    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
     mesh: DeviceMesh | None = None,
     outer: Outer | None = None,
     corrupt: str | None = None,
@@ -119,7 +119,7 @@ def verify(
         training.check(steps, is_ours=engine is None)
     rows = [] if engine is not None else resolve_strategies(strategies, shard_mesh)
     if tolerance is None:
-        _check_is_exact(options.get("wire", EXACT), outer)
+        _check_is_exact(options.get("wire", UNQUANTIZED), outer)
         tolerance = _tolerance_for(mp_policy)
     if steps < 1 or not tolerance >= 0:
         raise PlanError(
@@ -170,7 +170,7 @@ def verify(
 
 def _check_is_exact(wire: Wire, outer: Outer | None) -> None:
     """Raise a PlanError if ranks send rounded values."""
-    if wire != EXACT:
+    if wire != UNQUANTIZED:
         raise PlanError(
             f"wire={wire}: quantized values differ from those of one process by up to 1/254 "
             "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block, so small "

@@ -32,7 +32,7 @@ from shardwise.features.slot_functions import (
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters, Unit
 
-__all__ = ["SlotEmbedding", "SlotLinear", "offer_slots", "replace_layers"]
+__all__ = ["InPlaceGradEmbedding", "InPlaceGradLinear", "offer_slots", "replace_layers"]
 
 _LEAST_ELEMENTS = 1 << 16  # below this, a Python autograd Function costs more than the copy
 
@@ -40,7 +40,7 @@ _LEAST_ELEMENTS = 1 << 16  # below this, a Python autograd Function costs more t
 def replace_layers(root: nn.Module) -> None:
     """Make the linear and embedding layers of ``root`` compute weight gradients in their slots."""
     modules: Any = root.modules()
-    layers: Any = ((nn.Linear, SlotLinear), (nn.Embedding, SlotEmbedding))
+    layers: Any = ((nn.Linear, InPlaceGradLinear), (nn.Embedding, InPlaceGradEmbedding))
     for module, (plain, in_slot) in product(modules, layers):
         kind: Any = type(module)
         if isinstance(module, plain) and not parametrize.is_parametrized(module):
@@ -72,16 +72,16 @@ def _claim_slot(
 
 def _computes_in_slot(module: nn.Module | None) -> bool:
     """Whether ``module`` computes the gradient of its weight in a slot."""
-    if isinstance(module, SlotEmbedding):
+    if isinstance(module, InPlaceGradEmbedding):
         return module.is_plain
-    return isinstance(module, SlotLinear)
+    return isinstance(module, InPlaceGradLinear)
 
 
-class SlotLinear(nn.Linear):
+class InPlaceGradLinear(nn.Linear):
     """A linear layer that computes its weight gradient in the reduce buffer."""
 
     def _get_name(self) -> str:
-        return nn.Linear.__name__ if type(self) is SlotLinear else type(self).__name__
+        return nn.Linear.__name__ if type(self) is InPlaceGradLinear else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight, number = self.weight, number_of(self.weight)
@@ -97,11 +97,11 @@ class SlotLinear(nn.Linear):
         return output
 
 
-class SlotEmbedding(nn.Embedding):
+class InPlaceGradEmbedding(nn.Embedding):
     """An embedding that computes its weight gradient in the reduce buffer."""
 
     def _get_name(self) -> str:
-        return nn.Embedding.__name__ if type(self) is SlotEmbedding else type(self).__name__
+        return nn.Embedding.__name__ if type(self) is InPlaceGradEmbedding else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
         weight, number = self.weight, number_of(self.weight)

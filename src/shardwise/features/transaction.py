@@ -102,8 +102,8 @@ class _Step:
     def __init__(self, runtime: Runtime) -> None:
         self._scheduler = runtime.scheduler
         self._device = runtime.pools.device
-        self._links: Communicator = communicator(runtime.mesh.world, self._device)
-        self._epoch = self._links.epoch
+        self._comm: Communicator = communicator(runtime.mesh.world, self._device)
+        self._epoch = self._comm.epoch
         self._model: ModelSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
         self._cleanup = contextlib.ExitStack()
@@ -121,8 +121,8 @@ class _Step:
     def end(self) -> None:
         """Return when every rank has reached the end of its step."""
         self._check_parameters()
-        was_caught = self._links.is_broken or self._links.epoch != self._epoch
-        self._links.raise_found()  # a device's errors that nothing has waited for
+        was_caught = self._comm.is_broken or self._comm.epoch != self._epoch
+        self._comm.raise_found()  # a device's errors that nothing has waited for
         if was_caught:
             raise StepError(
                 "an exception that other ranks know of was caught inside the transaction, so they "
@@ -142,7 +142,7 @@ class _Step:
         # can, because before an optimizer's step a rank has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
-        if has_stepped and not self._links.is_monitored and not self._has_voted:
+        if has_stepped and not self._comm.is_monitored and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
 
@@ -170,25 +170,25 @@ class _Step:
         Raises:
             PeerAborted: some rank voted to undo it.
         """
-        links = self._links
+        comm = self._comm
         self._has_voted = True
-        if links.num_ranks == 1:
+        if comm.num_ranks == 1:
             return
-        votes = torch.zeros(links.num_ranks, dtype=torch.uint8, device=self._device)
-        votes[links.rank] = failed
-        links.where = "end of the transaction"
-        pending = links.reduce.all_gather(votes, links.world, "vote on the step")
+        votes = torch.zeros(comm.num_ranks, dtype=torch.uint8, device=self._device)
+        votes[comm.rank] = failed
+        comm.where = "end of the transaction"
+        pending = comm.reduce.all_gather(votes, comm.world, "vote on the step")
         try:
-            links.wait(pending)
+            comm.wait(pending)
         except StepError:
             raise
         except BaseException:  # an interrupt: this rank's vote stands, and the others decide
             with contextlib.suppress(StepError):
-                links.wait(pending)
+                comm.wait(pending)
                 self.is_decided = not votes.any()
             raise
         against = votes.nonzero().flatten().tolist()
-        links.raise_found()  # on a device, the host has waited only now
+        comm.raise_found()  # on a device, the host has waited only now
         if against:
             raise PeerAborted(f"rank {against[0]} raised in this step; its output has the error")
         self.is_decided = True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.ledger import note_sent
+from shardwise.runtime.ledger import count_sent
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
@@ -50,7 +50,7 @@ class UsedParameterSync:
     """A collective in flight that finds out which parameters of ``units`` any rank used."""
 
     def __init__(
-        self, units: Iterable[Unit], links: Communicator, device: torch.device, label: str
+        self, units: Iterable[Unit], comm: Communicator, device: torch.device, label: str
     ) -> None:
         self._gradients = gradients_of(units)
         # Parameters that have been frozen since count as used.
@@ -61,21 +61,21 @@ class UsedParameterSync:
         ]
         self._flags = _flags(self._own, device)
         self._pending = None
-        if links.num_ranks > 1 and self._own:
-            self._pending = links.reduce.all_reduce_max(self._flags, links.world, label)
-            note_sent(self._gradients[0].mesh, self._pending)
+        if comm.num_ranks > 1 and self._own:
+            self._pending = comm.reduce.all_reduce_max(self._flags, comm.world, label)
+            count_sent(self._gradients[0].mesh, self._pending)
 
-    def wait(self, links: Communicator) -> list[bool]:
+    def wait(self, comm: Communicator) -> list[bool]:
         """Whether any rank used each parameter."""
         if self._pending is not None:
-            links.wait(self._pending)
+            comm.wait(self._pending)
             if not all(self._own):
                 return list(map(bool, self._flags.tolist()))
         return self._own
 
-    def settle(self, links: Communicator) -> None:
+    def settle(self, comm: Communicator) -> None:
         """Wait, and leave the gradients of parameters that no rank used as they were."""
-        settle(self._gradients, self.wait(links))
+        settle(self._gradients, self.wait(comm))
 
     def abandon(self) -> "UsedParameterSync":
         """Stop waiting for the result. Keep the returned object until the ranks synchronize."""
@@ -87,7 +87,7 @@ class UsedParameterSync:
 def check_all_used(
     parameters: Sequence[FSDPParameter],
     used: Sequence[bool],
-    links: Communicator,
+    comm: Communicator,
     device: torch.device,
 ) -> list[bool]:
     """Raise if any rank computed no gradient for a parameter that requires one.
@@ -103,14 +103,14 @@ def check_all_used(
     pairs = zip(parameters, used, strict=True)
     missing = [p.sharded.requires_grad and not is_used for p, is_used in pairs]
     flags = _flags([*used, *missing], device)
-    if links.num_ranks > 1 and used:
-        pending = links.reduce.all_reduce_max(flags, links.world, "agree on unused parameters")
-        note_sent(parameters[0].sharding.mesh, pending)
-        links.wait(pending)
+    if comm.num_ranks > 1 and used:
+        pending = comm.reduce.all_reduce_max(flags, comm.world, "agree on unused parameters")
+        count_sent(parameters[0].sharding.mesh, pending)
+        comm.wait(pending)
     used_anywhere, missing_anywhere = flags.bool().view(2, -1).tolist()
     # `autograd.grad` with respect to other tensors uses no parameter, which is not a mistake.
     if any(used_anywhere) and any(missing_anywhere):
-        raise _unused_error(parameters, _by_rank(missing, links, device))
+        raise _unused_error(parameters, _by_rank(missing, comm, device))
     return list(used_anywhere)
 
 
@@ -122,11 +122,11 @@ def _flags(values: Sequence[bool], device: torch.device) -> Tensor:
         return torch.tensor(values, dtype=torch.uint8).to(device, non_blocking=True)
 
 
-def _by_rank(missing: Sequence[bool], links: Communicator, device: torch.device) -> Tensor:
+def _by_rank(missing: Sequence[bool], comm: Communicator, device: torch.device) -> Tensor:
     """The ``missing`` flags of every rank: [ranks, parameters]."""
-    rows = _flags(missing, device).repeat(links.num_ranks, 1)
-    if links.num_ranks > 1:
-        links.wait(links.reduce.all_gather(rows.view(-1), links.world, "name unused parameters"))
+    rows = _flags(missing, device).repeat(comm.num_ranks, 1)
+    if comm.num_ranks > 1:
+        comm.wait(comm.reduce.all_gather(rows.view(-1), comm.world, "name unused parameters"))
     return rows
 
 
@@ -171,7 +171,7 @@ class UnusedParameters(StepObserver):
     def reductions_launched(self, backward: Backward) -> None:
         if self.mode == "none" and backward.complete:
             self._sync = UsedParameterSync(
-                backward.units, backward.links, self.device, "agree on unused parameters"
+                backward.units, backward.comm, self.device, "agree on unused parameters"
             )
 
     def step_end(self, backward: Backward) -> None:
@@ -186,10 +186,10 @@ class UnusedParameters(StepObserver):
         if self.mode == "error":
             parameters = [parameter for each in gradients for parameter in each.parameters]
             used = [is_used for each in gradients for is_used in each.used]
-            settle(gradients, check_all_used(parameters, used, backward.links, self.device))
+            settle(gradients, check_all_used(parameters, used, backward.comm, self.device))
         else:
             assert self._sync is not None
-            self._sync.settle(backward.links)
+            self._sync.settle(backward.comm)
             self._sync = None
 
     def failed(self) -> list[object]:

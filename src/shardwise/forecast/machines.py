@@ -18,7 +18,7 @@ from shardwise.forecast.hardware import Cluster, accelerator_of_device, parse_cl
 from shardwise.forecast.machine import Machine
 from shardwise.transport.device import name_of
 
-__all__ = ["local_machine", "machine_of", "usual_cpu"]
+__all__ = ["local_machine", "machine_of", "typical_cpu"]
 
 
 def machine_of(text: str) -> Machine:
@@ -42,7 +42,7 @@ def local_machine(num_ranks: int) -> Machine:
         ConfigError: the package has no data for this GPU.
     """
     if not torch.cuda.is_available():
-        return CalibratedMachine.measured_on(usual_cpu(num_ranks), num_ranks)
+        return CalibratedMachine.measured_on(typical_cpu(num_ranks), num_ranks)
     name = name_of(torch.device("cuda"))
     found = accelerator_of_device(name)
     if found is None:
@@ -59,7 +59,7 @@ def local_machine(num_ranks: int) -> Machine:
 _FLOPS, _HALF_FLOPS, _MEMORY, _OPERATION, _SENT = 5e10, 1e10, 5e9, 2e-5, 2e9
 
 
-def usual_cpu(num_ranks: int) -> Calibration:
+def typical_cpu(num_ranks: int) -> Calibration:
     """Return a calibration of ranks on this machine's cores, with rates of typical servers."""
     operations = {
         f"{kind}/{size}": Rate(start=0.0, per_flop=1 / flops, per_byte=1 / _MEMORY)

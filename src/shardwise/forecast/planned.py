@@ -6,7 +6,7 @@ from torch import nn
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 
 __all__ = ["call_of", "offload_of", "plan_of", "precision_of"]
 
@@ -32,7 +32,7 @@ def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
     master, reduce = configuration.master_dtype, configuration.reduce_dtype
     compute = configuration.parameter_dtype
     if master == compute == reduce == torch.float32:
-        return AS_IT_CAME
+        return DEFAULT_PRECISION
     return MixedPrecisionPolicy(
         param_dtype=compute,
         reduce_dtype=reduce,
@@ -58,7 +58,7 @@ def call_of(configuration: Configuration) -> str:
     if configuration.prefetch != 1:
         arguments["prefetch"] = str(configuration.prefetch)
     policy = precision_of(configuration)
-    if policy is not AS_IT_CAME:
+    if policy is not DEFAULT_PRECISION:
         given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]
         given += ['master_dtype="keep"'] if policy.master_dtype else []
         inner = "".join(f"        {one},\n" for one in given)

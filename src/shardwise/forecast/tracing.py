@@ -27,7 +27,7 @@ from shardwise.errors import PlanError
 from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.recorder import Recorder, tensors_in
 from shardwise.forecast.work import Workload
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.runtime.casting import apply_precision, cast_tensors
 from shardwise.schedule.events import EventKind
 
@@ -43,7 +43,7 @@ def trace(
     units: Sequence[str],
     loss: Loss | None = None,
     autocast: torch.dtype | None = None,
-    precision: MixedPrecisionPolicy = AS_IT_CAME,
+    precision: MixedPrecisionPolicy = DEFAULT_PRECISION,
     checkpointing: Mapping[str, str] | None = None,
     is_stage: bool = False,
 ) -> Workload:

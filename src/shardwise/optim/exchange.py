@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.optim.matrices import Matrices
 from shardwise.optim.ownership import Flow, Job, OwnedJobs, between
 from shardwise.plan.axes import AxisBytes
-from shardwise.runtime.ledger import note_sent
+from shardwise.runtime.ledger import count_sent
 from shardwise.tensor.sharding import Sharding, sharding_of
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives, Communicator, communicator
@@ -77,9 +77,9 @@ class _Messages:
     received: dict[int, Tensor]  # by source
     parts: dict[tuple[int, int], Tensor]  # what is received, by member and source
 
-    def wait(self, links: Communicator) -> None:
+    def wait(self, comm: Communicator) -> None:
         if self.work is not None:
-            links.wait(self.work)
+            comm.wait(self.work)
 
 
 class MatrixExchange:
@@ -106,7 +106,7 @@ class MatrixExchange:
         self.jobs = OwnedJobs(jobs, replicas, num_rows, dtype.itemsize)
         self.owners = self.jobs.owners
         # The mesh of states that are whole on their owners.
-        self.flat_mesh = None if mesh is None else mesh.cut_over_all()
+        self.flat_mesh = None if mesh is None else mesh.with_one_shard_per_rank()
         self._batches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     @property
@@ -125,19 +125,19 @@ class MatrixExchange:
         Raises:
             StepError: another rank raised, is lost or steps other members.
         """
-        links = None if self.mesh is None else communicator(self.mesh.world, self.device)
+        comm = None if self.mesh is None else communicator(self.mesh.world, self.device)
         if not indices:
             yield
             return
-        if links is None or links.num_ranks == 1:
+        if comm is None or comm.num_ranks == 1:
             yield
             self._step_alone(indices, steps)
             return
-        links.recover()
+        comm.recover()
         try:
-            yield from self._step_with_others(self._batched(indices), steps, links)
+            yield from self._step_with_others(self._batched(indices), steps, comm)
         except BaseException as error:
-            links.abort(error)
+            comm.abort(error)
             raise
 
     def _batched(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
@@ -152,29 +152,29 @@ class MatrixExchange:
             steps.apply(member, steps.work(member, self._whole(member, steps.contribute(member))))
 
     def _step_with_others(
-        self, batches: Sequence[tuple[int, ...]], steps: Steps, links: Communicator
+        self, batches: Sequence[tuple[int, ...]], steps: Steps, comm: Communicator
     ) -> Iterator[None]:
         labels = self._labels(batches)
-        arriving, own = self._collect(batches[0], steps, links.reduce, labels[0])
+        arriving, own = self._collect(batches[0], steps, comm.reduce, labels[0])
         returning: tuple[tuple[int, ...], _Messages, dict[int, Tensor]] | None = None
         yield
         for number, batch in enumerate(batches):
             arrived, own_arrived = arriving, own
             if number + 1 < len(batches):
                 arriving, own = self._collect(
-                    batches[number + 1], steps, links.reduce, labels[number + 1]
+                    batches[number + 1], steps, comm.reduce, labels[number + 1]
                 )
-            arrived.wait(links)
+            arrived.wait(comm)
             updates = {
                 index: steps.work(self.members[index], whole).to(self.dtype).contiguous()
                 for index, whole in self._assembled(arrived, own_arrived)
             }
-            returned = self._return(batch, updates, links.gather, labels[number])
+            returned = self._return(batch, updates, comm.gather, labels[number])
             if returning is not None:
-                self._apply(*returning, steps, links)
+                self._apply(*returning, steps, comm)
             returning = batch, returned, updates
         if returning is not None:
-            self._apply(*returning, steps, links)
+            self._apply(*returning, steps, comm)
 
     def _labels(self, batches: Sequence[tuple[int, ...]]) -> list[str]:
         """Labels that differ if ranks step different members, so that messages never mix."""
@@ -242,9 +242,9 @@ class MatrixExchange:
         messages: _Messages,
         updates: Mapping[int, Tensor],
         steps: Steps,
-        links: Communicator,
+        comm: Communicator,
     ) -> None:
-        messages.wait(links)
+        messages.wait(comm)
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for index in batch:
             member, owner = self.members[index], self.owners[index]
@@ -289,5 +289,5 @@ class MatrixExchange:
             else:
                 parts[index, source] = received[source][start : start + size]
         work = queue.exchange({rank: (sent[rank], received[rank]) for rank in sorted(sent)}, label)
-        note_sent(self.mesh, work, after_backward=True)
+        count_sent(self.mesh, work, after_backward=True)
         return _Messages(work, sent, received, parts)

@@ -103,7 +103,7 @@ class StepsInBackward:
         self._parameters: list[weakref.ref[Tensor]] = [weakref.ref(p) for p in model.parameters()]
         self._previous = scheduler.observer
         assert isinstance(self._previous, UnusedParameters)
-        scheduler.observe_with(_Stepper(optimizer, self._previous.mode, self._previous.device))
+        scheduler.set_observer(_Stepper(optimizer, self._previous.mode, self._previous.device))
         self._hook = optimizer.register_step_pre_hook(_refuse_scaled_gradients)
         self._mark(steps=True)
 
@@ -115,7 +115,7 @@ class StepsInBackward:
         """
         scheduler = self._scheduler()
         if scheduler is not None:
-            scheduler.observe_with(self._previous)
+            scheduler.set_observer(self._previous)
             self._mark(steps=False)
         self._scheduler = lambda: None  # type: ignore[assignment]
         self._hook.remove()
@@ -130,7 +130,7 @@ class StepsInBackward:
 class _Stepper(StepObserver):
     """Steps the units of one model during backward, and frees their gradients."""
 
-    steps_units = True
+    steps_in_backward = True
 
     def __init__(self, optimizer: Optimizer, unused: Unused, device: torch.device) -> None:
         self._optimizer = optimizer
@@ -153,23 +153,23 @@ class _Stepper(StepObserver):
                 "optimizer.step() after backward"
             )
 
-    def after_reduce(self, unit: Unit, links: Communicator) -> None:
+    def after_reduce(self, unit: Unit, comm: Communicator) -> None:
         """Start the exchange of used parameters right after the reduction of ``unit``."""
         if self._unused != "zeros":
             self._used[unit] = _used_of(unit)
             label = f"agree on unused parameters of {unit.plan.label}"
-            self._syncs[unit].append(UsedParameterSync([unit], links, self._device, label))
+            self._syncs[unit].append(UsedParameterSync([unit], comm, self._device, label))
 
     def collected(self, unit: Unit) -> None:
         """Record that the parameters of ``unit`` have gradients; more may still be added."""
         self._collected.add(unit)
 
-    def step(self, unit: Unit, links: Communicator) -> None:
+    def step(self, unit: Unit, comm: Communicator) -> None:
         """Step ``unit`` and free its gradients."""
         if self._unused == "zeros":
             settle(gradients_of([unit]), repeat(True))
         else:
-            self._syncs[unit][-1].settle(links)
+            self._syncs[unit][-1].settle(comm)
             del self._syncs[unit]  # only now: if the wait raises, they are still in flight
         self._update(unit)
 
@@ -182,7 +182,7 @@ class _Stepper(StepObserver):
             self._stepped.clear()
             parameters = [p for gradients in gradients_of(units) for p in gradients.parameters]
             used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
-            check_all_used(parameters, used_here, backward.links, self._device)
+            check_all_used(parameters, used_here, backward.comm, self._device)
         for unit in late if self._unused == "zeros" else ():
             for gradients in gradients_of([unit]):
                 gradients.fill_with_zeros()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from shardwise.errors import PlanError
 from shardwise.outer.exchange import GroupExchange
 from shardwise.outer.link import HubExchange
-from shardwise.outer.optimizer import OuterOptimizer, template_of
+from shardwise.outer.optimizer import OuterOptimizer, optimizer_template
 from shardwise.outer.replica import checksum_of, checksum_over_ranks
 from shardwise.plan.outer import Outer
 from shardwise.runtime.engine import Runtime
@@ -80,7 +80,7 @@ def outer_optimizer(
             "block": outer.block,
             "ranks of a replica": runtime.mesh.num_ranks,
             "strategy": runtime.plan.strategy.name,
-            "outer optimizer": _description(template_of(outer)),
+            "outer optimizer": _description(optimizer_template(outer)),
             "digest of model and units": sha256(repr((runtime.plan, names)).encode()).hexdigest(),
         },
     }

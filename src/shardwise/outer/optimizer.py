@@ -39,7 +39,7 @@ from shardwise.plan.outer import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
-__all__ = ["OuterOptimizer", "maker_of", "template_of"]
+__all__ = ["OuterOptimizer", "optimizer_factory", "optimizer_template"]
 
 _PATIENCE_SECONDS = 5.0  # for the hub, in addition to twice the deadline
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -58,9 +58,9 @@ class OuterOptimizer(Optimizer):
         self.outer = outer
         self.exchange = exchange
         self._runtime = runtime_of_root(model)
-        self._make = maker_of(outer)
+        self._make = optimizer_factory(outer)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        template = template_of(outer)
+        template = optimizer_template(outer)
         counts = {"local_steps": 0, "progress": [astuple(Progress())] * outer.fragments}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
@@ -209,7 +209,7 @@ class OuterOptimizer(Optimizer):
     @torch.no_grad()
     def _send_again(self) -> None:
         """Send the differences that were in transit when the checkpoint was saved."""
-        for number, sent in self.outer.on_their_way_after(self.local_steps).items():
+        for number, sent in self.outer.in_flight_after(self.local_steps).items():
             parameters = self.fragments[number].parameters
             if all(SENT in self.state[p] for p in parameters):
                 self.exchange.step = sent
@@ -326,11 +326,11 @@ def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
     return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
 
 
-def maker_of(outer: Outer) -> Callable[[list[Any]], Any]:
+def optimizer_factory(outer: Outer) -> Callable[[list[Any]], Any]:
     """The function that creates the outer optimizer for a list of parameters."""
     return outer.optimizer or _DILOCO
 
 
-def template_of(outer: Outer) -> Optimizer:
+def optimizer_template(outer: Outer) -> Optimizer:
     """An outer optimizer of one placeholder parameter, for its class and options."""
-    return cast("Optimizer", maker_of(outer)([nn.Parameter(torch.zeros(1))]))
+    return cast("Optimizer", optimizer_factory(outer)([nn.Parameter(torch.zeros(1))]))

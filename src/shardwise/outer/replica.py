@@ -68,15 +68,15 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
 
 def _all_gather(own: Sequence[int], runtime: Runtime, where: str) -> Tensor:
     """Gather n integers from each rank: [num_ranks, n]."""
-    links = communicator(runtime.mesh.world, runtime.pools.device)
-    table = torch.zeros(links.num_ranks, len(own), dtype=torch.int64)
-    table[links.rank] = torch.tensor(own)
-    if links.num_ranks == 1:
+    comm = communicator(runtime.mesh.world, runtime.pools.device)
+    table = torch.zeros(comm.num_ranks, len(own), dtype=torch.int64)
+    table[comm.rank] = torch.tensor(own)
+    if comm.num_ranks == 1:
         return table
     table = table.to(runtime.pools.device).flatten()
-    links.where = where
-    links.wait(links.reduce.all_gather(table, links.world, where))
-    return table.view(links.num_ranks, -1).cpu()
+    comm.where = where
+    comm.wait(comm.reduce.all_gather(table, comm.world, where))
+    return table.view(comm.num_ranks, -1).cpu()
 
 
 def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:

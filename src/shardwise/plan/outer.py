@@ -82,7 +82,7 @@ class Outer:
         """The fragments that are synchronized after local step ``step``."""
         return self.sent_after(step - self.delay)
 
-    def on_their_way_after(self, step: int) -> dict[int, int]:
+    def in_flight_after(self, step: int) -> dict[int, int]:
         """The fragments whose differences are being sent, and the steps after which that began."""
         return {
             fragment: sent

@@ -10,11 +10,11 @@ from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.policies import Units, choose_units
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import Level, Strategy, resolve_strategy
 from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
-from shardwise.plan.wire import EXACT, Wire
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
 
@@ -106,9 +106,9 @@ class UnitChoice:
     """The options that a user may choose for a single unit."""
 
     reshard_after_forward: bool | int | None = None
-    precision: MixedPrecisionPolicy = AS_IT_CAME
+    precision: MixedPrecisionPolicy = DEFAULT_PRECISION
     offload: OffloadPolicy = NO_OFFLOAD
-    wire: Wire = EXACT
+    wire: Wire = UNQUANTIZED
     ranks: UnitRanks | None = None  # None: those of the model around it
 
 
@@ -148,9 +148,9 @@ def make_plan(
     reshard_after_forward: bool | int | None = None,
     replicas: int = 1,
     granularity: Granularities = "element",
-    precision: MixedPrecisionPolicy = AS_IT_CAME,
+    precision: MixedPrecisionPolicy = DEFAULT_PRECISION,
     offload: OffloadPolicy = NO_OFFLOAD,
-    wire: Wire = EXACT,
+    wire: Wire = UNQUANTIZED,
     manual: Mapping[str, UnitChoice] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Cast
 
-__all__ = ["AS_IT_CAME", "MixedPrecisionPolicy", "as_precision_policy"]
+__all__ = ["DEFAULT_PRECISION", "MixedPrecisionPolicy", "as_precision_policy"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -73,7 +73,7 @@ class MixedPrecisionPolicy:
         return kept, Cast(*_named(compute), *_named(reduce), self.keep_low_precision_grads)
 
 
-AS_IT_CAME = MixedPrecisionPolicy()
+DEFAULT_PRECISION = MixedPrecisionPolicy()
 
 
 def as_precision_policy(policy: object) -> MixedPrecisionPolicy:

@@ -17,8 +17,8 @@ from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
 from shardwise.plan.granularity import Dim, Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.plan.precision import AS_IT_CAME, MixedPrecisionPolicy
-from shardwise.plan.wire import EXACT, Wire
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = [
     "UnitOptions",
@@ -38,9 +38,9 @@ class UnitOptions:
     two_level_gather: bool = False  # forward also gathers in the subgroup, after one outer gather
     num_shards: int | None = None  # None: as many as the model
     holds_gradients: bool = False  # keep memory for unsharded gradients between steps
-    precision: MixedPrecisionPolicy = AS_IT_CAME
+    precision: MixedPrecisionPolicy = DEFAULT_PRECISION
     offload: CPUOffloadPolicy | None = None  # keep shards and their gradients in host memory
-    wire: Wire = EXACT
+    wire: Wire = UNQUANTIZED
 
 
 @dataclass(frozen=True, kw_only=True)

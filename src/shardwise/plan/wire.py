@@ -6,7 +6,7 @@ from shardwise.blockwise import Blocks
 from shardwise.errors import PlanError
 from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["EXACT", "Wire"]
+__all__ = ["UNQUANTIZED", "Wire"]
 
 _FORMATS = ("int8", "int4", "fp8")
 _QUANTIZED = ("float32", "bfloat16", "float16", "float64")  # other dtypes are sent unchanged
@@ -90,4 +90,4 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-EXACT = Wire()
+UNQUANTIZED = Wire()

@@ -167,7 +167,7 @@ def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
     if before is None:
         is_parallel = isinstance(original, DTensor)
         return sharding.stored_part_of(local_of(original) if is_parallel else original)
-    assert before.is_cut_as(sharding)
+    assert before.has_same_cuts(sharding)
     return sharding.wrap(local_of(original))
 
 
@@ -197,7 +197,7 @@ def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:
     before = sharding_of(original)
     if before is not None:
         assert isinstance(original, DTensor)
-        if before.is_cut_as(sharding):
+        if before.has_same_cuts(sharding):
             return local_of(original).reshape(-1)
         original = original.full_tensor()
     elif isinstance(original, DTensor):

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
-from shardwise.plan.wire import EXACT
+from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
@@ -73,9 +73,9 @@ class Runtime:
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
-        self.gave_values = fill is not None  # the parameters had none
+        self.initialized_parameters = fill is not None  # the parameters had none
         self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards the root, or a copy of it
-        self.shard_again: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
+        self.reshard_root: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
         self.plan = plan
         self.mesh = mesh
         self.own_meshes = own_meshes  # by name, of units with other ranks than the model
@@ -182,7 +182,7 @@ class Runtime:
             unit.settings.collective_memory = kind
 
     def _check_memory(self, kind: MemoryKind) -> None:
-        if any(unit.plan.wire != EXACT for unit in self.units):
+        if any(unit.plan.wire != UNQUANTIZED for unit in self.units):
             raise PlanError(
                 f"the collectives of a model with a Wire cannot use {kind} memory, because they "
                 "send encoded data from other memory; leave out the call, or the wire"
@@ -196,12 +196,12 @@ class Runtime:
 
     def _replace_memory(self, kind: MemoryKind) -> None:
         mesh = self.mesh
-        links = communicator(mesh.world, self.pools.device)
+        comm = communicator(mesh.world, self.pools.device)
         reduced = next((stage.group for stage in mesh.reduction if stage.group.size > 1), mesh.row)
         self.pools.use(
             kind,
-            _allocator(links.gather, kind, mesh.shards, only_moves=True),
-            _allocator(links.reduce, kind, reduced, only_moves=False),
+            _allocator(comm.gather, kind, mesh.shards, only_moves=True),
+            _allocator(comm.reduce, kind, reduced, only_moves=False),
         )
         pool = None if kind is MemoryKind.OWN else self.pools.registered_gradients
         for unit in self.units:

@@ -13,7 +13,7 @@ from shardwise.schedule.events import GATHERS, Event, EventKind, describe
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
 
-__all__ = ["Ledger", "LedgerReader", "Record", "note_sent"]
+__all__ = ["Ledger", "LedgerReader", "Record", "count_sent"]
 
 # Records of forwards that have had no backward: more than those of 32 passes of 100 layers.
 _MAX_RECORDS = 1 << 14
@@ -25,7 +25,7 @@ _ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, weakref.ref[Ledger]]" = (
 )
 
 
-def note_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
+def count_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
     """Count a collective that no event launched in the ledger of the model on ``mesh``.
 
     Args:
@@ -221,7 +221,7 @@ class Ledger:
         self.outer_bytes += sent.outer
 
     def note_traffic_of(self, meshes: Iterable[DataParallelMesh]) -> None:
-        """Make `note_sent` count the traffic of ``meshes`` in this ledger."""
+        """Make `count_sent` count the traffic of ``meshes`` in this ledger."""
         for mesh in meshes:
             _ledgers[mesh] = weakref.ref(self)
 

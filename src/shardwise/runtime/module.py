@@ -153,7 +153,7 @@ class FSDPModule(nn.Module):
         handle = self.__dict__.get(HANDLE)
         if handle is not None and handle.index == 0 and handle.runtime.is_converted():
             handle.runtime.scheduler.check_convertible()
-            handle.runtime.shard_again(self)
+            handle.runtime.reshard_root(self)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -461,7 +461,7 @@ def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
 def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:
     """Shard ``module``, which is ``root`` or a copy of it, like ``root`` but with ``plan``."""
     new = runtime.rebuild(module, plan)
-    new.shard_again = runtime.shard_again
+    new.reshard_root = runtime.reshard_root
     for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
         handle = Handle(new, index, handle_of(original).choice)

@@ -15,7 +15,7 @@ class Backward:
 
     units: Sequence[Unit]  # all units of the model
     complete: Sequence[Unit]  # units whose gradients are reduced in this backward
-    links: Communicator
+    comm: Communicator
 
 
 class StepObserver:
@@ -24,19 +24,19 @@ class StepObserver:
     The methods of this base class do nothing.
     """
 
-    steps_units = False  # whether it steps units in backward
+    steps_in_backward = False  # whether it steps units in backward
 
     def before_reduce(self, unit: Unit) -> None:
         """The gradients of ``unit`` are about to be reduced."""
 
-    def after_reduce(self, unit: Unit, links: Communicator) -> None:
+    def after_reduce(self, unit: Unit, comm: Communicator) -> None:
         """A reduction over all ranks was launched."""
 
     def collected(self, unit: Unit) -> None:
         """The parameters of ``unit`` have reduced gradients, to which more may be added."""
 
-    def step(self, unit: Unit, links: Communicator) -> None:
-        """The gradients of ``unit`` are complete. Called only if it ``steps_units``."""
+    def step(self, unit: Unit, comm: Communicator) -> None:
+        """The gradients of ``unit`` are complete. Called only if it ``steps_in_backward``."""
 
     def reductions_launched(self, backward: Backward) -> None:
         """The last reduction was launched; every rank may launch a collective here."""

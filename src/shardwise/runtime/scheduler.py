@@ -70,7 +70,7 @@ class Scheduler:
         self.is_in_transaction = False
 
     @cached_property
-    def _links(self) -> Communicator:
+    def _comm(self) -> Communicator:
         """The model's communicator, created on first use, which all ranks reach together."""
         return communicator(self._mesh.world, self._device.torch_device)
 
@@ -110,7 +110,7 @@ class Scheduler:
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:
-                self._links.enter(label)
+                self._comm.enter(label)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
         self._depth += 1
@@ -146,7 +146,7 @@ class Scheduler:
             unit.expect_changes()
         changed = self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward(has_changes=bool(changed))
-        stale = [unit for unit in changed if self.sequencer.outlasts_passes(unit)]
+        stale = [unit for unit in changed if self.sequencer.stays_for_next_pass(unit)]
         self._perform(self.sequencer.request(EventKind.FREE, stale))
 
     # -- backward --------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Scheduler:
             self._perform(events)
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
-        backward = Backward(self.units, complete, self._links)
+        backward = Backward(self.units, complete, self._comm)
         reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
         after_reduces = max(reduces, default=-1) + 1
         self._perform(events[:after_reduces])
@@ -208,7 +208,7 @@ class Scheduler:
                 return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
-            self._held_memory.remember(f"step {self.ledger.step}, {self._links.where}")
+            self._held_memory.remember(f"step {self.ledger.step}, {self._comm.where}")
             if not self._tasks:
                 self.fail(error)
 
@@ -257,19 +257,19 @@ class Scheduler:
     @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps units in backward."""
-        return self.observer.steps_units
+        return self.observer.steps_in_backward
 
-    def observe_with(self, observer: StepObserver) -> None:
+    def set_observer(self, observer: StepObserver) -> None:
         """Replace the observer, between steps."""
         self.check_idle(
             "sw.optimizer_in_backward cannot be turned on or off in the middle of a step"
         )
         self.recover()
         self.observer = observer
-        self.sequencer.steps_in_backward = observer.steps_units
+        self.sequencer.steps_in_backward = observer.steps_in_backward
         for unit in self.units:
             for gradients in unit.gradients:
-                gradients.shard.step_in_backward(observer.steps_units)
+                gradients.shard.step_in_backward(observer.steps_in_backward)
 
     def check_convertible(self) -> None:
         """Raise a PlanError if units step in backward, so the model cannot be sharded again."""
@@ -312,9 +312,9 @@ class Scheduler:
             self._perform(self.sequencer.release_all())
             self.report("gathered()")
             for unit in self.units:
-                unit.launch_hold(self._links.gather)
+                unit.launch_hold(self._comm.gather)
             for unit in self.units:
-                unit.await_hold(self._links)
+                unit.await_hold(self._comm)
         self.in_gathered = True
         changed: set[str] | None = None  # names of parameters, if changes are written back
         try:
@@ -324,7 +324,7 @@ class Scheduler:
                 after = collect_changes(self.units) if write_back else {}
             except BaseException as error:
                 if write_back:  # other ranks are waiting to compare checksums
-                    self._links.abort(error)
+                    self._comm.abort(error)
                 raise
             if write_back:
                 changed = agreed_changes(before, after)
@@ -340,7 +340,7 @@ class Scheduler:
 
     def recover(self) -> None:
         """After an exception: resynchronize the ranks, and free the memory of the failed step."""
-        self._links.recover()
+        self._comm.recover()
         for unit in self._in_flight:  # now all of its communication ends
             unit.quiesce(time.monotonic() + POLL_SECONDS)
             unit.reset()
@@ -356,7 +356,7 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """End the step after ``error``: notify the other ranks and free all units."""
         self.explain(error)
-        self._links.abort(error)
+        self._comm.abort(error)
         self.sequencer.abandon()
         self._offloading = None
         self._events_incomplete = False
@@ -377,12 +377,12 @@ class Scheduler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
-        self._held_memory.note(error, f"step {self.ledger.step}, {self._links.where}")
+        self._held_memory.note(error, f"step {self.ledger.step}, {self._comm.where}")
 
     def report(self, where: str) -> None:
         """Publish where this rank is, for the errors of ranks that wait for it."""
-        links = self._links
-        links.step, links.where = self.ledger.step, where
+        comm = self._comm
+        comm.step, comm.where = self.ledger.step, where
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -409,14 +409,14 @@ class Scheduler:
 
     def _do(self, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         """Perform an event, and return the communication that it launched."""
-        links = self._links
+        comm = self._comm
         match kind:
             case EventKind.GATHER:
-                return unit.launch_gather(links.gather)
+                return unit.launch_gather(comm.gather)
             case EventKind.WAIT:
-                unit.await_gather(links)
+                unit.await_gather(comm)
             case EventKind.FREE:
-                unit.free(links)
+                unit.free(comm)
             case EventKind.BACKWARD:
                 unit.expects_gradients = True
                 unit.use_unsharded()
@@ -424,23 +424,23 @@ class Scheduler:
                 return self._reduce(unit)
             case EventKind.FINISH_REDUCE:
                 self._finish_offload()
-                unit.collect(links)
+                unit.collect(comm)
                 self._offloading = unit
                 self.observer.collected(unit)
             case EventKind.STEP:
                 self._finish_offload()
-                self.observer.step(unit, links)
+                self.observer.step(unit, comm)
             case EventKind.RESHARD_TO_SUBGROUP:
-                return unit.launch_subgroup_part(links.gather)
+                return unit.launch_subgroup_part(comm.gather)
             case EventKind.FREE_SUBGROUP:
                 unit.free_subgroup_part()
         return ()
 
     def _reduce(self, unit: Unit) -> tuple[Work, ...]:
         self.observer.before_reduce(unit)
-        works = unit.launch_reduce(self._links.reduce)
+        works = unit.launch_reduce(self._comm.reduce)
         if unit.settings.all_reduce_grads:
-            self.observer.after_reduce(unit, self._links)
+            self.observer.after_reduce(unit, self._comm)
         return works
 
     def _use_sharded(self, indices: Sequence[int]) -> None:

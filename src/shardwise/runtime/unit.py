@@ -303,8 +303,8 @@ class Unit:
         for flat in self.flats:
             flat.free_subgroup_part()
 
-    def await_gather(self, links: Communicator) -> None:
-        self._await_all(self._gathering, links)
+    def await_gather(self, comm: Communicator) -> None:
+        self._await_all(self._gathering, comm)
         for flat in self._gathered_flats:
             flat.finish_gather()
 
@@ -325,9 +325,9 @@ class Unit:
                 parameter.use_sharded()
             self._is_unsharded = False
 
-    def free(self, links: Communicator) -> None:
+    def free(self, comm: Communicator) -> None:
         """Free the gathered parameters, which must not have changed, after a gather in flight."""
-        self._await_all(self._gathering, links)
+        self._await_all(self._gathering, comm)
         self.use_sharded()
         for flat in self.flats:
             flat.free()
@@ -344,8 +344,8 @@ class Unit:
         label = f"hold {self.plan.label}"
         _launch((flat.launch_hold(collectives, label) for flat in self.flats), self._gathering)
 
-    def await_hold(self, links: Communicator) -> None:
-        self._await_all(self._gathering, links)
+    def await_hold(self, comm: Communicator) -> None:
+        self._await_all(self._gathering, comm)
         self._is_unsharded = True
         for flat in self.flats:
             flat.use_held()
@@ -408,8 +408,8 @@ class Unit:
             if not self._is_unsharded:  # `Module.to` before a step is no change within it
                 flat.reclaim_locals()
 
-    def collect(self, links: Communicator) -> None:
-        self._await_all(self._reducing, links)
+    def collect(self, comm: Communicator) -> None:
+        self._await_all(self._reducing, comm)
         for gradients in self.gradients:
             gradients.collect()
 
@@ -437,9 +437,9 @@ class Unit:
             flat.free_subgroup_part()
             flat.release_hold(write_back=False)
 
-    def _await_all(self, works: list[Work], links: Communicator) -> None:
+    def _await_all(self, works: list[Work], comm: Communicator) -> None:
         for work in works:
-            links.wait(work)
+            comm.wait(work)
         works.clear()
 
 

@@ -274,7 +274,7 @@ class Sequencer:
         """Whether gradients of earlier backwards wait for a reduction."""
         return any(status.awaits_reduction for status in self._status)
 
-    def outlasts_passes(self, unit: int) -> bool:
+    def stays_for_next_pass(self, unit: int) -> bool:
         """Whether the unit stays gathered for the next forward: no optimizer steps before it."""
         is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
         return is_kept or self._stays_after_backward(unit)
@@ -314,7 +314,7 @@ class Sequencer:
         chosen = self._settings[call.unit].reshard_after_forward
         if self._units[call.unit].reshard if chosen is None else chosen:
             return False
-        return self.outlasts_passes(call.unit) or any(c.is_differentiable for c in calls)
+        return self.stays_for_next_pass(call.unit) or any(c.is_differentiable for c in calls)
 
     def _stays_after_backward(self, unit: int) -> bool:
         settings = self._settings[unit]

@@ -174,7 +174,7 @@ class DataParallelMesh:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
 
-    def cut_over_all(self) -> "DataParallelMesh":
+    def with_one_shard_per_rank(self) -> "DataParallelMesh":
         """The same ranks with one shard per rank, in order of rank."""
         alone, replicas = self.world.select(self.world.own_rank), (self.world.ranks,)
         flat = replace(self, row=self.world, column=alone, shards=self.world, replicas=replicas)

@@ -74,14 +74,14 @@ def gather_runs(
     with torch.inference_mode(mode=False):  # another thread writes to it
         gathered = run.new_zeros(len(runs), longest)
     group = mesh.shards if group is None else group
-    links = communicator(mesh.world, run.device)
-    links.recover()
+    comm = communicator(mesh.world, run.device)
+    comm.recover()
 
     def fill() -> None:
         gathered[group.index, : run.numel()].copy_(run)
 
     label = f"gather {what}"
-    links.wait(links.reduce.all_gather(gathered.view(-1), group, label, fill))
+    comm.wait(comm.reduce.all_gather(gathered.view(-1), group, label, fill))
     return gathered.to(device)
 
 

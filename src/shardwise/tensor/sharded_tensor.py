@@ -87,7 +87,7 @@ class RunSharding(Sharding):
         run = self.layout.run(self.extent, shard)
         return whole.reshape(-1)[run.start : run.stop]
 
-    def is_cut_as(self, other: Sharding) -> bool:
+    def has_same_cuts(self, other: Sharding) -> bool:
         return isinstance(other, RunSharding) and self.runs == other.runs
 
     def describes(self, tensor: Tensor) -> bool:

@@ -64,7 +64,7 @@ class Sharding(ABC):
         """The part of ``whole`` that the rank of ``shard`` stores."""
 
     @abstractmethod
-    def is_cut_as(self, other: "Sharding") -> bool:
+    def has_same_cuts(self, other: "Sharding") -> bool:
         """Whether every shard holds the same elements in both."""
 
     @abstractmethod
@@ -125,7 +125,9 @@ class Sharding(ABC):
     def matches(self, other: "Sharding") -> bool:
         """Whether the same ranks store the same elements in both."""
         return self is other or (
-            self.mesh.is_same(other.mesh) and self.shape == other.shape and self.is_cut_as(other)
+            self.mesh.is_same(other.mesh)
+            and self.shape == other.shape
+            and self.has_same_cuts(other)
         )
 
     def copy_of(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -246,7 +248,7 @@ class ChunkSharding(Sharding):
         run = chunk_of(whole.shape[self._dim], self.mesh.size, shard)
         return whole.narrow(self._dim, run.start, len(run))
 
-    def is_cut_as(self, other: Sharding) -> bool:
+    def has_same_cuts(self, other: Sharding) -> bool:
         same_size = self.mesh.size == other.mesh.size
         return isinstance(other, ChunkSharding) and self._dim == other._dim and same_size
 

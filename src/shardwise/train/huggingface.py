@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.matching import unadapted
+from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.checkpoint.offline import write_hf
 from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
@@ -171,7 +171,9 @@ class HuggingFace:
 def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> None:
     """Write the weights with merged adapters, and the adapters, one tensor at a time."""
     read, specs = model.reader.read_whole, model.specs
-    base = {unadapted(name): spec for name, spec in specs.items() if _ADAPTER not in name}
+    base = {
+        without_adapter_names(name): spec for name, spec in specs.items() if _ADAPTER not in name
+    }
     adapters = {
         name.replace(".default.", "."): spec for name, spec in specs.items() if _ADAPTER in name
     }

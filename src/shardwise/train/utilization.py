@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import nn
 
-from shardwise.diagnose.record import SomeSteps
+from shardwise.diagnose.record import DefaultSteps
 from shardwise.forecast.hardware import accelerator_of_device
 from shardwise.launch.world import World
 from shardwise.train.config import Config
@@ -103,5 +103,5 @@ class StepsOfRun(Container[int]):
             return False
         number = step // self.num_passes
         if self.chosen == "some":
-            return number in SomeSteps()
+            return number in DefaultSteps()
         return self.first + number in self.chosen

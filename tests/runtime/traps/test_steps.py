@@ -310,7 +310,7 @@ def test_an_exchange_under_way_outlives_the_step_that_failed() -> None:
     model = sharded()
     seen: list[weakref.ref[UsedParameterSync]] = []
 
-    def wait(sync: UsedParameterSync, _links: Any) -> None:
+    def wait(sync: UsedParameterSync, _comm: Any) -> None:
         seen.append(weakref.ref(sync))
         raise RuntimeError("here")
 
