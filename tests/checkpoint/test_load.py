@@ -147,3 +147,17 @@ def _load_hf(path: Path, tensors: dict[str, Any]) -> None:
 def _zeros(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         nn.init.zeros_(parameter)
+
+
+def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
+    def trained(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(rate), capturable=False)
+        return model, optimizer
+
+    model, optimizer = trained(0.5)
+    sw.save(tmp_path / "x", model=model, optimizer=optimizer)
+    model, optimizer = trained(0.1)
+    with torch.device("meta"):  # torch's default device
+        sw.load(tmp_path / "x", model=model, optimizer=optimizer)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))

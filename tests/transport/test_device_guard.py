@@ -201,3 +201,13 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     time.sleep(0.05)  # for the look to end
     assert comm.is_broken
     assert comm._error is None
+
+
+def test_an_interrupt_while_an_error_is_announced_leaves_the_rank_out_of_step(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = ranks.communicators[0]
+    monkeypatch.setattr(comm._monitor, "announce", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        comm.abort(ValueError("first"))
+    assert comm.is_broken, "the next step has to recover"

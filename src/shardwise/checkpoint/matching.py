@@ -228,7 +228,8 @@ class OptimizerStates:
 
     def _decode_option(self, name: str) -> Tensor:
         spec = self._specs[name]
-        return self._add_target(name, torch.empty(spec.shape, dtype=spec.torch_dtype))
+        # On the CPU, even if torch has another default device.
+        return self._add_target(name, torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu"))
 
     def _add_target(self, name: str, tensor: Tensor) -> Tensor:
         self.targets.append(Target(name, tensor))

@@ -209,7 +209,8 @@ class SafetensorsSource:
         self._cleanup.close()
 
     def _open(self, file: str) -> ReadInto:
-        if len(self._files) == MAX_OPEN_FILES:
+        # No thread reads the files that are closed: folders that hold files open have one reader.
+        if len(self._files) >= MAX_OPEN_FILES:
             self.close()
         self._files[file] = read_into = self._folder.open(file, self._cleanup)
         return read_into

@@ -225,7 +225,7 @@ class LocalFolder(Folder):
     """
 
     read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
-    num_readers = 1
+    num_readers = 1  # sources close files between two reads
 
     @property
     def target(self) -> Path:

@@ -257,6 +257,7 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def innermost_unit(name: str, units: Container[str]) -> str:
     """The innermost of ``units`` that contains the module or parameter ``name``, or is it."""
     while name not in units:
+        assert name, "no unit contains it"
         name = name.rpartition(".")[0]
     return name
 

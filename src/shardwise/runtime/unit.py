@@ -227,7 +227,7 @@ class FlatParameters:
         if self.is_whole:
             return self.buffer.flat
         if self.layout.is_extended:
-            return torch.empty(0)  # each parameter has its own
+            return torch.empty(0, device=self._pool.device)  # each parameter has its own
         size, device = self.layout.shard_elements, self._pool.device
         if self.offloader is None or self._plan.offload is None:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)

@@ -286,16 +286,18 @@ class Communicator:
         assert self._monitor is not None
         agreed = error
         failure = replace(self._report(), failure=type(error).__name__, error=str(error))
-        with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
-            agreed = self._monitor.announce(failure).raised
-        if raises_later:  # in `raise_found`
-            self._error = agreed
-        self.is_broken = True
-        for one in (error, agreed):
-            if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
-                self._lost = one
-        for queue in self._monitored:
-            queue.stop()
+        try:
+            with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
+                agreed = self._monitor.announce(failure).raised
+        finally:  # also after an interrupt: `recover` then waits for the other ranks
+            if raises_later:  # in `raise_found`
+                self._error = agreed
+            self.is_broken = True
+            for one in (error, agreed):
+                if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
+                    self._lost = one
+            for queue in self._monitored:
+                queue.stop()
         return agreed
 
     def _with_table(self, error: BaseException) -> BaseException:
