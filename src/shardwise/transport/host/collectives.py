@@ -108,18 +108,17 @@ class HostCollectives:
         rows = reduction.flat.view(first.group.size, -1)
         target = None if rest else out
         exchanges = [self._sum(label, first.group, rows, inner, target, scale, reduction.carried)]
-        cast: Callable[[], None] | None = None
-        for stage in rest:  # there is one at most
-            group = stage.group
-            if stage.operation is Operation.REDUCE_SCATTER:
-                rows, total = inner.view(group.size, -1), reduction.scattered(group)
-                exchanges.append(self._sum(label, group, rows, total, out, scale))
-            elif out is not None and reduction.is_cast:
-                exchanges += self._all_reduce(label, inner, group, 1.0)
-                cast = partial(copy_scaled_, out, inner, scale)
-            else:
-                exchanges += self._all_reduce(label, inner, group, scale)
-        return self._submit(exchanges, finish=cast)
+        if not rest:
+            return self._submit(exchanges)
+        [second] = rest
+        group = second.group
+        if second.operation is Operation.REDUCE_SCATTER:
+            rows, total = inner.view(group.size, -1), reduction.scattered(group)
+            return self._submit([*exchanges, self._sum(label, group, rows, total, out, scale)])
+        if out is not None and reduction.is_cast:
+            exchanges += self._all_reduce(label, inner, group, 1.0)
+            return self._submit(exchanges, finish=partial(copy_scaled_, out, inner, scale))
+        return self._submit([*exchanges, *self._all_reduce(label, inner, group, scale)])
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """As `ProcessGroupCollectives.all_reduce_max`; for few values."""
