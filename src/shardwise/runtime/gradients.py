@@ -134,7 +134,7 @@ class GradientBuffer:
 
     @property
     def _divisors(self) -> tuple[float, float]:
-        """The divisor of gradients before the sum over ranks, and that of the sum."""
+        """The divisors before the sum over ranks and after it."""
         divisor = self._settings.gradient_divisor or self._mesh.num_ranks
         if self._settings.reduce_hook is not None:
             divisor = 1.0
@@ -144,9 +144,9 @@ class GradientBuffer:
     def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
         """Return where to compute a gradient, and whether to add it there; None for anywhere.
 
-        It may be an empty extent of the buffer, from which `write` has nothing to copy, if all uses
-        of the parameter add their gradients there (``in_slot``). A gradient that has to wait while
-        child units compute gets its extent only if the buffer is not much larger.
+        If all uses of the parameter add their gradients in place (``in_slot``), it may be an
+        unwritten extent of the buffer, so that `write` has nothing to copy. A gradient that has to
+        wait while child units compute gets its extent only if the buffer is not much larger.
         """
         parameter = self.parameters[position]
         if self.state is GradientState.REDUCING or parameter.dense.grad is not None:

@@ -26,7 +26,7 @@ from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
 
-_DROP_SECONDS = 10.0  # the longest that autograd's thread takes to drop a graph task that raised
+_DROP_SECONDS = 10.0  # how long to wait for autograd's thread to drop a graph task that raised
 _DROP_POLL_SECONDS = 0.0005
 
 
@@ -57,8 +57,8 @@ class Scheduler:
         self._tasks: set[int] = set()  # running graph tasks of autograd that have reached the model
         self._finishing: int | None = None  # the graph task that ended last
         self._abandoning = threading.RLock()  # held while a failed graph task is cleaned up
-        # True while events are performed, and after one raised: until `fail`, the units are not in
-        # the states that the sequencer says.
+        # True while events are performed and, if one raises, until `fail`: units may then be in
+        # other states than the sequencer says.
         self._events_incomplete = False
         # From an exception to `recover`: units with communication in flight, and objects that own
         # memory to which other ranks may still write.
@@ -106,7 +106,7 @@ class Scheduler:
             if self.is_idle:
                 self._begin_step()
             if self._events_incomplete:
-                raise StepError("this step has failed; do not catch its exception in the model")
+                raise StepError("this step has failed; do not catch its exception inside the model")
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:

@@ -326,7 +326,7 @@ class Unit:
             self._is_unsharded = False
 
     def free(self, comm: Communicator) -> None:
-        """Free the gathered parameters, which must not have changed, after a gather in flight."""
+        """Wait for a gather in flight, and free the parameters. Raises if one was changed."""
         self._await_all(self._gathering, comm)
         self.use_sharded()
         for flat in self.flats:
@@ -396,7 +396,7 @@ class Unit:
         return works
 
     def end_backward(self) -> None:
-        """Move gradients that await a later reduction to its buffer, to add up in its dtype."""
+        """Write gradients that await a later reduction to its buffer, which has its dtype."""
         for gradients in self.gradients:
             gradients.write_kept()
         self.expects_gradients = False

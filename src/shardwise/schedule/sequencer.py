@@ -16,9 +16,9 @@ What is decided here, and why:
   recorded the same order and launch the same collectives.
 - *Backward visits calls* in reverse order of their exits. It also visits a call that no gradient
   reaches on this rank, because one may reach it on another rank.
-- *A call is finished* when backward reaches a call that had ended before it began: autograd runs
-  the youngest nodes first, so no node of the younger call is left. Counting gradients instead
-  would wait forever for an unused parameter.
+- *A call is finished* when backward reaches another call that had exited before this one was
+  entered: autograd runs the youngest nodes first, so no node of the younger call is left. Counting
+  gradients instead would wait forever for an unused parameter.
 - *At most two reductions* run at once. The root's runs alone: nothing is left to compute then.
 - *A unit lingers* after its call: it stays gathered until another unit is entered, because the
   next call may be of the same unit, or the first one of backward.
@@ -213,7 +213,7 @@ class Sequencer:
         for backward in self._backwards.get(task, {}).values():
             self._complete(backward)
         self._backwards.pop(task, None)
-        if self._backwards:  # an outer backward, which needs room to continue
+        if self._backwards:  # an outer backward continues, and needs memory for its own reductions
             self._finish_reduces(1)
             return self._flush()
         for unit, status in enumerate(self._status):
@@ -231,7 +231,7 @@ class Sequencer:
 
     def abandon(self) -> list[Event]:
         """Drop the state of a step that failed; reductions in flight count as finished."""
-        # Only some ranks may have ended the pass, so no rank expects an order in the next one.
+        # Only some ranks may have recorded the order of this pass, so all ranks forget it.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
@@ -391,7 +391,8 @@ class Sequencer:
         first = next(following, None)
         if first is None:
             return []
-        # While an enclosing unit's own backward runs, there is room for the first unit inside it.
+        # Even with prefetch=0, the first unit inside an enclosing one is gathered during the
+        # latter's backward, since there is memory for it.
         ahead = max(self._prefetch, int(self._units[first].has_child_units))
         return [first, *self._distinct(following, ahead)]
 

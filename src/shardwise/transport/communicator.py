@@ -163,7 +163,7 @@ class Communicator:
         while not work.wait(self.patience.poll_seconds):
             looks = looks or LookCounter()
             states = self._queues()
-            # On a busy machine the stream's thread may have ended it without having said so yet.
+            # On a busy machine, the stream's thread may not have marked it as done yet.
             is_over = collective is not None and any(collective.tag in s.ended for s in states)
             looks.look(states, has_moved=is_over)
             error = self._look_at_peers(looks.count, awaited)
@@ -202,7 +202,7 @@ class Communicator:
             PeerLost: another rank died; or it is silent, and the next call tries again.
             StepError: what `wait` would have raised for the last step of a device.
         """
-        is_broken = self.is_broken  # read first: the heartbeat thread stores its error before
+        is_broken = self.is_broken  # before `raise_found`: the heartbeat thread sets it last
         self.raise_found()
         if not is_broken or self._monitor is None:
             return
@@ -345,7 +345,7 @@ class Communicator:
         self._torch_ranks = ranks
 
     def _look_at_device(self) -> StepError | None:
-        """Check whether the device is stuck; in a step, the host waits for no collective."""
+        """Check whether the device is stuck: in a step, the host waits for no collective."""
         states, was_stuck = self._queues(), self._device_looks.count
         last_stack, self._stack = self._stack, fingerprint(self._thread)
         running = [state.running.label for state in states if state.running is not None]
