@@ -122,9 +122,7 @@ def test_saves_to_other_file_systems(tmp_path: Path) -> None:
 def test_an_upload_needs_a_few_megabytes(tmp_path: Path) -> None:
     """The file has 80 MB; one rank sends it, and another rank holds half of it."""
     grown = run_on(2, _grow, f"file://{tmp_path}/x")
-    # It grew by 8 to 24.01 MiB, by which blocks malloc reuses between rounds of 4 MiB. A copy of
-    # the half that a rank holds would be 40.
-    assert max(grown) < 32 << 20, grown
+    assert max(grown) < 24 << 20, grown
     assert (tmp_path / "x" / "model.safetensors").stat().st_size > 4 * WIDE
 
 
@@ -302,6 +300,12 @@ def _grow(url: str) -> int:
     model = nn.Linear(1024, WIDE // 1024, bias=False)
     sw.fully_shard(model)
     sw.save(f"{url}-first", model=sw.fully_shard(nn.Linear(1024, 16)))  # imports, connections
+    # The least of three saves: one save grows by 8 to 24 MiB, as malloc reuses blocks or does not.
+    return min(_growth(f"{url}{suffix}", model) for suffix in ("-second", "-third", ""))
+
+
+def _growth(url: str, model: nn.Module) -> int:
+    """The growth of the peak memory during a save."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _peak()
     sw.save(url, model=model)
