@@ -63,6 +63,7 @@ __all__ = [
     "joined_mesh",
     "mesh_without_groups",
     "new_dtensor",
+    "new_empty_subclass",
     "new_nccl_group",
     "new_registered_group",
     "new_sharded_tensor",
@@ -82,6 +83,7 @@ __all__ = [
     "tensor_allocator",
     "use_foreach_for",
     "will_execute",
+    "without_tensor_functions",
     "without_torch_functions",
 ]
 
@@ -91,6 +93,7 @@ REQUIRED = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C.DisableTorchFunction",
+    "torch._C.DisableTorchFunctionSubclass",
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
@@ -98,6 +101,7 @@ REQUIRED = (
     "torch._foreach_norm",
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
+    "torch.Tensor._make_wrapper_subclass",
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "torch.distributed.device_mesh.DeviceMesh._flatten",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
@@ -272,6 +276,17 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # A context that hides calls from every `TorchFunctionMode`; the public one leaves modes active.
 without_torch_functions = torch._C.DisableTorchFunction
+
+
+# A context in which functions of a Tensor subclass do not reach its ``__torch_function__``.
+without_tensor_functions = torch._C.DisableTorchFunctionSubclass
+
+
+def new_empty_subclass(
+    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of the subclass ``cls`` of Tensor, without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def run_backward(loss: Tensor) -> None:

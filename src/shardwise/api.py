@@ -41,7 +41,14 @@ from shardwise.runtime.checks import (
 )
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.module import FSDPModule, handle_of, mark, runtimes_in, set_managed
+from shardwise.runtime.module import (
+    FSDPModule,
+    handle_of,
+    keeping_gradients,
+    mark,
+    runtimes_in,
+    set_managed,
+)
 from shardwise.runtime.optimizers import restore_ties
 from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
@@ -268,7 +275,10 @@ def _shard(
         defer(module, later, plan, mesh)
         return
     _warn_of_padding(plan, mesh)
-    runtime = _build(module, plan, mesh, own_meshes, unused, warns, init)
+    for runtime in dict.fromkeys(handle_of(module.get_submodule(name)).runtime for name in manual):
+        runtime.scheduler.reduce_accumulated()
+    with keeping_gradients(module):
+        runtime = _build(module, plan, mesh, own_meshes, unused, warns, init)
     inner = replace(choice, precision=replace(choice.precision, output_dtype=None))
     for index, unit in enumerate(plan.units):
         handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))

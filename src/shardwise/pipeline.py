@@ -69,6 +69,7 @@ class PipelineStage(pipelining.PipelineStage):
                 )
             if scheduler.sequencer.has_unreduced_gradients:
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
+                scheduler.drop_accumulated()
         self._accumulate(True)
 
     def forward_one_chunk(

@@ -42,7 +42,8 @@ TOLERANCE = 0.02
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {} for name in SHAPES},
     "even, accumulates": {"accumulates": True},
-    **{f"{name}, holds": {"holds": True} for name in ("uneven", "large root", "tied")},
+    **{f"{name}, holds": {"num_held": 1} for name in ("uneven", "large root", "tied")},
+    "even, holds two": {"num_held": 2},
     **{f"{name}, bfloat16": {"is_half": True} for name in ("even", "tied", "wide")},
     "even, accumulates, bfloat16": {"accumulates": True, "is_half": True},
 }
@@ -109,7 +110,7 @@ def test_what_a_wire_keeps_is_in_the_plan(preset: str) -> None:
     wire = sw.Wire("int8", "int4", error_feedback=True)
     sw.fully_shard(model, units=SHAPES["even"].units, wire=wire, **options)
     for _ in range(2):
-        _step(model, holds=False)
+        _step(model, num_held=0)
         model.zero_grad()
     runtime = runtime_of(model)
     planned = step_memory(runtime.plan, on_cpu=True)
@@ -136,7 +137,7 @@ def _measure(
     options: dict[str, Any],
     *,
     accumulates: bool = False,
-    holds: bool = False,
+    num_held: int = 0,
     steps_in_backward: bool = False,
 ) -> None:
     gc.collect()
@@ -148,22 +149,22 @@ def _measure(
     if steps_in_backward:
         sw.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for _ in range(2):
-        _step(model, holds=holds)
+        _step(model, num_held=num_held)
         if not accumulates:
             model.zero_grad()
     # While the heartbeat reads a frame, the frame's variables stay alive.
     with mock.patch.object(sys, "_current_frames", dict):
         between = _least_live_bytes(runtime)
         with _sampled(lambda: _live_bytes(runtime)) as samples:
-            _step(model, holds=holds)
+            _step(model, num_held=num_held)
     planned = step_memory(
         runtime.plan,
         accumulates=accumulates,
-        unreduced=holds,
+        num_unreduced=num_held,
         steps_in_backward=steps_in_backward,
         on_cpu=True,
     )
-    what = f"{name}, {accumulates=}, {holds=}, {steps_in_backward=}"
+    what = f"{name}, {accumulates=}, {num_held=}, {steps_in_backward=}"
     assert between == pytest.approx(
         planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
     ), what
@@ -174,12 +175,12 @@ def _measure(
         assert pool.held_bytes == 0, f"{what}: and whole gradients stay"
 
 
-def _step(model: nn.Module, *, holds: bool) -> None:
+def _step(model: nn.Module, *, num_held: int) -> None:
     assert isinstance(model, sw.FSDPModule)
-    if holds:
+    for _ in range(num_held):
         model.set_requires_gradient_sync(False)
         model(torch.ones(1, 16)).mean().backward()
-        model.set_requires_gradient_sync(True)
+    model.set_requires_gradient_sync(True)
     model(torch.ones(1, 16)).mean().backward()
 
 

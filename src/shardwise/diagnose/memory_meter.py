@@ -93,7 +93,7 @@ class MemoryMeter:
             return self._bytes_of(current)
         # The gradients of all parameters share one storage, unless the user set some of them.
         gradients = (parameter.sharded.grad for parameter in flat.parameters)
-        first = next((gradient for gradient in gradients if gradient is not None), None)
+        first = next((one for one in gradients if isinstance(one, DTensor)), None)
         return 0 if first is None else self._bytes_of(local_of(first))
 
     def _bytes_of(self, *tensors: Tensor) -> int:

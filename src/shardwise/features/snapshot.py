@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.runtime.accumulation import is_unreduced
+from shardwise.runtime.scheduler import Scheduler
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import random_states, set_random_states
 
-__all__ = ["ModelSnapshot", "OptimizerSnapshot"]
+__all__ = ["AccumulationSnapshot", "ModelSnapshot", "OptimizerSnapshot"]
 
 
 class ModelSnapshot:
@@ -44,12 +46,28 @@ class ModelSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient  # `AccumulationSnapshot` restores those without elements
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer
             if buffer is not None and values is not None:
                 buffer.copy_(values)
         set_random_states(self._device, self._random_states)
+
+
+class AccumulationSnapshot:
+    """Gradients of earlier micro-batches that are not reduced yet."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._sequencer = scheduler.sequencer
+        self._awaiting = scheduler.sequencer.awaiting_reduction
+        all_gradients = [gradients for unit in scheduler.units for gradients in unit.gradients]
+        self._copies = [(one, one.snapshot()) for one in all_gradients]
+
+    def restore(self) -> None:
+        """Restore them, after `ModelSnapshot` has restored the others."""
+        self._sequencer.awaiting_reduction = self._awaiting
+        for gradients, copy_of_it in self._copies:
+            gradients.restore(copy_of_it)
 
 
 class OptimizerSnapshot:
@@ -129,4 +147,4 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 def _clone_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+    return None if tensor is None or is_unreduced(tensor) else tensor.detach().clone()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import PeerAborted, PlanError, StepError
-from shardwise.features.snapshot import ModelSnapshot, OptimizerSnapshot
+from shardwise.features.snapshot import AccumulationSnapshot, ModelSnapshot, OptimizerSnapshot
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
@@ -105,12 +105,14 @@ class _Step:
         self._comm: Communicator = communicator(runtime.mesh.world, self._device)
         self._epoch = self._comm.epoch
         self._model: ModelSnapshot | None = None
+        self._accumulated: AccumulationSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
         self._cleanup = contextlib.ExitStack()
         self._has_voted = False
         self.is_decided = False  # all ranks have voted for the step
 
     def begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        self._accumulated = AccumulationSnapshot(self._scheduler)
         self._model = ModelSnapshot(model, self._device)
         for optimizer in optimizers:
             snapshot = OptimizerSnapshot(optimizer)
@@ -136,6 +138,8 @@ class _Step:
         wait_for_device(self._device)  # for copies to and from shards in host memory
         if self._model is not None:
             self._model.restore()
+        if self._accumulated is not None:
+            self._accumulated.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
         # Without a monitor, other ranks cannot read that this rank has raised, so it must vote. It
@@ -148,7 +152,7 @@ class _Step:
 
     def forget(self) -> None:
         self._cleanup.close()
-        self._model = None
+        self._model = self._accumulated = None
         self._optimizers = []
 
     def _check_parameters(self) -> None:

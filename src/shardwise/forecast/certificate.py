@@ -134,7 +134,8 @@ class _StepReplay:
         self._labels = [unit.label for unit in plan.units]
         accumulates = configuration.accumulation > 1
         holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
-        options = ReplayOptions(accumulates and not holds, holds, on_cpu=on_cpu)
+        num_unreduced = holds * (configuration.accumulation - 1)
+        options = ReplayOptions(accumulates and not holds, num_unreduced, on_cpu=on_cpu)
         self._memory = MemoryReplay(plan, options)
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
         self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
@@ -201,6 +202,8 @@ class _StepReplay:
                     yield self._moment(label, self._activations)
                 if index == len(segments) - 1:
                     self._traced_gradients = 0
+        if self._memory.earlier_peak:
+            yield self._earlier_backward()
         yield self._update()
 
     def _apply(self, event: Event) -> None:
@@ -225,19 +228,33 @@ class _StepReplay:
             parameters=self._parameters,
             gathered=memory.gathered + self._copies * bool(memory.gathered),
             gradients=memory.gradient_shards,
-            communication=gradients + memory.encoding + within,
+            communication=memory.accumulated + gradients + memory.encoding + within,
             optimizer=self._optimizer,
             activations=activations + self._waiting_activations,
             buffers=self._buffers,
         )
 
+    def _earlier_backward(self) -> Moment:
+        """The end of an earlier micro-batch, whose gradients are added to those before."""
+        return Moment(
+            label="end of an earlier backward",
+            parameters=self._parameters,
+            gathered=0,
+            gradients=self._memory.gradient_shards,
+            communication=self._memory.earlier_peak - self._memory.base,
+            optimizer=self._optimizer,
+            activations=self._waiting_activations,
+            buffers=self._buffers,
+        )
+
     def _update(self) -> Moment:
+        memory = self._memory
         return Moment(
             label="update",
             parameters=self._parameters,
-            gathered=self._memory.gathered,
-            gradients=self._memory.gradient_shards,
-            communication=self._memory.reducing + self._memory.encoding,
+            gathered=memory.gathered,
+            gradients=memory.gradient_shards,
+            communication=memory.accumulated + memory.reducing + memory.encoding,
             optimizer=self._optimizer,
             temporaries=_update_bytes(self._plan, self._configuration),
             buffers=self._buffers,

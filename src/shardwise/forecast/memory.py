@@ -44,7 +44,7 @@ def step_memory(
     plan: Plan,
     *,
     accumulates: bool = False,
-    unreduced: bool = False,
+    num_unreduced: int = 0,
     steps_in_backward: bool = False,
     on_cpu: bool = False,
 ) -> StepMemory:
@@ -57,15 +57,16 @@ def step_memory(
     Args:
         plan: the plan of the model.
         accumulates: whether the step adds to gradients of earlier backwards.
-        unreduced: whether these gradients are whole on every rank because they were not reduced.
+        num_unreduced: how many earlier backwards of the step have reduced no gradients. Each rank
+            holds the sum of their whole gradients until the end of this one.
         steps_in_backward: whether gradient shards live only from a unit's reduction to its step, as
             with `sw.optimizer_in_backward`.
         on_cpu: whether gradients that are reduced in place keep their memory, as on a CPU.
     """
-    options = ReplayOptions(accumulates, unreduced, steps_in_backward, on_cpu)
+    options = ReplayOptions(accumulates, num_unreduced, steps_in_backward, on_cpu)
     replay = MemoryReplay(plan, options)
     events = schedule(plan, steps_in_backward=steps_in_backward)
-    peak_event = events[0]
+    peak_event: Event | None = None
     for event in events:
         if replay.apply(event):
             peak_event = event
@@ -75,7 +76,9 @@ def step_memory(
         gradient_bytes=replay.gradients,
         transient_bytes=replay.transient,
         peak_bytes=replay.peak,
-        peak_event=describe(peak_event, [unit.label for unit in plan.units]),
+        peak_event="the end of an earlier backward"
+        if peak_event is None
+        else describe(peak_event, [unit.label for unit in plan.units]),
         host_bytes=replay.host,
         total_peak_bytes=replay.total_peak,
     )
@@ -86,7 +89,7 @@ class ReplayOptions:
     """The arguments of `step_memory`."""
 
     accumulates: bool = False
-    unreduced: bool = False
+    num_unreduced: int = 0
     steps_in_backward: bool = False
     on_cpu: bool = False
 
@@ -99,6 +102,7 @@ class MemoryReplay:
             (`Wire.error_feedback`).
         gathered: bytes of gathered units and of shards within a subgroup.
         reducing: bytes of gradients before their reduction and of reduce buffers.
+        accumulated: bytes of whole gradients from earlier backwards of the step.
         peak: the most bytes allocated so far.
         event_peak: the most bytes allocated during the last event.
     """
@@ -118,28 +122,42 @@ class MemoryReplay:
         if plan.world_size * plan.replicas > 1:
             self.base += sum(unit.feedback_bytes for unit in plan.units)
         # Left by earlier backwards of the step: whole gradients, and shards within the subgroup.
-        self._carried = (
-            sum(u.kept_bytes for u in plan.units if u.two_level_gather) * options.unreduced
-        )
-        whole = (
-            sum(_gradient_bytes(unit, options).buffer for unit in plan.units) * options.unreduced
-        )
-        self.gathered, self.reducing = self._carried, whole
+        is_left = options.num_unreduced > 0
+        self._carried = sum(u.kept_bytes for u in plan.units if u.two_level_gather) * is_left
+        self.accumulated = sum(unit.gradient_bytes for unit in plan.units) * is_left
+        self.gathered, self.reducing = self._carried, 0
         # Scratch bytes by unit while its collective runs; collectives of one kind run in sequence.
         self._gathers: dict[int, int] = {}
         self._reductions: dict[int, int] = {}
         self._in_subgroup = set[int]()
-        self.peak = self.event_peak = self.allocated
-        self.transient = self.allocated - self.base
+        self.event_peak = self.allocated
+        self.peak = max(self.event_peak, self.earlier_peak)
+        self.transient = self.peak - self.base
         reduced = sum(u.gradient_shard_bytes for u in plan.units)
         self.gradients = reduced * (not options.steps_in_backward) + owned
         self.host_peak = self.host
         self.total_peak = self.peak + self.host
 
     @property
+    def earlier_peak(self) -> int:
+        """Bytes on the device while an earlier backward adds its gradients to others; 0 if none."""
+        if self._options.num_unreduced <= 1:
+            return 0
+        units = self._plan.units
+        gradients = [_gradient_bytes(unit, self._options) for unit in units]
+        in_buffers = sum(one.in_buffer for one in gradients)
+        waiting = sum(one.produced - one.in_buffer for one in gradients)
+        late = sum(one.buffer - one.in_buffer for one in gradients)
+        # The root and its first child are gathered until the last gradients exist.
+        gathered = [unit.gathered_bytes for unit in units]
+        last = gathered[0] + max(gathered[1:], default=0)
+        return self.base + self.accumulated + in_buffers + waiting + max(late, last)
+
+    @property
     def allocated(self) -> int:
         """Bytes on the device now."""
-        return self.base + self._new_shards + self.gathered + self.reducing + self.encoding
+        whole = self.accumulated + self.reducing + self.encoding
+        return self.base + self._new_shards + self.gathered + whole
 
     @property
     def encoding(self) -> int:
@@ -159,7 +177,7 @@ class MemoryReplay:
         self._encode(event)
         match event.kind:
             case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
-                options.unreduced and unit.two_level_gather
+                options.num_unreduced and unit.two_level_gather
             ):
                 pass
             case EventKind.GATHER | EventKind.RESHARD_TO_SUBGROUP:
@@ -171,9 +189,9 @@ class MemoryReplay:
             case EventKind.FREE | EventKind.FREE_SUBGROUP:
                 self.gathered -= event.bytes
             case EventKind.BACKWARD:
-                self.reducing += gradients.produced - gradients.in_buffer * options.unreduced
+                self.reducing += gradients.produced
             case EventKind.REDUCE:
-                self.reducing += (gradients.buffer - gradients.in_buffer) * (not options.unreduced)
+                self.reducing += gradients.buffer - gradients.in_buffer
                 self.reducing += unit.chunked_gradient_bytes
                 self._update_peak()  # both the buffer and the gradients that waited are allocated
                 self.reducing -= unit.chunked_gradient_bytes * (not unit.holds_gradients)
@@ -225,7 +243,8 @@ class MemoryReplay:
         self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
 
     def check_end(self) -> None:
-        remaining = self.base + self._carried + self._pending.device + self._new_shards
+        left = self._carried + self.accumulated
+        remaining = self.base + left + self._pending.device + self._new_shards
         assert self.allocated == remaining, "a step frees everything but shards"
 
     def _offload(self, following: "_PendingOffload") -> None:

@@ -52,6 +52,6 @@ def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPo
         handle = handle_of(module)
         choice = replace(handle.choice, precision=policy)
         module.__dict__[HANDLE] = replace(handle, choice=choice)
-    runtime.scheduler.check_convertible()
+    runtime.scheduler.prepare_conversion()
     with keeping_gradients(root):
         runtime.reshard_root(root)

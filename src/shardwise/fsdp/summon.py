@@ -10,6 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.fsdp.errors import InStepError, StateError, UnsupportedError
 from shardwise.fsdp.names import clean_names
 from shardwise.runtime import hooks
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.module import FSDPModule, handle_of, ledger
 from shardwise.runtime.scheduler import Scheduler
 
@@ -96,6 +97,9 @@ def _check_flags(
 
 
 def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    for parameter in parameters.values():
+        if is_unreduced(parameter.grad):
+            parameter.grad.refuse("summon_full_params(with_grads=True)")
     return {
         name: _full_gradient(parameter.grad)
         for name, parameter in parameters.items()

@@ -26,6 +26,7 @@ from shardwise.features.unused import (
     gradients_of,
     settle,
 )
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
@@ -224,8 +225,10 @@ class _Stepper(StepObserver):
 
     @contextlib.contextmanager
     def _without_others(self) -> Iterator[None]:
-        """Hide the gradients of other units, which wait for more of them."""
+        """Hide the gradients of other units, which wait for more of them or for a reduction."""
         others = [p.sharded for unit in self._collected for p in unit.parameters]
+        groups = self._optimizer.param_groups
+        others += [p for group in groups for p in group["params"] if is_unreduced(p.grad)]
         kept = [(parameter, parameter.grad) for parameter in others]
         for parameter in others:
             parameter.grad = None

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from shardwise._private import foreach_copy_
+from shardwise._private import foreach_copy_, swap_storages
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
@@ -88,6 +88,24 @@ class FlatBuffer:
         self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
         self._pool.acquired_keys ^= self._key
         swap_memory(self._storage, self._memory)
+
+    def take(self, other: "FlatBuffer") -> None:
+        """Get the content of ``other`` and, if both use one pool, its memory: it is released."""
+        is_movable = CAN_SWAP and other._pool is self._pool and other._is_from_pool
+        if not (is_movable and other.is_acquired and other._private is None):
+            self.acquire()
+            self.flat.copy_(other.flat)
+            return
+        assert self._memory is None, "acquired twice"
+        swap_storages(self._storage, other._storage)
+        self._memory, other._memory = other._memory, None
+        self._is_from_pool = True
+        self._pool.acquired_keys ^= self._key ^ other._key
+
+    @property
+    def whole(self) -> "FlatBuffer":
+        """The buffer that ``views`` view."""
+        return self
 
     def unpack(self) -> None:
         """Does nothing: the views alias ``flat``."""
@@ -165,6 +183,11 @@ class ChunkedBuffer:
     @property
     def is_acquired(self) -> bool:
         return self._chunks.is_acquired or self._whole.is_acquired
+
+    @property
+    def whole(self) -> FlatBuffer:
+        """The buffer that ``views`` view."""
+        return self._whole
 
     def acquire(self) -> None:
         self._first.acquire()

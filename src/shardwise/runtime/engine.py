@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitChoice
@@ -152,6 +152,12 @@ class Runtime:
             tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
             for tensor, local in held
         )
+
+    def is_converted_by(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether ``fn``, an argument of `Module._apply`, changes a dtype or device."""
+        kinds = {(p.local.dtype, p.local.device) for unit in self.units for p in unit.parameters}
+        empty = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+        return any((fn(one).dtype, fn(one).device) != (one.dtype, one.device) for one in empty)
 
     def unfrozen(self) -> list[str]:
         """The names of parameters that were frozen when they were sharded and no longer are."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
+from shardwise.runtime.accumulation import AccumulatedGradients, UnreducedGradient, reduced_part_of
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
@@ -36,6 +37,7 @@ class GradientShard:
         pool: Pool,
         settings: UnitSettings,
         offloader: HostOffloader | None,
+        accumulated: AccumulatedGradients,
         *,
         keeps_memory: bool,
     ) -> None:
@@ -45,6 +47,7 @@ class GradientShard:
         self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self.scale = 1.0  # turns sums into averages
         self._settings = settings
+        self._accumulated = accumulated
         self._layout = layout
         self._slices = layout.slices_of_shard(mesh.rank)
         self._pool = pool
@@ -69,7 +72,8 @@ class GradientShard:
     @property
     def is_empty(self) -> bool:
         """Whether there are no gradients to add to."""
-        return all(parameter.sharded.grad is None for parameter in self.parameters)
+        gradients = (parameter.sharded.grad for parameter in self.parameters)
+        return all(one is None or reduced_part_of(one) is None for one in gradients)
 
     @property
     def can_lend_memory(self) -> bool:
@@ -149,7 +153,8 @@ class GradientShard:
     def drop(self) -> None:
         """Free the gradients, after the optimizer's step."""
         for parameter in self.parameters:
-            parameter.sharded.grad = None
+            if not isinstance(parameter.sharded.grad, UnreducedGradient):
+                parameter.sharded.grad = None
         memory, self.current = self.current, None
         if memory is not None:
             # A hook or the optimizer may have kept a gradient.
@@ -162,7 +167,7 @@ class GradientShard:
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()
-        self.used = [False] * len(self.used)
+        self.used = list(self._accumulated.used)
         self._fresh = None
         if self._steps_in_backward:
             self.drop()
@@ -182,13 +187,16 @@ class GradientShard:
         pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
-                if not parameter.sharded.requires_grad:
+                is_accumulated = self._accumulated.begin_hand_over(position)
+                if not (parameter.sharded.requires_grad or is_accumulated):
                     continue
                 run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
                 gradient = parameter.sharding.wrap(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
+                if is_accumulated:
+                    self._accumulated.end_hand_over(position)
         if not self._steps_in_backward and not self._keeps_memory:
             self.current = None  # freed with the gradients
 

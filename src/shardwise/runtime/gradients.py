@@ -13,6 +13,7 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime.accumulation import Accumulated, AccumulatedGradients
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
@@ -33,7 +34,7 @@ _DOMINANT_SHARE = 7 / 8  # of a buffer
 class GradientState(StrEnum):
     """Where the gradients of one layout are."""
 
-    IDLE = "idle"  # in ``p.grad``, or none; a sum over this rank's row may await the column
+    IDLE = "idle"  # in ``p.grad``, or none; some may be accumulated
     FILLING = "filling"  # autograd writes them into the buffer
     REDUCING = "reducing"  # the buffer is being reduced
     OFFLOADING = "offloading"  # reduced, on their way to the host
@@ -51,7 +52,7 @@ class GradientBuffer:
     """The gradients of one layout, from autograd to ``p.grad``::
 
     buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
-    partial [world_size * S / row]  summed over this rank's row, awaiting the sum over the column
+    accumulated                     what earlier backwards have left, see `AccumulatedGradients`
     reduced [S]                     summed over all ranks; a `GradientShard` hands it to ``p.grad``
 
     If a shard has all elements, as in data-parallel training, the buffer of a unit without child
@@ -78,6 +79,7 @@ class GradientBuffer:
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
         self._own_pool = pool
         self._settings = settings
+        self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
         self._use_buffer_of(pool)
         self._quantized: QuantizedSums | None = None
         if (blocks := plan.reduces(layout)) is not None:
@@ -92,6 +94,7 @@ class GradientBuffer:
             pool,
             settings,
             offloader,
+            self.accumulated,
             keeps_memory=self._can_be_in_place and not is_accelerator(pool.device),
         )
         self._written = [False] * len(layout.extents)
@@ -100,18 +103,17 @@ class GradientBuffer:
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._reduced: Tensor | None = None  # [S]
-        self._partial: Tensor | None = None  # [world_size * S / row]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
     def use_memory_of(self, pool: Arena | None) -> None:
         """Between steps: reduce in memory of ``pool``; None for the original pool."""
-        if self.state is not GradientState.IDLE or self._partial is not None:
+        if self.state is not GradientState.IDLE or not self.accumulated.is_empty:
             raise StepError("the memory of reductions cannot be replaced while one is in flight")
         self._use_buffer_of(pool or self._own_pool)
         self.shard.reduce_pool = self._pool
 
     def _use_buffer_of(self, pool: Pool) -> None:
-        self._pool = pool
+        self._pool = self.accumulated.pool = pool
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
             pool,
@@ -199,24 +201,52 @@ class GradientBuffer:
         self._claimed.pop(position, None)
         self._written[position] = True
 
+    def end_backward(self) -> None:
+        """Accumulate gradients that await a later reduction."""
+        self.write_kept()
+        is_left = self.state is GradientState.FILLING
+        if is_left:
+            self._evict_all()
+        fresh = self._buffer.whole if is_left else None
+        self.accumulated.commit(fresh, self._written, self.shard.used)
+        if is_left:
+            self._forget_written()
+            self._close()
+            self._transition(GradientState.IDLE)
+
+    def drop_replaced(self) -> None:
+        """Drop accumulated gradients of parameters whose ``grad`` was set to None, for example."""
+        self.accumulated.drop_replaced()
+        self.shard.used = list(self.accumulated.used)
+
+    def snapshot(self) -> Accumulated | None:
+        """Return a copy of the accumulated gradients, if there are any."""
+        self.drop_replaced()
+        return self.accumulated.snapshot()
+
+    def restore(self, accumulated: Accumulated | None) -> None:
+        """Return to a snapshot of the accumulated gradients."""
+        self.accumulated.restore(accumulated)
+        self.shard.used = list(self.accumulated.used)
+
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
         self.write_kept()
         self._open()
+        self._evict_all()
+        self.accumulated.add_to(self._buffer.views, self._written)
         for position, view in enumerate(self._buffer.views):
-            self._evict(view)
             if not self._written[position]:
                 view.zero_()
-        self._written = [False] * len(self._written)
-        self._claimed = {}
+        self._forget_written()
         self._buffer.pack()
         self._transition(GradientState.REDUCING)
         self.shard.scale = 1.0 / self._divisors[1]
         if self._settings.reduce_hook is not None:
             return self._call_hook(self._settings.reduce_hook)
         all_reduces = self._settings.all_reduce_grads
-        carried, self._partial = self._partial, None
-        if carried is not None:
+        carried, is_ours = self.accumulated.take_sums()
+        if carried is not None and is_ours:
             self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self._mesh.row
         stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
@@ -224,7 +254,8 @@ class GradientBuffer:
         is_cast = out is not None and out.dtype != flat.dtype
         stays_in_flat = self._pool is not self._own_pool
         if out is None:
-            inner = self._partial = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
+            inner = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
+            self.accumulated.keep_sums(inner)
         elif is_cast or stays_in_flat or self._mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
@@ -267,19 +298,20 @@ class GradientBuffer:
             self._transition(GradientState.IDLE)
 
     def discard(self) -> None:
-        """Drop all gradients in progress, after an error."""
-        self._written = [False] * len(self._written)
-        self._claimed = {}
+        """Drop the gradients of the backward that raised."""
+        self._forget_written()
         self._reduced = None
-        if self._partial is not None:
-            self._scratch.append(self._partial.untyped_storage())
-            self._partial = None
         self._close()
         self._free_scratch()
         if self._quantized is not None:
             self._quantized.residual = None
+        self.accumulated.rollback()
         self.shard.discard()
         self.state = GradientState.IDLE
+
+    def _forget_written(self) -> None:
+        self._written = [False] * len(self._written)
+        self._claimed = {}
 
     def _open(self) -> None:
         """Give the buffer memory, unless it is FILLING already."""
@@ -289,8 +321,8 @@ class GradientBuffer:
             return
         self._transition(GradientState.FILLING)
         if not self._owns_buffer:
-            is_own = self._pool is self._own_pool
-            self._is_in_place = is_own and self._can_be_in_place and self.shard.can_lend_memory
+            is_reduced = self._settings.reduce_grads and self._pool is self._own_pool
+            self._is_in_place = is_reduced and self._can_be_in_place and self.shard.can_lend_memory
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())
             else:
@@ -298,12 +330,15 @@ class GradientBuffer:
 
     def _close(self) -> None:
         if self._buffer.is_acquired:
-            for view in self._buffer.views:
-                self._evict(view)
+            self._evict_all()
             self._buffer.release()
             if self._is_in_place and self._reduced is not self.shard.current:
                 self.shard.release_memory()
         self._aliases = []
+
+    def _evict_all(self) -> None:
+        for view in self._buffer.views:
+            self._evict(view)
 
     def _evict(self, view: Tensor) -> None:
         """Move a gradient that was computed in ``view``, and is still referenced, to new memory.

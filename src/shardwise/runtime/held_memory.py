@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.plan.plan import Plan
+from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.unit import Unit
@@ -98,7 +99,9 @@ class HeldMemory:
             "shards": self._here((*(flat.shard for flat in flats), *extended)),
             "gathered units": gathered_bytes,
             "gradients before reduction": whole,
-            "gradients": self._here(parameter.grad for parameter in sharded),
+            "gradients": self._here(
+                reduced_part_of(one) for p in sharded if (one := p.grad) is not None
+            ),
             "optimizer states": self._here(_states_of(sharded)),
             "buffers": 0 if root is None else self._here(root.buffers()),
             "kept for the next units": max(0, idle),

@@ -19,6 +19,7 @@ from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
+from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
@@ -146,22 +147,34 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """Is called by ``to``, ``float`` and ``to_empty``, which make new parameters."""
         shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, sharding in shardings.items():
-            if sharding is not None:
-                sharding.mark_if_described(self.get_parameter(name))
-        handle = self.__dict__.get(HANDLE)
-        if handle is not None and handle.index == 0 and handle.runtime.is_converted():
-            handle.runtime.scheduler.check_convertible()
-            handle.runtime.reshard_root(self)
+        handle: Handle | None = self.__dict__.get(HANDLE)
+        root = handle.runtime if handle is not None and handle.index == 0 else None
+        if root is not None and root.scheduler.has_accumulated and root.is_converted_by(fn):
+            root.scheduler.prepare_conversion()
+        with _hiding_unreduced_gradients(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, sharding in shardings.items():
+                if sharding is not None:
+                    sharding.mark_if_described(self.get_parameter(name))
+        if root is not None and root.is_converted():
+            root.scheduler.prepare_conversion()
+            root.reshard_root(self)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, after waiting for the cleanup of a backward that raised."""
-        handle = self.__dict__.get(HANDLE)
-        if handle is not None:
-            handle.runtime.scheduler.await_abandoned()
+        handle: Handle | None = self.__dict__.get(HANDLE)
+        if handle is None:
+            super().zero_grad(set_to_none)
+            return
+        scheduler = handle.runtime.scheduler
+        scheduler.await_abandoned()
         super().zero_grad(set_to_none)
+        if scheduler.in_gathered:  # the modules hold other parameters
+            names = {id(module) for module in self.modules()}
+            for parameter in (one for unit in scheduler.units for one in unit.parameters):
+                if any(id(module) in names for module in parameter.modules):
+                    _drop_gradient(parameter.sharded, set_to_none=set_to_none)
 
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
@@ -259,6 +272,10 @@ class FSDPModule(nn.Module):
 
         For accumulation with one reduction, set it to False before the first micro-batch and to
         True before the last, on every rank. As in FSDP2.
+
+        Until then ``p.grad`` is a tensor without elements. Setting it to None, or ``zero_grad()``,
+        drops what has been accumulated; reading it raises a StepError. A micro-batch that raises
+        adds nothing. Hooks of `torch.Tensor.register_hook` run once, on the sum.
         """
         for settings in _settings_in(self, recurse):
             settings.reduce_grads = requires_gradient_sync
@@ -266,7 +283,8 @@ class FSDPModule(nn.Module):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also reduces gradients over the outer axis of a 2-D mesh.
 
-        If not, they add up in shards of the inner axis. As in FSDP2.
+        If not, they add up in shards of the inner axis, and ``p.grad`` is as described in
+        `set_requires_gradient_sync`. As in FSDP2.
         """
         for settings in _settings_in(self, recurse):
             settings.all_reduce_grads = requires_all_reduce
@@ -453,7 +471,7 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
     """Shard again with room for gradients of the parameters ``names``, which were frozen."""
     runtime = handle_of(root).runtime
-    runtime.scheduler.check_convertible()
+    runtime.scheduler.prepare_conversion()
     with keeping_gradients(root):
         _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
 
@@ -483,7 +501,27 @@ def keeping_gradients(root: nn.Module) -> Iterator[None]:
             local = sharding.copy_of_local(gradient)
         else:
             local = sharding.own_part_of(gradient.full_tensor()).reshape(-1).contiguous()
-        parameter.grad = sharding.wrap(local)
+        parameter.grad = sharding.wrap(local.to(dtype_of_gradient(parameter)))
+
+
+@contextlib.contextmanager
+def _hiding_unreduced_gradients(module: nn.Module) -> Iterator[None]:
+    """Take gradients without elements from the parameters, which `Module._apply` would read."""
+    hidden = {n: p.grad for n, p in named_parameters(module) if is_unreduced(p.grad)}
+    for name in hidden:
+        module.get_parameter(name).grad = None
+    yield
+    for name, gradient in hidden.items():
+        parameter = module.get_parameter(name)
+        if dtype_of_gradient(parameter) == gradient.dtype:  # else the next forward refuses it
+            parameter.grad = gradient
+
+
+def _drop_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.zero_()
 
 
 def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
@@ -123,9 +124,15 @@ def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Give ``optimizer`` the sharded parameters in place of the replaced ones."""
+    """Give ``optimizer`` the sharded parameters in place of the replaced ones.
+
+    Raises:
+        StepError: a gradient is not reduced yet.
+    """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
+            if is_unreduced(parameter.grad):
+                parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
             if not isinstance(parameter, ReplacedParameter):
                 continue
             if optimizer.state.pop(parameter, None):

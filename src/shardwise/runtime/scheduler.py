@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -141,6 +142,7 @@ class Scheduler:
 
     def _begin_step(self) -> None:
         self.recover()
+        self.drop_replaced_gradients()
         self._held_memory.forget()
         for unit in self.units:
             unit.expect_changes()
@@ -160,6 +162,7 @@ class Scheduler:
         )
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
+            self.drop_replaced_gradients()
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
@@ -232,6 +235,7 @@ class Scheduler:
         For backwards of parts of a graph, which may begin where no hook is. All units must be
         gathered.
         """
+        self.drop_replaced_gradients()
         self._shows_dense = True
         try:
             with self.guarded():
@@ -247,10 +251,49 @@ class Scheduler:
     def finish_accumulation(self) -> None:
         """Reduce accumulated gradients as the end of a backward would, and free all units."""
         with self.guarded():
+            self.drop_replaced_gradients()
             if self.sequencer.has_unreduced_gradients:
                 self.finish_backward(hooks.NO_TASK)
             else:
                 self._perform(self.sequencer.request(EventKind.FREE, range(len(self.units))))
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether, between steps, gradients of earlier micro-batches await a reduction."""
+        return self.is_between_steps and self.sequencer.has_unreduced_gradients
+
+    def reduce_accumulated(self) -> None:
+        """Reduce accumulated gradients now, whatever the settings say. All ranks must call this.
+
+        Their memory has the layout and dtype of this scheduler's plan, so a model that is about to
+        be sharded again needs them in ``p.grad``.
+        """
+        if not self.has_accumulated:
+            return
+        self.recover()
+        before = [(unit.settings, replace(unit.settings)) for unit in self.units]
+        try:
+            for settings, _ in before:
+                settings.reduce_grads = settings.all_reduce_grads = True
+            self.finish_accumulation()
+        finally:
+            for settings, kept in before:
+                settings.reduce_grads = kept.reduce_grads
+                settings.all_reduce_grads = kept.all_reduce_grads
+
+    def drop_replaced_gradients(self) -> None:
+        """Drop accumulated gradients where ``p.grad`` was set to None or to another tensor."""
+        if self.sequencer.has_unreduced_gradients:
+            for unit in self.units:
+                for gradients in unit.gradients:
+                    gradients.drop_replaced()
+
+    def drop_accumulated(self) -> None:
+        """Drop all accumulated gradients."""
+        self.sequencer.awaiting_reduction = [False] * len(self.units)
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.restore(None)
 
     # -- steps in backward -----------------------------------------------------------------------
 
@@ -271,14 +314,19 @@ class Scheduler:
             for gradients in unit.gradients:
                 gradients.shard.step_in_backward(observer.steps_in_backward)
 
-    def check_convertible(self) -> None:
-        """Raise a PlanError if units step in backward, so the model cannot be sharded again."""
+    def prepare_conversion(self) -> None:
+        """Reduce accumulated gradients, so that the model can be sharded again.
+
+        Raises:
+            PlanError: units step in backward.
+        """
         if self.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
                 "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
                 "first, and sw.optimizer_in_backward again afterwards"
             )
+        self.reduce_accumulated()
 
     # -- between steps ---------------------------------------------------------------------------
 

@@ -396,9 +396,9 @@ class Unit:
         return works
 
     def end_backward(self) -> None:
-        """Write gradients that await a later reduction to its buffer, which has its dtype."""
+        """Accumulate gradients that await a later reduction."""
         for gradients in self.gradients:
-            gradients.write_kept()
+            gradients.end_backward()
         self.expects_gradients = False
 
     def expect_changes(self) -> None:

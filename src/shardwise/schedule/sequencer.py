@@ -106,6 +106,7 @@ class UnitStatus:
     has_subgroup_shard: bool = False
     reservation: Reservation | None = None
     awaits_reduction: bool = False  # gradients are reduced in a later backward
+    awaited_before: bool = False  # the same, before the backward that is running
     awaits_step: bool = False  # has reduced gradients, and may get more
     calls_left: int = 0  # forward calls that no backward has visited yet
 
@@ -225,18 +226,23 @@ class Sequencer:
                 self._step(unit)
             if not self.steps_in_backward:
                 status.calls_left = 0
+            status.awaited_before = status.awaits_reduction
         self._is_accumulating = not all(one.reduces_fully for one in self._settings)
         self._free_all()
         return self._flush()
 
     def abandon(self) -> list[Event]:
-        """Drop the state of a step that failed; reductions in flight count as finished."""
+        """Drop the state of a pass that failed; reductions in flight count as finished.
+
+        Gradients of earlier backwards still await their reduction.
+        """
         # Only some ranks may have recorded the order of this pass, so all ranks forget it.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
         for status in self._status:
-            status.awaits_reduction = status.awaits_step = False
+            status.awaits_reduction = status.awaited_before
+            status.awaits_step = False
             status.calls_left = 0
         return self.release_all()
 
@@ -272,7 +278,17 @@ class Sequencer:
     @property
     def has_unreduced_gradients(self) -> bool:
         """Whether gradients of earlier backwards wait for a reduction."""
-        return any(status.awaits_reduction for status in self._status)
+        return any(self.awaiting_reduction)
+
+    @property
+    def awaiting_reduction(self) -> tuple[bool, ...]:
+        """By unit, whether gradients of earlier backwards wait for a reduction."""
+        return tuple(status.awaits_reduction for status in self._status)
+
+    @awaiting_reduction.setter
+    def awaiting_reduction(self, values: Iterable[bool]) -> None:
+        for status, value in zip(self._status, values, strict=True):
+            status.awaits_reduction = status.awaited_before = value
 
     def stays_for_next_pass(self, unit: int) -> bool:
         """Whether the unit stays gathered for the next forward: no optimizer steps before it."""

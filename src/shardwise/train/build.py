@@ -128,7 +128,7 @@ def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
     memory = step_memory(
         plan,
         accumulates=config.accumulates and not whole,
-        unreduced=config.accumulates and whole,
+        num_unreduced=(config.num_micro_batches - 1) * whole,
         steps_in_backward=config.memory.step_in_backward,
         on_cpu=device == "cpu",
     )

@@ -245,9 +245,14 @@ class Config(Section):
         return self.train.micro_batch or self.rank_batch
 
     @property
+    def num_micro_batches(self) -> int:
+        """Forwards of a rank in one step."""
+        return self.rank_batch // self.micro_batch
+
+    @property
     def accumulates(self) -> bool:
         """Whether a step has several micro-batches."""
-        return self.micro_batch < self.rank_batch
+        return self.num_micro_batches > 1
 
     def with_ranks(self, num_ranks: int) -> "Config":
         """Return the configuration of the same run on ``num_ranks`` ranks.

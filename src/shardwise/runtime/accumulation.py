@@ -1,0 +1,422 @@
+"""Gradients that wait for a reduction in a later backward of the same step.
+
+With ``set_requires_gradient_sync(False)`` or ``set_requires_all_reduce(False)``, a backward leaves
+gradients in memory of the engine. `AccumulatedGradients` owns them. In the meantime, ``p.grad`` is
+an `UnreducedGradient`. It has no elements, but it can be dropped or set to zero like any gradient:
+``zero_grad()`` and ``p.grad = None`` work as in one process.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch import Tensor
+
+from shardwise._private import new_empty_subclass, pytree, without_tensor_functions
+from shardwise.errors import StepError
+from shardwise.plan.chunks import ChunkedLayout
+from shardwise.plan.layout import Layout
+from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.memory import Pool
+from shardwise.runtime.parameters import FSDPParameter
+from shardwise.tensor.mesh import DataParallelMesh
+
+__all__ = [
+    "Accumulated",
+    "AccumulatedGradients",
+    "UnreducedGradient",
+    "dtype_of_gradient",
+    "is_unreduced",
+    "reduced_part_of",
+]
+
+# Functions that read no elements; `__get__` reads an attribute, such as ``dtype`` or ``is_sparse``.
+_HARMLESS = frozenset(
+    {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "requires_grad_"}
+)
+_ITSELF = frozenset({"detach", "detach_"})
+
+
+class UnreducedGradient(Tensor):
+    """``p.grad`` while gradients of ``p`` are not reduced; operations on its elements raise.
+
+    Attributes:
+        reduced: a gradient from an earlier reduction, to which they will be added; None if there
+            is none.
+    """
+
+    reduced: Tensor | None
+    _name: str
+    _set_to_zero: Callable[[], None]
+
+    @staticmethod
+    def make(parameter: FSDPParameter, set_to_zero: Callable[[], None]) -> "UnreducedGradient":
+        """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``."""
+        sharded = parameter.sharded
+        dtype = dtype_of_gradient(sharded)
+        self: UnreducedGradient = new_empty_subclass(
+            UnreducedGradient, sharded.shape, dtype, sharded.device
+        )
+        self._name, self._set_to_zero, self.reduced = parameter.name, set_to_zero, None
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """This object, so that ``p.grad.data.zero_()`` works."""
+        return self
+
+    @data.setter
+    def data(self, _value: Tensor) -> None:
+        self.refuse("data")
+
+    def zero_(self) -> "UnreducedGradient":
+        """Set the accumulated gradients of the parameter to zero."""
+        self._set_to_zero()
+        if self.reduced is not None:
+            self.reduced.zero_()
+        return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Empty memory, which tools that add up the memory of all tensors may count."""
+        return torch.empty(0, device=self.device).untyped_storage()
+
+    def to_local(self, **_options: object) -> NoReturn:
+        self.refuse("to_local")
+
+    def full_tensor(self, **_options: object) -> NoReturn:
+        self.refuse("full_tensor")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UnreducedGradient({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse("pickle")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.refuse("deepcopy")
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the StepError of ``operation``, which needs the elements."""
+        raise StepError(
+            f"{self._name}.grad: {operation} needs the gradient, which is not reduced yet, because "
+            "set_requires_gradient_sync or set_requires_all_reduce was False in the last backward; "
+            "first run the last micro-batch with True, or drop the gradients with zero_grad()"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name in _ITSELF:
+            return args[0]
+        if name == "_foreach_zero_":
+            for one in args[0]:
+                one.zero_()
+            return None
+        if name not in _HARMLESS:
+            _first_in((args, kwargs)).refuse(name)
+        with without_tensor_functions():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        _first_in((args, kwargs)).refuse(str(func))
+
+
+def is_unreduced(gradient: Tensor | None) -> TypeGuard[UnreducedGradient]:
+    """Whether ``gradient`` has no elements yet."""
+    return isinstance(gradient, UnreducedGradient)
+
+
+def reduced_part_of(gradient: Tensor) -> Tensor | None:
+    """The part of a parameter's ``grad`` that is reduced; None if there is none."""
+    return gradient.reduced if isinstance(gradient, UnreducedGradient) else gradient
+
+
+def _first_in(arguments: Any) -> UnreducedGradient:
+    leaves = pytree.tree_leaves(arguments)
+    return next(one for one in leaves if isinstance(one, UnreducedGradient))
+
+
+class AccumulatedGradients:
+    """The gradients of one layout that earlier backwards of the step have left::
+
+        whole    [world_size * S]         this rank's own, not reduced at all
+        partial  [world_size * S / row]   summed over this rank's row, awaiting its column
+
+    They do not change until a backward ends: then `commit` adds the gradients that it leaves, and
+    drops those that it has reduced. If it raises, `rollback` forgets it, so that a micro-batch that
+    fails adds nothing and loses nothing. The price is memory: until a backward that reduces nothing
+    has ended, its gradients are in buffers of their own.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[FSDPParameter],
+        mesh: DataParallelMesh,
+        pool: Pool,  # for `whole`
+    ) -> None:
+        self.pool = pool  # for `partial`
+        self.used = [False] * len(layout.extents)  # this rank has computed a gradient for it
+        self._layout = layout
+        self._parameters = parameters
+        self._mesh = mesh
+        self._own_pool = pool
+        self._written = [False] * len(layout.extents)  # in `whole`
+        self._partial: Tensor | None = None
+        self._gradients: list[UnreducedGradient | None] = [None] * len(layout.extents)
+        self._is_held = [False] * len(layout.extents)  # ``p.grad`` was set to the one above
+        self._is_active = False  # one of them is True
+        # Of the backward that is running:
+        self._is_taken = False  # a reduction includes `whole`
+        self._sums: Tensor | None = None  # the partial sums that the next reduction adds
+        # By position: ``p.grad`` since a reduction has replaced an `UnreducedGradient`.
+        self._handed_over: dict[int, Tensor | None] = {}
+
+    @cached_property
+    def _whole(self) -> FlatBuffer:
+        layout = self._layout
+        layout = layout.whole if isinstance(layout, ChunkedLayout) else layout
+        dtype = layout.cast.reduce_dtype
+        return FlatBuffer(layout, self._own_pool, dtype=dtype, owner_suffix=" accumulated")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing awaits a reduction."""
+        return self._partial is None and not any(self._written)
+
+    # -- in a backward ---------------------------------------------------------------------------
+
+    def add_to(self, views: Sequence[Tensor], written: list[bool]) -> None:
+        """Add the whole gradients to the ``views`` of a buffer that is about to be reduced."""
+        if not self._is_taken and any(self._written):
+            self._is_taken = True
+            _add(views, written, self._whole.views, self._written)
+
+    def take_sums(self) -> tuple[Tensor | None, bool]:
+        """Return the sums over the row to add to a reduction, and whether to free them after it."""
+        sums, self._sums = self._sums, None
+        return sums, sums is not self._partial
+
+    def keep_sums(self, sums: Tensor) -> None:
+        """Keep ``sums`` over the row, in memory of `pool`, for a later reduction."""
+        self._sums = sums
+
+    def begin_hand_over(self, position: int) -> bool:
+        """Put the gradient of an earlier reduction back into ``p.grad``.
+
+        Returns:
+            Whether ``p.grad`` was an `UnreducedGradient`.
+        """
+        gradient = self._gradients[position]
+        if not self._is_held[position] or position in self._handed_over:
+            return False
+        assert gradient is not None
+        before = gradient.reduced
+        self._parameters[position].sharded.grad = None if before is None else before.clone()
+        return True
+
+    def end_hand_over(self, position: int) -> None:
+        """Note that ``p.grad`` is now the reduced gradient."""
+        self._handed_over[position] = self._parameters[position].sharded.grad
+
+    def commit(
+        self, fresh: FlatBuffer | None, written: Sequence[bool], used: Sequence[bool]
+    ) -> None:
+        """End a backward.
+
+        Args:
+            fresh: the gradients that it leaves; it may be released.
+            written: their positions.
+            used: the parameters that this rank has used since the last complete reduction.
+        """
+        if fresh is None and self._sums is None and not self._is_active:
+            return
+        if self._is_taken:
+            self._drop_whole()
+        if fresh is not None:
+            self._add_fresh(fresh, written)
+        if self._sums is not self._partial:
+            self._free(self._partial)
+            self._partial = self._sums
+        self._handed_over.clear()
+        for position, parameter in enumerate(self._parameters):
+            is_partial = self._partial is not None and parameter.sharded.requires_grad
+            self._is_held[position] = self._written[position] or is_partial
+            if self._is_held[position]:
+                self._hold(position)
+        self._is_active = any(self._is_held)
+        self.used = [self._is_active and one for one in used]
+
+    def rollback(self) -> None:
+        """Forget a backward that has raised."""
+        for position, gradient in self._handed_over.items():
+            sharded = self._parameters[position].sharded
+            if sharded.grad is gradient:  # else `drop_replaced` drops what was accumulated
+                sharded.grad = self._gradients[position]
+        self._handed_over.clear()
+        self._is_taken = False
+        if self._sums is not self._partial:
+            self._free(self._sums)
+            self._sums = self._partial
+
+    # -- between backwards -----------------------------------------------------------------------
+
+    def drop_replaced(self) -> None:
+        """Drop the gradients of parameters whose ``grad`` was set to None or to another tensor."""
+        if not self._is_active:
+            return
+        for position, parameter in enumerate(self._parameters):
+            if self._is_held[position] and parameter.sharded.grad is not self._gradients[position]:
+                self._set_to_zero(position)
+                self._is_held[position] = self._written[position] = self.used[position] = False
+        if not any(self._is_held):
+            self._drop_all()
+
+    def drop(self) -> None:
+        """Drop all gradients, and put those of earlier reductions back."""
+        for position, parameter in enumerate(self._parameters):
+            gradient = self._gradients[position]
+            if gradient is not None and parameter.sharded.grad is gradient:
+                parameter.sharded.grad = gradient.reduced
+        self._drop_all()
+
+    def snapshot(self) -> "Accumulated | None":
+        """Return a copy; None if nothing is accumulated."""
+        if self.is_empty:
+            return None
+        return Accumulated(
+            list(self._written),
+            self._whole.flat.clone() if any(self._written) else None,
+            None if self._partial is None else self._partial.clone(),
+            list(self.used),
+            [
+                None if not is_held or one is None or one.reduced is None else one.reduced.clone()
+                for is_held, one in zip(self._is_held, self._gradients, strict=True)
+            ],
+        )
+
+    def restore(self, copy: "Accumulated | None") -> None:
+        """Return to the state of ``copy``."""
+        self.drop()
+        if copy is None:
+            return
+        if copy.whole is not None:
+            self._whole.acquire()
+            self._whole.flat.copy_(copy.whole)
+        if copy.partial is not None:
+            size, dtype = copy.partial.numel(), copy.partial.dtype
+            owner = f"rows of {self._parameters[0].name} restored"
+            self._sums = self.pool.allocate_tensor(size, dtype, owner).copy_(copy.partial)
+        self._written = list(copy.written)
+        for parameter, gradient in zip(self._parameters, copy.reduced, strict=True):
+            parameter.sharded.grad = gradient
+        self.commit(None, (), copy.used)
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _hold(self, position: int) -> None:
+        sharded = self._parameters[position].sharded
+        gradient, current = self._gradients[position], sharded.grad
+        if gradient is None or gradient.dtype != dtype_of_gradient(sharded):
+            gradient = self._make(position)
+        if current is not gradient:
+            gradient.reduced = current
+            sharded.grad = gradient
+
+    def _make(self, position: int) -> UnreducedGradient:
+        owner = weakref.ref(self)
+
+        def set_to_zero() -> None:
+            if (this := owner()) is not None:
+                this._set_to_zero(position)
+
+        made = UnreducedGradient.make(self._parameters[position], set_to_zero)
+        self._gradients[position] = made
+        return made
+
+    def _set_to_zero(self, position: int) -> None:
+        """Set the gradient of a parameter to zero."""
+        if self._written[position]:
+            self._whole.views[position].zero_()
+        if self._partial is not None:
+            row, layout = self._mesh.row, self._layout
+            shards = self._partial.view(layout.world_size // row.size, -1)
+            extent = layout.extents[position]
+            for rank, shard in enumerate(shards, start=row.index * len(shards)):
+                start = layout.offset_in_shard(extent, rank)
+                shard[start : start + layout.num_owned(extent, rank)].zero_()
+
+    def _add_fresh(self, fresh: FlatBuffer, written: Sequence[bool]) -> None:
+        if any(self._written):
+            _add(self._whole.views, self._written, fresh.views, written)
+        else:
+            self._whole.take(fresh)
+            self._written = list(written)
+
+    def _drop_all(self) -> None:
+        self._drop_whole()
+        if self._sums is not None and self._sums is not self._partial:
+            self.pool.disown(self._sums.untyped_storage())  # a collective may be writing to it
+        self._free(self._partial)
+        self._partial = self._sums = None
+        self._is_held = [False] * len(self._is_held)
+        self._is_active = False
+        self.used = [False] * len(self.used)
+
+    def _drop_whole(self) -> None:
+        self._is_taken = False
+        if any(self._written):
+            self._whole.release()
+            self._written = [False] * len(self._written)
+
+    def _free(self, partial: Tensor | None) -> None:
+        if partial is not None:
+            self.pool.free(partial.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """A copy of what `AccumulatedGradients` have accumulated."""
+
+    written: list[bool]
+    whole: Tensor | None  # [world_size * S]
+    partial: Tensor | None  # [world_size * S / row]
+    used: list[bool]
+    reduced: list[Tensor | None]  # of each `UnreducedGradient`
+
+
+def _add(
+    views: Sequence[Tensor],
+    written: list[bool],
+    addends: Sequence[Tensor],
+    has_addend: Sequence[bool],
+) -> None:
+    """Add ``addends`` to ``views``, whose elements are undefined where not ``written``."""
+    for position, view in enumerate(views):
+        if has_addend[position]:
+            if written[position]:
+                view.add_(addends[position])
+            else:
+                view.copy_(addends[position])
+            written[position] = True
+
+
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """The dtype that ``parameter.grad`` must have."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
