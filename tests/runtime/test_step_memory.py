@@ -186,7 +186,7 @@ def _step(model: nn.Module, *, num_held: int) -> None:
 
 @contextmanager
 def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
-    """Sample ``held_bytes()`` around every event, and when gradients arrive."""
+    """Sample ``held_bytes()`` around every event, and when buffers and gradients get memory."""
     samples: list[int] = []
     do, hand_over = Scheduler._do, GradientShard._hand_over
 
@@ -200,7 +200,14 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
         hand_over(gradients, reduced)
         samples.append(held_bytes())
 
+    acquire = FlatBuffer.acquire
+
+    def sample_acquiring(buffer: FlatBuffer, memory: torch.UntypedStorage | None = None) -> None:
+        acquire(buffer, memory)
+        samples.append(held_bytes())
+
     with (
+        mock.patch.object(FlatBuffer, "acquire", sample_acquiring),
         mock.patch.object(Scheduler, "_do", sample),
         mock.patch.object(GradientShard, "_hand_over", sample_handing),
     ):

@@ -14,7 +14,7 @@ leave the device one unit later. Activations, other tensors that autograd keeps,
 and the model's buffers are not included.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.forecast.wires import gather_scratch, reduce_scratch
 from shardwise.plan.plan import Plan
@@ -143,15 +143,15 @@ class MemoryReplay:
         """Bytes on the device while an earlier backward adds its gradients to others; 0 if none."""
         if self._options.num_unreduced <= 1:
             return 0
-        units = self._plan.units
-        gradients = [_gradient_bytes(unit, self._options) for unit in units]
-        in_buffers = sum(one.in_buffer for one in gradients)
-        waiting = sum(one.produced - one.in_buffer for one in gradients)
+        # No buffer uses memory that a reduction would keep.
+        options = replace(self._options, on_cpu=False)
+        gradients = [_gradient_bytes(unit, options) for unit in self._plan.units]
+        waiting = sum(one.produced for one in gradients)
         late = sum(one.buffer - one.in_buffer for one in gradients)
         # The root and its first child are gathered until the last gradients exist.
-        gathered = [unit.gathered_bytes for unit in units]
+        gathered = [unit.gathered_bytes for unit in self._plan.units]
         last = gathered[0] + max(gathered[1:], default=0)
-        return self.base + self.accumulated + in_buffers + waiting + max(late, last)
+        return self.base + self._carried + self.accumulated + waiting + max(late, last)
 
     @property
     def allocated(self) -> int:
