@@ -363,7 +363,7 @@ class AccumulatedGradients:
                 shard[start : start + layout.num_owned(extent, rank)].zero_()
 
     def _add_fresh(self, fresh: FlatBuffer, written: Sequence[bool]) -> None:
-        if any(self._written):
+        if self._whole.is_acquired:
             _add(self._whole.views, self._written, fresh.views, written)
         else:
             self._whole.take(fresh)
@@ -381,9 +381,9 @@ class AccumulatedGradients:
 
     def _drop_whole(self) -> None:
         self._is_taken = False
-        if any(self._written):
+        self._written = [False] * len(self._written)
+        if "_whole" in vars(self) and self._whole.is_acquired:  # it has been made
             self._whole.release()
-            self._written = [False] * len(self._written)
 
     def _free(self, partial: Tensor | None) -> None:
         if partial is not None:

@@ -1,0 +1,393 @@
+"""Gradients that wait for a later reduction are dropped, kept and restored as in one process."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import PlanError, StepError
+from tests.covering import covered_first
+from tests.models import WIDTH, Block
+from tests.ranks import on_ranks
+from tests.runtime.modules import FailingLinear
+from tests.runtime.one_process import (
+    BATCH,
+    assert_equal_models,
+    full,
+    options_of,
+    own_part,
+    world_size,
+)
+
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp", "hfsdp"]
+DELAYS = ["no reduction", "reduction over the row"]
+UNREDUCED = "which is not reduced yet"
+
+
+class Net(nn.Module):
+    """Two blocks around a layer that can fail, with a frozen and a sometimes unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), FailingLinear(), Block()])
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.extra = nn.Parameter(torch.randn(WIDTH))
+        self.uses_extra = True
+
+    @property
+    def failing(self) -> FailingLinear:
+        module = self.blocks[1]
+        assert isinstance(module, FailingLinear)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return x * self.extra if self.uses_extra else x
+
+
+class Loop:
+    """A model, sharded or not, with an optimizer and the batches of a program."""
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        assert isinstance(model, Net)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        self.path = path
+        self.seed = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.model, sw.FSDPModule)
+
+    def backward(self, *, last: bool = False, delay: str = DELAYS[0]) -> None:
+        """Run a micro-batch."""
+        if isinstance(self.model, sw.FSDPModule):
+            is_whole = delay == DELAYS[0]
+            self.model.set_requires_gradient_sync(last or not is_whole)
+            self.model.set_requires_all_reduce(last or is_whole)
+        self.seed += 1
+        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(self.seed))
+        batch = batch.to(self.model.extra.dtype)
+        self.model(own_part(batch) if self.is_sharded else batch).square().mean().backward()
+
+    @contextlib.contextmanager
+    def failing(self, where: str) -> Iterator[None]:
+        """Expect the failure of a micro-batch, which adds nothing to the gradients."""
+        before = {p: None if p.grad is None else p.grad.clone() for p in self.plain_parameters}
+        self.model.failing.where = where
+        with pytest.raises(ValueError, match="it hurts"):
+            yield
+        self.model.failing.where = ""
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+    @property
+    def plain_parameters(self) -> Sequence[nn.Parameter]:
+        return [] if self.is_sharded else list(self.model.parameters())
+
+
+Event = Callable[[Loop, str], None]
+
+
+def zero(loop: Loop, _delay: str) -> None:
+    loop.optimizer.zero_grad()
+
+
+def zero_in_place(loop: Loop, _delay: str) -> None:
+    loop.model.zero_grad(set_to_none=False)
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def drop_one(loop: Loop, _delay: str) -> None:
+    next(loop.model.blocks[0].parameters()).grad = None
+    loop.model.extra.grad = None
+    loop.model.uses_extra = False
+
+
+def zero_between_forward_and_backward(loop: Loop, _delay: str) -> None:
+    batch = torch.ones(BATCH, WIDTH).double()
+    loss = loop.model(own_part(batch) if loop.is_sharded else batch).square().mean()
+    loop.optimizer.zero_grad()
+    loss.backward()
+
+
+def fail_in_forward(loop: Loop, delay: str) -> None:
+    with loop.failing("forward"):
+        loop.backward(delay=delay)
+
+
+def fail_without_gradients(loop: Loop, _delay: str) -> None:
+    with loop.failing("forward"), torch.no_grad():
+        loop.model(torch.ones(2, WIDTH).double())
+
+
+def fail_in_backward(loop: Loop, delay: str) -> None:
+    with loop.failing("backward"):
+        loop.backward(delay=delay)
+
+
+def fail_in_the_last_backward(loop: Loop, _delay: str) -> None:
+    with loop.failing("backward"):
+        loop.backward(last=True)
+
+
+def fail_and_zero(loop: Loop, _delay: str) -> None:
+    with loop.failing("backward"):
+        loop.backward(last=True)
+    loop.optimizer.zero_grad()
+
+
+def update(loop: Loop, delay: str = DELAYS[0], error: Exception | None = None) -> None:
+    """Run two micro-batches and step the optimizer, in a transaction that may fail."""
+    with sw.transaction(loop.model, loop.optimizer):
+        loop.backward(delay=delay)
+        loop.backward(last=True)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if error is not None:
+            raise error
+
+
+def undo_a_transaction(loop: Loop, delay: str) -> None:
+    if loop.is_sharded:
+        with pytest.raises(KeyError, match="undone"):
+            update(loop, delay, KeyError("undone"))
+    else:
+        loop.seed += 2
+
+
+def freeze(loop: Loop, _delay: str) -> None:
+    for parameter in loop.model.blocks[2].parameters():
+        parameter.requires_grad_(False)
+    loop.model.first.bias.requires_grad_(False)
+
+
+def thaw(loop: Loop, _delay: str) -> None:
+    loop.model.frozen.requires_grad_(True)
+
+
+def convert_to_the_same_dtype(loop: Loop, _delay: str) -> None:
+    loop.model.double().to("cpu").eval().train()
+
+
+def gather(loop: Loop, _delay: str) -> None:
+    if loop.is_sharded:
+        with sw.gathered(loop.model):
+            assert loop.model.extra.grad is None
+
+
+def zero_while_gathered(loop: Loop, _delay: str) -> None:
+    with sw.gathered(loop.model) if loop.is_sharded else contextlib.nullcontext():
+        loop.model.zero_grad()
+
+
+def copy_the_model(loop: Loop, _delay: str) -> None:
+    twin = copy.deepcopy(loop.model)
+    assert all(parameter.grad is None for parameter in twin.parameters())
+
+
+def save_and_load(loop: Loop, _delay: str) -> None:
+    if loop.is_sharded:
+        sw.save(loop.path, model=loop.model, optimizer=loop.optimizer)
+        sw.load(loop.path, model=loop.model, optimizer=loop.optimizer)
+
+
+def reduce_once(loop: Loop, _delay: str) -> None:
+    loop.backward(last=True)
+
+
+EVENTS: list[Event] = [
+    zero,
+    zero_in_place,
+    drop_one,
+    zero_between_forward_and_backward,
+    fail_in_forward,
+    fail_without_gradients,
+    fail_in_backward,
+    fail_in_the_last_backward,
+    fail_and_zero,
+    undo_a_transaction,
+    freeze,
+    thaw,
+    convert_to_the_same_dtype,
+    gather,
+    zero_while_gathered,
+    copy_the_model,
+    save_and_load,
+    reduce_once,
+]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def shard(strategy: str, **options: object) -> nn.Module:
+    model = make()
+    sw.fully_shard(model, units={Block, FailingLinear}, **options_of(strategy), **options)  # type: ignore[arg-type]
+    return model
+
+
+def run(model: nn.Module, events: Sequence[Event], delay: str, path: Path) -> Loop:
+    loop = Loop(model, path)
+    loop.backward(last=True)  # a step before, so that there are optimizer states
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    for event in events:
+        loop.backward(delay=delay)
+        event(loop, delay)
+    loop.backward(last=True)
+    return loop
+
+
+def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> None:
+    loop = run(shard(strategy), events, delay, path)
+    alone = run(make(), events, delay, path)
+    assert_equal_models(loop.model, alone.model, 1)
+    for one in (loop, alone):
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        one.backward(last=True)
+    assert_equal_models(loop.model, alone.model, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("event", "strategy"),
+    covered_first(product(EVENTS, STRATEGIES)),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_between_micro_batches(event: Event, strategy: str, tmp_path: Path) -> None:
+    compare(strategy, [event], DELAYS[0], tmp_path / "saved")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("event", "strategy"),
+    covered_first(product(EVENTS, ["hsdp", "hfsdp"]), leave=["hfsdp"]),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_sums_over_the_row(event: Event, strategy: str, tmp_path: Path) -> None:
+    compare(strategy, [event], DELAYS[1], tmp_path / "saved")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 24))]
+)
+def test_several_events(seed: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(len(EVENTS), (4,), generator=generator).tolist()
+    strategy = STRATEGIES[seed % len(STRATEGIES)]
+    compare(strategy, [EVENTS[number] for number in numbers], DELAYS[0], tmp_path / "saved")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"granularity": "dim"},
+        {"offload_policy": sw.CPUOffloadPolicy()},
+        {"unused": "error"},
+        {"prefetch": 0, "reshard_after_forward": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options(options: dict[str, object], tmp_path: Path) -> None:
+    events = [fail_in_backward, zero, fail_in_the_last_backward, undo_a_transaction, freeze]
+    loop = run(shard("fsdp", **options), events, DELAYS[0], tmp_path)
+    alone = run(make(), events, DELAYS[0], tmp_path)
+    assert_equal_models(loop.model, alone.model, 1)
+
+
+@on_ranks(2)
+def test_a_second_attempt_after_a_transaction_has_the_same_bits() -> None:
+    def attempt(*, fails_first: bool) -> list[Tensor]:
+        loop = Loop(shard("fsdp"), Path())
+        loop.backward()
+        if fails_first:
+            with pytest.raises(KeyError):
+                update(loop, error=KeyError())
+        loop.seed = 1
+        update(loop)
+        return [full(parameter.detach()) for parameter in loop.model.parameters()]
+
+    pairs = zip(attempt(fails_first=True), attempt(fails_first=False), strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_converted_model_keeps_what_was_accumulated(strategy: str) -> None:
+    def train(model: nn.Module) -> nn.Module:
+        loop = Loop(model.float(), Path())
+        loop.backward()
+        loop.model.double()
+        loop.backward(last=True)
+        return loop.model
+
+    model, alone = train(shard(strategy)), train(make())
+    for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            assert one.grad is not None
+            torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_operations_that_need_the_gradient_say_what_to_do(granularity: str) -> None:
+    loop = Loop(shard("fsdp", granularity=granularity), Path())
+    parameters = list(loop.model.parameters())
+    loop.backward()
+    gradient = loop.model.extra.grad
+    assert gradient is not None
+    assert (gradient.shape, gradient.dtype) == ((WIDTH,), torch.float64)
+    for operation in (
+        lambda: sw.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+        loop.optimizer.step,
+        gradient.norm,
+        gradient.full_tensor,  # type: ignore[attr-defined]
+        gradient.numpy,
+        lambda: gradient * 2,
+        lambda: torch.stack([gradient, torch.ones(WIDTH)]),
+        lambda: copy.deepcopy(gradient),
+    ):
+        with pytest.raises(StepError, match=f"grad: .* {UNREDUCED}.*run the last micro-batch"):
+            operation()
+    with pytest.raises(PlanError, match="has a gradient already; call optimizer"):
+        sw.optimizer_in_backward(loop.model, loop.optimizer)
+    loop.backward(last=True)
+    loop.optimizer.step()
+
+
+@on_ranks(2)
+def test_an_exception_on_one_rank_leaves_what_each_rank_has_accumulated() -> None:
+    loop = Loop(shard("fsdp"), Path())
+    loop.backward()
+    if torch.distributed.get_rank() == 1:
+        loop.model.failing.where = "forward"
+    with pytest.raises((ValueError, StepError)):
+        reduce_once(loop, "")
+    loop.model.failing.where = ""
+    loop.optimizer.zero_grad()
+    loop.seed = 7
+    loop.backward()
+    loop.backward(last=True)
+    alone = Loop(make(), Path())
+    alone.seed = 7
+    alone.backward()
+    alone.backward()
+    assert world_size() == 2
+    assert_equal_models(loop.model, alone.model, 1)
