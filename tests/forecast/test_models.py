@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models import Model, resolve_model, workload_of
 from shardwise.forecast.planned import plan_of, precision_of
@@ -94,7 +94,7 @@ def test_each_block_may_have_its_own_checkpointing_mode() -> None:
         for modes in ("none", ("none", "full") * 3, "full")
     )
     assert flops(full) - flops(every_other) == flops(every_other) - flops(plain)
-    with pytest.raises(ConfigError, match="a mode for each of the 6 blocks, got 2"):
+    with pytest.raises(PlanError, match="a mode for each of the 6 blocks, got 2"):
         workload_of(model, replace(SMALL, checkpointing=("none", "full")))
 
 
@@ -195,7 +195,7 @@ def test_a_hugging_face_configuration_makes_the_same_model(tmp_path: Path) -> No
 def test_errors_name_the_problem(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'lama-3-8b': .*; did you mean 'llama-3-8b'\?"):
         resolve_model("lama-3-8b")
-    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+    with pytest.raises(ConfigError, match="nowhere: no such module"):
         resolve_model("nowhere:model")
     with pytest.raises(ConfigError, match=r"config\.json"):
         resolve_model(str(tmp_path))

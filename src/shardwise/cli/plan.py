@@ -31,7 +31,8 @@ def plan(
         typer.Argument(
             metavar="MODEL",
             help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, or "
-            "package.module:function that builds a module.",
+            "package.module:function or file.py:function that builds a module. Frozen parameters "
+            "and those in bfloat16 count as they are.",
         ),
     ] = None,
     cluster: Annotated[
@@ -149,8 +150,10 @@ def plan(
 
     machine = machine_of(cluster)
     num_devices = machine.cluster.num_devices
+    resolved = resolve_model(model)
     settings = Configuration(
         sequence=seq,
+        master_dtype=resolved.master_dtype,
         optimizer=optimizer,  # type: ignore[arg-type]
         compute_dtype=_dtype(dtype),
         compiled=compiled,
@@ -171,7 +174,7 @@ def plan(
         context=_degree("context", context),
         expert=_degree("expert", expert),
     )
-    forecaster = Forecaster(resolve_model(model), machine)
+    forecaster = Forecaster(resolved, machine)
     planned = make_planned(
         forecaster,
         goal,

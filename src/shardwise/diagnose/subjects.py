@@ -1,18 +1,14 @@
 """Finds models and engines to verify, by name or by the user's function."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
 from shardwise.diagnose.optimizers import OPTIMIZERS, OptimizerFn
 from shardwise.errors import ConfigError, PackageMissing
+from shardwise.forecast.functions import find_function
 from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["find_engine", "find_optimizer", "find_subjects"]
@@ -63,41 +59,10 @@ def find_optimizer(name: str) -> OptimizerFn:
 
 
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
-    source, colon, name = wanted.rpartition(":")
-    if not colon:
+    if ":" not in wanted:
         hint = did_you_mean(wanted, known) or ", module:function or file.py:function"
         raise ConfigError(f"{wanted}: expected one of {', '.join(known)}{hint}")
-    module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{wanted}: {source} has no function {name!r}")
-    return cast("Callable[..., Any]", function)
-
-
-def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; expected file.py:function")
-    sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
-    name = f"verified_{path.stem}"  # so that a user's types.py does not shadow Python's
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but a module that it imports does not
-        raise ConfigError(
-            f"{name}: no such module; install it, or run from the directory that contains it"
-        ) from None
+    return find_function(wanted)
 
 
 def _call(model: str, function: Callable[[], Any]) -> Subject:

@@ -1,13 +1,15 @@
 """Models of repeated blocks: a few blocks are traced, and the trace is repeated to the full depth.
 
 A model of 126 blocks is traced with its first block, its last block and one block of each kind in
-between. Blocks are of different kinds if they differ in class, parameter shapes or activation
-checkpointing.
+between. Blocks are of different kinds if they differ in class, in their parameters, in activation
+checkpointing, or in whether a block before them is trained.
 """
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 
 from torch import nn
 
@@ -35,20 +37,28 @@ def find_stacks(module: nn.Module, prefix: str = "") -> list[Stack]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         kinds = [_kind_of(block) for block in child.children()]
+        trained = accumulate(map(_is_trained, child.children()), or_, initial=False)
         is_stack = (
             isinstance(child, _CONTAINERS)
             and len({type(block).__qualname__ for block in child.children()}) == 1 < len(kinds)
             and all(kinds)
         )
         if is_stack:
-            found.append(Stack(path, tuple(kinds)))
+            found.append(Stack(path, tuple(zip(kinds, trained, strict=False))))
         else:
             found += find_stacks(child, f"{path}.")
     return found
 
 
 def _kind_of(block: nn.Module) -> Hashable:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    return tuple(
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
+    )
+
+
+def _is_trained(block: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in block.parameters())
 
 
 def sample_of(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:

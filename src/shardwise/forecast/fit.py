@@ -143,7 +143,8 @@ def fit(
     base = replace(given, shard_size=num_ranks, micro_batch=batch, sequence=sequence)
     machine = machine_of(cluster) if cluster else local_machine(num_ranks)
     on_cpu = not torch.cuda.is_available()
-    search = Search(Model(type(model).__name__, factory=partial(on_meta, model)), machine, on_cpu)
+    copied = Model(type(model).__name__, factory=partial(on_meta, model), keeps_dtypes=True)
+    search = Search(copied, machine, on_cpu)
     if on_cpu:
         search.overhead_bytes = _overhead_bytes(search, base)
     fitted = choose(search, base, bytes_of(budget))

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.spelling import did_you_mean, simplified
 
 __all__ = [
     "Accelerator",
@@ -120,14 +120,14 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def accelerator(name: str) -> Accelerator:
-    """Return the accelerator with this name or alias, in upper or lower case.
+    """Return the accelerator with this name or alias; case, dashes and spaces do not matter.
 
     Raises:
         ConfigError: there is none.
     """
     names = {alias: one for one in accelerators() for alias in (one.name, *one.aliases)}
     for alias, found in names.items():
-        if alias.lower() == name.lower():
+        if simplified(alias) == simplified(name):
             return found
     known = ", ".join(one.name for one in accelerators())
     raise ConfigError(

@@ -1,9 +1,7 @@
 """Models to forecast: by name, from a Hugging Face configuration, or from the user's function."""
 
-import importlib
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,14 +17,17 @@ from torch.nn import functional as F
 from shardwise.errors import ConfigError
 from shardwise.forecast.blocks import find_stacks, sample_of, with_blocks
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.functions import find_function
 from shardwise.forecast.hugging_face import read_hugging_face
 from shardwise.forecast.parallel import ModelPart
 from shardwise.forecast.planned import precision_of
+from shardwise.forecast.recomputing import modes_by_name
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import choose_units
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.precision import LOW_DTYPES
+from shardwise.plan.spelling import did_you_mean, simplified
 
 __all__ = ["Model", "known_models", "resolve_model", "workload_of"]
 
@@ -38,6 +39,8 @@ class Model:
     name: str
     shape: Shape | None = None  # for built-in models and similar ones
     factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
+    # Whether the factory's parameters have the dtypes of training. Others get ``master_dtype``.
+    keeps_dtypes: bool = False
 
     def is_built_in(self, configuration: Configuration) -> bool:
         """Whether `build` uses the shape, as it always does with model parallelism."""
@@ -46,7 +49,7 @@ class Model:
         )
 
     def build(self, configuration: Configuration, stage: int = 0) -> nn.Module:
-        """Build one rank's part of the model on the meta device, in the dtype of its shards.
+        """Build one rank's part of the model on the meta device, in the dtypes of its shards.
 
         Args:
             configuration: how the model is trained.
@@ -63,7 +66,7 @@ class Model:
             positions = self.shape.positions and max(self.shape.positions, configuration.sequence)
             shape = replace(self.shape, positions=positions)
             module = build(shape, part)
-        return module.to(configuration.master_dtype).train()
+        return (module if self.keeps_dtypes else module.to(configuration.master_dtype)).train()
 
     def _from_factory(self, part: ModelPart) -> nn.Module:
         if not part.is_whole:
@@ -73,12 +76,35 @@ class Model:
             )
         assert self.factory is not None
         with torch.device("meta"):
-            return self.factory()
+            module = self.factory()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"model {self.name!r}: expected the function to return a torch.nn.Module, got "
+                f"{type(module).__name__}"
+            )
+        return module
 
     @cached_property
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(self.build(Configuration(sequence=1)).parameters())
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model; tied parameters count once."""
-        return sum(p.numel() for p in self.build(Configuration(sequence=1)).parameters())
+        return sum(parameter.numel() for parameter in self._parameters)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are not frozen."""
+        return sum(one.numel() for one in self._parameters if one.requires_grad)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the shards of trained parameters: float32, or 16 bits if some have them."""
+        if not self.keeps_dtypes:
+            return torch.float32
+        low = (p.dtype for p in self._parameters if p.requires_grad and p.dtype in LOW_DTYPES)
+        return next(low, torch.float32)
 
     @cached_property
     def layers(self) -> int:
@@ -90,7 +116,7 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
     names = choose_units(module, "auto")
-    modes = _checkpointing_modes(configuration, names[1:])
+    modes = modes_by_name(configuration.checkpointing, names[1:])
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}
     traced = dict(zip(names, names, strict=True))  # name in the whole model -> name when traced
@@ -118,17 +144,6 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     for name, order in orders.items():
         workload = workload.repeated(name, order)
     return workload
-
-
-def _checkpointing_modes(configuration: Configuration, blocks: list[str]) -> dict[str, str]:
-    modes = configuration.checkpointing
-    if isinstance(modes, str):
-        return dict.fromkeys(blocks, modes)
-    if len(modes) != len(blocks):
-        raise ConfigError(
-            f"checkpointing: expected a mode for each of the {len(blocks)} blocks, got {len(modes)}"
-        )
-    return dict(zip(blocks, modes, strict=True))
 
 
 _Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -190,9 +205,10 @@ def resolve_model(name: str) -> Model:
 
     Args:
         name: a built-in model ("llama-3-8b"), the path of a Hugging Face ``config.json`` or its
-            directory, or "package.module:function" for a function that returns a module. The module
-            takes tokens [batch, time], and targets of that shape if it takes two arguments. It
-            returns the loss or logits.
+            directory, or "package.module:function" or "file.py:function" for a function that
+            returns a module, whose parameters are frozen and have dtypes as in training. The
+            module takes tokens [batch, time], and targets of that shape if it takes two arguments.
+            It returns the loss or logits.
 
     Raises:
         ConfigError: there is no such model, file or function.
@@ -201,7 +217,7 @@ def resolve_model(name: str) -> Model:
     if path.suffix == ".json" or path.is_dir():
         return Model(*read_hugging_face(path))
     if ":" in name:
-        return Model(name, factory=_function(name))
+        return Model(name, factory=find_function(name), keeps_dtypes=True)
     known = known_models()
     by_key = {_key(known_name): known_name for known_name in known}
     key = _key(name.rpartition("/")[2])
@@ -210,7 +226,7 @@ def resolve_model(name: str) -> Model:
             return Model(by_key[spelled], known[by_key[spelled]])
     raise ConfigError(
         f"model {name!r}: expected one of {', '.join(known)}, the path of a config.json, or "
-        f"package.module:function{did_you_mean(name, known)}"
+        f"package.module:function or file.py:function{did_you_mean(name, known)}"
     )
 
 
@@ -225,16 +241,5 @@ _SAME_SHAPE = (
 
 
 def _key(name: str) -> str:
-    """Normalize a name: lower case, without separators and the suffix "-hf"."""
-    return re.sub("[-_ ]", "", name.lower().removesuffix("-hf"))
-
-
-def _function(name: str) -> Callable[[], nn.Module]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model {name!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"model {name!r}: expected a function that returns a torch.nn.Module")
-    return function  # type: ignore[no-any-return]
+    """Normalize a name, and remove the suffix "-hf"."""
+    return simplified(name.lower().removesuffix("-hf"))

@@ -1,6 +1,6 @@
 """Activation checkpointing of chosen modules with PyTorch's implementation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.utils.checkpoint import (
 
 from shardwise.errors import PlanError
 from shardwise.forecast.recorder import COLLECTIVES
+from shardwise.plan.policies import choose_units
 
-__all__ = ["MODES", "checkpoint_blocks"]
+__all__ = ["MODES", "checkpoint_blocks", "modes_by_name"]
 
 MODES = ("none", "full", "selective", "products")
 
@@ -30,10 +31,30 @@ _KEPT = {
 }
 
 
-def checkpoint_blocks(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Make the modules named in ``modes`` keep fewer activations for backward.
+def modes_by_name(modes: str | Sequence[str], blocks: Sequence[str]) -> dict[str, str]:
+    """Return the mode of each block.
 
-    The modes are:
+    Args:
+        modes: one mode for all blocks, or one for each.
+        blocks: their names.
+
+    Raises:
+        PlanError: the numbers of modes and blocks differ.
+    """
+    if isinstance(modes, str):
+        return dict.fromkeys(blocks, modes)
+    if len(modes) != len(blocks):
+        raise PlanError(
+            f"checkpointing: expected a mode for each of the {len(blocks)} blocks, got {len(modes)}"
+        )
+    return dict(zip(blocks, modes, strict=True))
+
+
+def checkpoint_blocks(model: nn.Module, modes: str | Sequence[str] | Mapping[str, str]) -> None:
+    """Make modules keep fewer activations for backward. Call it before `sw.fully_shard`.
+
+    ``modes`` maps names of modules to modes. One mode, or a sequence with a mode for each block,
+    applies to the repeated blocks, which ``units="auto"`` selects. The modes are:
 
     - "none": keep all activations,
     - "full": keep only the inputs, and recompute the rest,
@@ -42,9 +63,11 @@ def checkpoint_blocks(model: nn.Module, modes: Mapping[str, str]) -> None:
     - "products": also keep the results of all matrix products and of attention.
 
     Raises:
-        PlanError: there is no such mode.
+        PlanError: there is no such mode, or the model has no repeated blocks.
         AttributeError: there is no such module.
     """
+    if not isinstance(modes, Mapping):
+        modes = modes_by_name(modes, choose_units(model, "auto")[1:])
     for name, mode in modes.items():
         if mode not in MODES:
             raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {MODES}")

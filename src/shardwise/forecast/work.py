@@ -163,10 +163,11 @@ class _Repetition:
             return [self._moved(segment, -1, added) for segment in segments], added
         first, last = in_blocks[0], in_blocks[-1]
         runs = self._runs(segments[first : last + 1])
-        order = [runs[self._blocks[place]] for place in places]
+        # No gradient reaches frozen blocks before the first one that is trained.
+        order = [(place, runs[block]) for place in places if (block := self._blocks[place]) in runs]
         result = [self._moved(segment, -1, added) for segment in segments[:first]]
-        offset, end = added, added + order[0][0].start_bytes
-        for place, run in zip(places, order, strict=True):
+        offset, end = added, added + order[0][1][0].start_bytes
+        for place, run in order:
             offset = end - run[0].start_bytes
             result += [self._moved(segment, place, offset) for segment in run]
             end = result[-1].end_bytes

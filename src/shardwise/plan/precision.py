@@ -9,9 +9,9 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Cast
 
-__all__ = ["DEFAULT_PRECISION", "MixedPrecisionPolicy", "as_precision_policy"]
+__all__ = ["DEFAULT_PRECISION", "LOW_DTYPES", "MixedPrecisionPolicy", "as_precision_policy"]
 
-_LOW = (torch.bfloat16, torch.float16)
+LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MixedPrecisionPolicy:
         kept = came = parameter.dtype
         if not came.is_floating_point:
             return kept, None
-        if came in _LOW and parameter.requires_grad and self.master_dtype != "keep":
+        if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
         compute = kept if is_full else self.param_dtype or came

@@ -1,16 +1,28 @@
-"""Suggestions in error messages."""
+"""Suggestions and numbers in messages."""
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-__all__ = ["did_you_mean", "divisors", "expected_one_of"]
+__all__ = ["counted", "did_you_mean", "divisors", "expected_one_of", "simplified"]
+
+
+def counted(number: int, noun: str) -> str:
+    """``"1 batch"``, ``"2 batches"`` or ``"1,024 GPUs"``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """``"; did you mean 'fsdp'?"`` for ``"FSPD"``; empty if nothing is close."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(str(word).lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    by_key = {simplified(choice): choice for choice in choices}
+    close = get_close_matches(simplified(str(word)), by_key, n=1)
+    return f"; did you mean {by_key[close[0]]!r}?" if close else ""
+
+
+def simplified(name: str) -> str:
+    """``"rtx4090"`` for ``"RTX-4090"``: lower case, without dashes, underscores and spaces."""
+    return re.sub(r"[-_\s]", "", name.lower())
 
 
 def expected_one_of(choices: Collection[str], given: object) -> str:
