@@ -132,6 +132,49 @@ def test_the_page_draws_on_a_laptop_and_a_phone(files: Path, tmp_path: Path) -> 
         assert page.problems == []
 
 
+def test_other_candidates_are_compared_by_their_step_time(result: Result) -> None:
+    assert re.search(
+        r"^- checkpointing full: 1\.\d+ times the step time, ", result.output, re.MULTILINE
+    )
+    assert "% slower" not in result.output
+
+
+def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+    (elsewhere / "here.py").write_text(
+        "from beside import SHAPE\n"
+        "from shardwise.forecast.transformer import build\n\n"
+        "def model():\n"
+        "    built = build(SHAPE).bfloat16()\n"
+        "    built.embedding.requires_grad_(False)\n"
+        "    return built\n"
+    )
+    (elsewhere / "beside.py").write_text(
+        "from shardwise.forecast.transformer import Shape\n\n"
+        "SHAPE = Shape(arch='gpt', layers=2, hidden=64, heads=2, vocab=512)\n"
+    )
+    options = "--cluster=1xRTX4090", "--seq=1", "--global-batch=1", "--no-scaling"
+    for name in ("here:model", "here.py:model", f"{elsewhere}/here.py:model"):
+        found = run(name, *options)
+        assert found.code == 0, found.errors
+        [title, *_] = found.output.split("\n\n")
+        assert " ".join(title.split()) == (
+            f"{name} on 1 x RTX-4090: 0.1642 million parameters, 0.1314 million of them trained; "
+            "1 GPU of one node; 1 sequence of 1 token per step; adamw; "
+            "best tokens/s of 12 configurations; 1 GB is 10^9 bytes"
+        )
+        assert 'master_dtype="keep"' in found.output
+    assert "here.py has no function 'no'" in run("here.py:no", *options).errors
+    assert "there.py: no such file" in run("there.py:model", *options).errors
+    (elsewhere / "wrong.py").write_text("def model():\n    return 1\n")
+    assert (
+        "expected the function to return a torch.nn.Module, got int"
+        in run("wrong.py:model", *options).errors
+    )
+
+
 @pytest.mark.parametrize(
     "configuration",
     [

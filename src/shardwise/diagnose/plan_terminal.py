@@ -25,6 +25,7 @@ from shardwise.forecast.certificate import CATEGORIES, Certificate, Moment
 from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.saving import CheckpointPlan, Storage
 from shardwise.forecast.scaling import Curve
+from shardwise.plan.spelling import counted
 
 __all__ = ["explain", "show", "show_checkpoint"]
 
@@ -144,8 +145,9 @@ def show_checkpoint(
     """
     part = "" if num_parts == 1 else f" of the last of {num_parts} parts of the model"
     title = (
-        f"A checkpoint{part}: {bytes_text(saved.num_bytes)} in {len(saved.files)} files; a rank "
-        f"receives {bytes_text(saved.exchanged_bytes)} of checksums and no tensors"
+        f"A checkpoint{part}: {bytes_text(saved.num_bytes)} in "
+        f"{counted(len(saved.files), 'file')}; a rank receives "
+        f"{bytes_text(saved.exchanged_bytes)} of checksums and no tensors"
     )
     table = _table(title)
     for heading in ("", "per rank: min", "max", "ranges", "files", "ranks per file", "time"):

@@ -10,6 +10,7 @@ from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.hardware import Cluster
 from shardwise.forecast.scaling import Curve
 from shardwise.forecast.search import Ranking, best_alternatives
+from shardwise.plan.spelling import counted
 
 __all__ = [
     "DEFINITIONS",
@@ -185,15 +186,18 @@ def _named(winner: Configuration, other: Configuration) -> str:
 
 def _difference(ranking: Ranking, other: Forecast) -> str:
     winner = ranking.winner
-    slower = other.gpu_hours(1.0) / winner.gpu_hours(1.0) - 1
+    ratio = other.gpu_hours(1.0) / winner.gpu_hours(1.0)
     saved = winner.memory.device_bytes - other.memory.device_bytes
     memory = f"{bytes_text(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else "the same"
-    if abs(slower) < 0.0005:  # noqa: PLR2004 - 0.0 %
+    if abs(ratio - 1) < 0.0005:  # noqa: PLR2004 - 1.000
         return f"as fast, with {memory} memory"
-    if slower < 0:
-        return f"{-slower:.1%} faster, but needs {memory} memory"
+    is_close = abs(ratio - 1) < 0.1  # noqa: PLR2004 - three digits
+    what = "step time" if other.cluster == winner.cluster else "GPU-hours"
+    times = f"{ratio:.{2 + is_close}f} times the {what}"
+    if ratio < 1:
+        return f"{times}, but needs {memory} memory"
     cause = _largest_cost(winner.step.breakdown, other.step.breakdown)
-    return f"{slower:.1%} slower, {memory} memory{f': {cause}' if cause else ''}"
+    return f"{times}, {memory} memory{f': {cause}' if cause else ''}"
 
 
 def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> str:
@@ -236,15 +240,16 @@ def scaling_text(curves: list[Curve]) -> list[str]:
 def _bend(curve: Curve) -> str:
     last = curve.points[-1].cluster.num_devices
     if curve.bend is None:
-        return f"throughput per GPU falls by less than 5 % up to {last:,} GPUs. {_gathers(curve)}"
+        devices = counted(last, "GPU")
+        return f"throughput per GPU falls by less than 5 % up to {devices}. {_gathers(curve)}"
     best, bent = curve.bend
     share = bent.step.tokens_per_second / best.step.tokens_per_second
     end = curve.points[-1].step.tokens_per_second / best.step.tokens_per_second
     cause = _largest_cost(best.step.breakdown, bent.step.breakdown)
     more = "" if bent is curve.points[-1] else f" On {last:,}, it is {end:.0%}."
     return (
-        f"on {bent.cluster.num_devices:,} GPUs, throughput per GPU is {share:.0%} of that on "
-        f"{best.cluster.num_devices:,}: {cause} per step.{more} {_gathers(curve)}"
+        f"on {counted(bent.cluster.num_devices, 'GPU')}, throughput per GPU is {share:.0%} of that "
+        f"on {best.cluster.num_devices:,}: {cause} per step.{more} {_gathers(curve)}"
     )
 
 
@@ -254,10 +259,10 @@ def _gathers(curve: Curve) -> str:
     if not last.num_bytes:
         return "Nothing is gathered."
     times = [
-        f"{seconds_text(gather.seconds)} on {point.cluster.num_devices:,}"
+        f"{seconds_text(gather.seconds)} on {counted(point.cluster.num_devices, 'GPU')}"
         for gather, point in ((first, curve.points[0]), (last, curve.points[-1]))
     ]
     return (
-        f"The gather of a block ({bytes_text(last.num_bytes)}) takes {' and '.join(times)} GPUs; "
+        f"The gather of a block ({bytes_text(last.num_bytes)}) takes {' and '.join(times)}; "
         f"{last.latency_seconds / last.seconds:.0%} of the latter is latency between ranks."
     )

@@ -16,6 +16,7 @@ from shardwise.forecast.scaling import Curve, scaling_curves
 from shardwise.forecast.search import Progress, Ranking, frontier, search
 from shardwise.forecast.transformer import Shape
 from shardwise.plan.plan import Plan
+from shardwise.plan.spelling import counted
 
 __all__ = ["Planned", "make_planned"]
 
@@ -26,6 +27,7 @@ class Planned:
 
     model: str
     num_parameters: int
+    num_trained: int
     ranking: Ranking
     plan: Plan  # the winner's plan
     curves: list[Curve]
@@ -57,20 +59,31 @@ class Planned:
         goal = self.ranking.goal
         cluster = self.winner.cluster
         network = cluster.node_bandwidth * 8 / 1e9
-        place = f"{cluster.devices_per_node} GPUs per node, {network:,.0f} Gbit/s between nodes"
+        place = f"{counted(cluster.devices_per_node, 'GPU')} per node, {network:,.0f} Gbit/s"
+        place += " between nodes"
         if cluster.num_nodes == 1:
-            place = with_device_word(cluster, f"{cluster.num_devices} GPUs of one node")
+            place = with_device_word(cluster, f"{counted(cluster.num_devices, 'GPU')} of one node")
+        trained = f", {_amount(self.num_trained)} of them trained"
+        sequences, tokens = goal.global_batch, goal.settings.sequence
         return [
-            f"{self.num_parameters / 1e9:.4g} billion parameters",
+            f"{_amount(self.num_parameters)} parameters"
+            + trained * (self.num_trained < self.num_parameters),
             place,
-            f"{goal.global_batch:,} sequences of {goal.settings.sequence:,} tokens per step",
+            f"{counted(sequences, 'sequence')} of {counted(tokens, 'token')} per step",
             f"{goal.settings.optimizer}",
-            f"best {goal.objective} of {self.ranking.num_compared} configurations",
+            f"best {goal.objective} of {counted(self.ranking.num_compared, 'configuration')}",
+            "1 GB is 10^9 bytes",
         ]
 
     @property
     def call(self) -> str:
         return call_of(self.winner.configuration)
+
+
+def _amount(number: int) -> str:
+    """Format with four digits, such as "8.03 billion"."""
+    is_large = number >= 1e9  # noqa: PLR2004
+    return f"{number / 1e9:.4g} billion" if is_large else f"{number / 1e6:.4g} million"
 
 
 def make_planned(
@@ -110,6 +123,7 @@ def make_planned(
     return Planned(
         model=forecaster.model.name,
         num_parameters=forecaster.model.num_parameters,
+        num_trained=forecaster.model.num_trained,
         ranking=ranking,
         plan=on_winner.plan(winner),
         curves=scaling_curves(on_winner, winner, progress) if scaling else [],

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, savings, seconds_text
 from shardwise.diagnose.summary import Finding, RankSummary, Summary, UnitSummary
+from shardwise.plan.spelling import counted
 
 __all__ = ["show"]
 
@@ -25,8 +26,8 @@ def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> Non
 
 def overview(summary: Summary) -> str:
     """Summarize step time, exposed communication, peak memory and straggler in one line."""
-    ranks = f"{len(summary.ranks)} rank{'' if len(summary.ranks) == 1 else 's'}"
-    steps = f"{len(summary.steps)} recorded step{'' if len(summary.steps) == 1 else 's'}"
+    ranks = counted(len(summary.ranks), "rank")
+    steps = counted(len(summary.steps), "recorded step")
     exposed = f"{seconds_text(summary.exposed_seconds)} of it exposed communication"
     parts = [
         f"{ranks}, {steps}",

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
+from shardwise.plan.spelling import counted
 
 __all__ = ["MODEL_AXES", "OBJECTIVES", "Degree", "Goal", "Objective", "configurations", "offloaded"]
 
@@ -167,8 +168,8 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
         if wrong:
             fitting = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
             raise ConfigError(
-                f"micro_batch={wrong[0]}: expected a divisor of the {rank_batch} sequences per "
-                f"rank: {', '.join(map(str, fitting))}"
+                f"micro_batch={wrong[0]}: expected a divisor of the "
+                f"{counted(rank_batch, 'sequence')} per rank: {', '.join(map(str, fitting))}"
             )
         return list(goal.micro_batches)
     powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
@@ -184,8 +185,8 @@ def _batch_problem(goal: Goal, num_replicas: int) -> str:
     below = goal.global_batch // num_replicas * num_replicas
     multiples = " or ".join(f"{n:,}" for n in (below, below + num_replicas) if n)
     problem = (
-        f"global_batch={goal.global_batch:,} does not divide evenly over {num_replicas:,} "
-        f"data-parallel ranks; use {multiples}"
+        f"global_batch={goal.global_batch:,} does not divide evenly over "
+        f"{counted(num_replicas, 'data-parallel rank')}; use {multiples}"
     )
     for degree in (2, 4, 8) if goal.tensor == 1 else ():
         if num_replicas % degree == 0 and goal.global_batch % (num_replicas // degree) == 0:

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.forecast.candidates import MODEL_AXES
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.recorder import COLLECTIVES
+from shardwise.plan.spelling import counted
 
 __all__ = ["ModelPart", "ring_attention"]
 
@@ -60,8 +61,8 @@ class ModelPart:
         pipeline, chunks = self.configuration.pipeline, self.configuration.chunks
         if chunks > 1 and layers % (pipeline * chunks):
             raise ConfigError(
-                f"chunks={chunks}: expected {layers} blocks to be a multiple of pipeline x "
-                f"chunks = {pipeline} x {chunks}"
+                f"chunks={chunks}: expected {counted(layers, 'block')} to be a multiple of "
+                f"pipeline x chunks = {pipeline} x {chunks}"
             )
         each, remainder = divmod(layers, pipeline)
         return each + (self.stage < remainder)

@@ -1,4 +1,6 @@
-"""The plan that `fully_shard` makes under a configuration, and the source code of that call."""
+"""The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
+
+from textwrap import indent
 
 import torch
 from torch import nn
@@ -7,12 +9,13 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwise.plan.spelling import counted
 
 __all__ = ["call_of", "offload_of", "plan_of", "precision_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
-    """Plan ``module``, one rank's part of the model in ``configuration.master_dtype``."""
+    """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
     return make_plan(
@@ -47,11 +50,32 @@ def offload_of(configuration: Configuration) -> OffloadPolicy:
 
 
 def call_of(configuration: Configuration) -> str:
-    """Return the call of `fully_shard` as Python code for a training script."""
-    mesh, dims = _mesh_of(configuration)
-    arguments = {"mesh": dims} if mesh else {}
+    """Return Python code for a training script, which defines ``model`` before it.
+
+    It has all that the forecast assumes: activation checkpointing, torch.compile, the call of
+    `fully_shard`, and a function that takes a step with the micro-batches of a rank.
+    """
+    imports, mesh, dims = _mesh_of(configuration)
+    before = ""
+    if configuration.checkpointing != "none":
+        imports += "from shardwise.forecast.recomputing import checkpoint_blocks\n"
+        before += f"checkpoint_blocks(model, {_quoted(configuration.checkpointing)})\n"
+    if configuration.compiled:
+        imports += "from shardwise.plan.policies import choose_units\n"
+        before += 'for name in choose_units(model, "auto")[1:]:\n'
+        before += "    model.get_submodule(name).compile()\n"
+    arguments = _arguments(configuration, dims)
+    lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
+    call = f"sw.fully_shard(\n    model,\n{lines})\n"
+    imports = f"import torch\n\nimport shardwise as sw\n{imports}"
+    return f"{imports}\n{mesh}{before}{call}{_step_of(configuration)}"
+
+
+def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
+    """Return the arguments of `fully_shard` as code; ``dims`` is the submesh to shard over."""
+    arguments = {"mesh": dims} if dims else {}
     arguments |= {"units": '"auto"', "strategy": f'"{configuration.strategy}"'}
-    if configuration.row.num_axes > 1 and not mesh:
+    if configuration.row.num_axes > 1 and not dims:
         arguments["sharding_factor"] = str(configuration.shard_size)
     if configuration.reshard_after_forward is not None:
         arguments["reshard_after_forward"] = str(configuration.reshard_after_forward)
@@ -66,14 +90,46 @@ def call_of(configuration: Configuration) -> str:
     if configuration.offload != "none":
         keeps = "" if configuration.offload == "parameters" else "parameters=False"
         arguments["offload_policy"] = f"sw.CPUOffloadPolicy({keeps})"
-    lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
-    return f"{mesh}sw.fully_shard(\n    model,\n{lines})"
+    return arguments
 
 
-def _mesh_of(configuration: Configuration) -> tuple[str, str]:
-    """Return code that makes the mesh with model-parallel dims, and the submesh to shard over."""
+def _step_of(configuration: Configuration) -> str:
+    """Return a function that takes a step; a comment where a pipeline's schedule does."""
+    count = configuration.accumulation
+    batches = f"{counted(count, 'micro-batch')} of {counted(configuration.micro_batch, 'sequence')}"
+    if configuration.pipeline > 1:
+        return f"# The schedule of the pipeline takes {batches} per step.\n"
+    forward = "loss = model(*micro_batch)  # its mean over the micro-batch\n"
+    if configuration.autocast:
+        dtype = configuration.compute_dtype
+        forward = f'with torch.autocast("cuda", {dtype}):\n{indent(forward, "    ")}'
+    if configuration.activation_offload:
+        forward = f"with sw.offload_activations(model):\n{indent(forward, '    ')}"
+    if count == 1:
+        body = f"(micro_batch,) = micro_batches\n{forward}loss.backward()\n"
+    elif configuration.accumulate == "whole":
+        forward = f"model.set_requires_gradient_sync(number == {count})\n{forward}"
+        body = "for number, micro_batch in enumerate(micro_batches, start=1):\n"
+        body += indent(f"{forward}(loss / {count}).backward()\n", "    ")
+    else:
+        body = "for micro_batch in micro_batches:\n"
+        body += indent(f"{forward}(loss / {count}).backward()\n", "    ")
+    body = f"{body}optimizer.step()\noptimizer.zero_grad()\n"
+    return (
+        "\n\ndef train_step(optimizer, micro_batches):\n"
+        f'    """Train a rank on {batches}, with the states of {configuration.optimizer}."""\n'
+        f"{indent(body, '    ')}"
+    )
+
+
+def _quoted(modes: str | tuple[str, ...]) -> str:
+    return f"{modes!r}".replace("'", '"')
+
+
+def _mesh_of(configuration: Configuration) -> tuple[str, str, str]:
+    """Return an import, code that makes the mesh of all dims, and the submesh to shard over."""
     if configuration.model_parallel == 1:
-        return "", ""
+        return "", "", ""
     has_replicas = configuration.row.num_axes > 1
     data = {"replica": configuration.replicas, "shard": configuration.shard_size}
     sizes = {
@@ -84,11 +140,11 @@ def _mesh_of(configuration: Configuration) -> tuple[str, str]:
     }
     used = {name: size for name, size in sizes.items() if size > 1 or name in ("dp", *data)}
     shape, names = tuple(used.values()), tuple(used)
-    lines = "from torch.distributed.device_mesh import init_device_mesh\n\n"
-    lines += f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})\n'
+    imports = "from torch.distributed.device_mesh import init_device_mesh\n"
+    lines = f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={names})\n'
     inner = "shard" if has_replicas else "dp"
     if configuration.context > 1:
         lines += f'mesh["{inner}", "cp"]._flatten("{inner}_cp")\n'
         inner = f"{inner}_cp"
     over = f'mesh["replica", "{inner}"]' if has_replicas else f'mesh["{inner}"]'
-    return lines.replace("'", '"'), over
+    return imports, lines.replace("'", '"'), over

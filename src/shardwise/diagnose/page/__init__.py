@@ -8,6 +8,7 @@ from shardwise.diagnose.page.metrics import Chart
 from shardwise.diagnose.page.tables import findings_section, ranks_table, tiles, units_table
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.summary import Finding, Summary
+from shardwise.plan.spelling import counted
 
 __all__ = ["render"]
 
@@ -39,7 +40,7 @@ def render(
         Drawing(lines, _drawn_steps(summary.steps, lines), charts),
         title=title,
         facts=[
-            f"{header.world_size} ranks",
+            counted(header.world_size, "rank"),
             header.device,
             f"strategy {header.strategy}",
             f"prefetch {header.prefetch}",

@@ -7,6 +7,7 @@ from statistics import median_low
 from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, savings, seconds_text
 from shardwise.diagnose.recording import Header
 from shardwise.diagnose.summary import EXPOSED, Finding, RankSummary, Summary, UnitSummary
+from shardwise.plan.spelling import counted
 
 __all__ = [
     "cell",
@@ -23,7 +24,11 @@ def tiles(summary: Summary, header: Header) -> str:
     """Render the figures at the top of the page."""
     share = f"{summary.exposed_share:.0%} of a step"
     found = [
-        ("Step", seconds_text(summary.seconds), f"mean of {len(summary.steps)} recorded steps"),
+        (
+            "Step",
+            seconds_text(summary.seconds),
+            f"mean of {counted(len(summary.steps), 'recorded step')}",
+        ),
         ("Exposed communication", seconds_text(summary.exposed_seconds), share),
     ]
     if summary.peak is not None:
