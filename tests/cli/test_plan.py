@@ -269,8 +269,38 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         "--strategy", "fsdp", "--checkpointing", "full",
     )  # fmt: skip
     assert found.code == 2
-    expected = r"huge does not fit: .* needs [\d.]+ TB more than a GPU's [\d.]+ GB"
+    expected = (
+        r"huge does not fit: .* needs [\d.]+ TB more than a GPU's [\d.]+ GB, at \w+.*: "
+        r"\w+ [\d.]+ .B, .*; use .* or --offload"
+    )
     assert re.search(expected, found.errors)
+    assert " on the host" not in found.errors
+
+
+def test_what_does_not_fit_has_figures_with_offload(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    found = run(
+        f"{__name__}:huge", "--cluster", "8xH100", "--global-batch", "8", "--strategy", "fsdp",
+        f"--html={page}",
+    )  # fmt: skip
+    assert found.code == 2
+    smallest = "fsdp over 8, micro-batches 1 x 1, checkpointing full, parameters and activations on"
+    assert f"Smallest, but too large: {smallest}" in " ".join(found.output.split())
+    assert re.search(r"tokens/s per GPU, .* MFU [\d.]+%, HFU [\d.]+%", found.output)
+    assert re.search(r"[\d.]+ .B of host memory", found.output)
+    assert "sw.CPUOffloadPolicy()" in found.output
+    assert smallest in found.errors
+    assert smallest in page.read_text("utf-8")
+
+
+def test_that_an_alternative_does_not_fit_is_said_of_offload_as_well() -> None:
+    found = run(
+        "llama-3-8b", "--cluster", "8xA100-40GB", "--seq", "4096", "--global-batch", "16",
+        "--strategy", "fsdp", "--micro-batch", "2", "--checkpointing", "none,full", "--no-scaling",
+    )  # fmt: skip
+    assert found.code == 0
+    line = "checkpointing none, micro-batch 2: does not fit even with offload, without that needs"
+    assert line in found.output
 
 
 def test_measurements_that_make_no_sense_are_named(tmp_path: Path) -> None:

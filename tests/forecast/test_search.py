@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.forecast.candidates import Goal, configurations
+from shardwise.forecast.candidates import Goal, Objective, configurations
 from shardwise.forecast.certificate import Certificate, Moment
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
@@ -30,7 +30,7 @@ class Fake:
         self.queried: list[Configuration] = []
 
     def with_devices(self, num_devices: int) -> "Fake":
-        return Fake(replace(self.cluster, num_devices=num_devices))
+        return type(self)(replace(self.cluster, num_devices=num_devices))
 
     @property
     def machine(self) -> Machine:
@@ -104,6 +104,45 @@ def test_offload_is_tried_only_if_it_may_suffice() -> None:
     offloaded = [one for one in ranking.fitting if one.configuration.offload == "optimizer"]
     assert offloaded  # 31 GB per rank and 12 of activations do not fit into 39
     assert ranking.winner.configuration.offload == "none"
+
+
+class Gathering(Fake):
+    """Adds 35 GB of each unit that is gathered, and memory that optimizer states split."""
+
+    def memory(self, one: Configuration) -> Forecast:
+        found = super().memory(one)
+        [moment] = found.memory.timeline
+        gathered = replace(moment, gathered=35 * GB * (1 + one.prefetch))
+        return replace(found, memory=Certificate((gathered,), 0, moment.optimizer, 0))
+
+
+def test_memory_that_states_split_counts_as_saved_by_offload() -> None:
+    goal = Goal(global_batch=8, strategies=("fsdp",), checkpointing=("full",))
+    ranking = rank(goal, Gathering(parse_cluster("8xA100-80GB")))
+    assert ranking.winner.configuration.offload == "optimizer"
+    assert ranking.too_large[0].missing_bytes > 20 * GB, "more than the 20 GB of states"
+
+
+def test_without_prefetch_and_with_offload_a_larger_model_fits() -> None:
+    goal = Goal(global_batch=4, strategies=("fsdp",))
+    ranking = rank(goal, Gathering(parse_cluster("4xA100-80GB")))
+    best = ranking.winner
+    assert best.fits
+    assert best.step.seconds > 0
+    assert (best.configuration.prefetch, best.configuration.offload) == (0, "optimizer")
+
+
+@pytest.mark.parametrize("objective", ["tokens/s", "memory", "cost"])
+def test_if_nothing_fits_the_smallest_with_offload_has_a_time(objective: Objective) -> None:
+    goal = Goal(global_batch=16, strategies=("fsdp",), objective=objective)
+    ranking = rank(goal, Gathering(parse_cluster("16xT4")))
+    assert not ranking.fitting
+    nearest = ranking.winner
+    sizes = [one.missing_bytes for one in ranking.too_large]
+    assert nearest.missing_bytes == min(sizes) > 0
+    assert nearest.step.seconds > 0
+    chosen = nearest.configuration
+    assert (chosen.prefetch, chosen.offload, chosen.activation_offload) == (0, "parameters", True)
 
 
 def test_the_objectives_memory_and_cost_minimize_memory_and_gpus() -> None:

@@ -194,6 +194,8 @@ def plan(
         num_parts = configuration.tensor * configuration.pipeline
         plan_terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
     _write(planned, html, trace, config)
+    if not planned.winner.fits:
+        raise ConfigError(planned.shortage)
 
 
 def _score(path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.diagnose.formatting import bytes_text, percent, seconds_text
+from shardwise.diagnose.formatting import NOTHING, bytes_text, percent, seconds_text
 from shardwise.diagnose.plan_text import (
     DEFINITIONS,
     describe,
@@ -36,7 +36,8 @@ def show(console: Console, planned: Planned) -> None:
     """Print the result of the search."""
     console.print(Text(f"{planned.title}: {'; '.join(planned.facts)}\n"))
     console.print(_candidates_table(planned))
-    console.print(Text(f"\nBest: {describe(planned.winner.configuration)}", style="bold"))
+    rank = "Best" if planned.winner.fits else "Smallest, but too large"
+    console.print(Text(f"\n{rank}: {describe(planned.winner.configuration)}", style="bold"))
     for line in figures(planned):
         console.print(Text(line))
     for line in reasons(planned.ranking):
@@ -74,29 +75,32 @@ def figures(planned: Planned) -> list[str]:
 
 
 def _candidates_table(planned: Planned) -> Table:
+    shown = planned.ranking.fitting
     title = "Configurations, best first, per GPU (*: on the frontier of memory and time)"
+    if not shown:
+        shown = planned.ranking.too_large
+        title = "Configurations, which do not fit, smallest first, per GPU"
     table = _table(with_device_word(planned.winner.cluster, title))
     for heading in ("", "sharding", "micro", "checkpoint", "on host"):
         table.add_column(heading, overflow="fold")
     for heading in ("ahead", "tokens/s", "MFU", "exposed", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for number, forecast in enumerate(planned.ranking.fitting[:MAX_ROWS], start=1):
+    for number, forecast in enumerate(shown[:MAX_ROWS], start=1):
         mark = "*" if forecast in planned.frontier else ""
         table.add_row(f"{number}{mark}", *settings_texts(forecast.configuration), *_times(forecast))
-    rest = len(planned.ranking.fitting) - MAX_ROWS
+    rest = len(shown) - MAX_ROWS
     if rest > 0:
         table.caption = f"{rest} more on the page (--html FILE)"
     return table
 
 
 def _times(forecast: Forecast) -> tuple[str, ...]:
-    step = forecast.step
-    return (
-        f"{step.tokens_per_second:,.0f}",
-        f"{step.mfu:.1%}",
-        percent(step.exposed_seconds / step.seconds),
-        bytes_text(forecast.memory.device_bytes),
-    )
+    memory = bytes_text(forecast.memory.device_bytes)
+    if forecast.time is None:
+        return NOTHING, NOTHING, NOTHING, memory
+    step = forecast.time
+    exposed = percent(step.exposed_seconds / step.seconds)
+    return f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}", exposed, memory
 
 
 def _scaling_table(curves: Sequence[Curve]) -> Table:

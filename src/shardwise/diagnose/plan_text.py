@@ -1,7 +1,7 @@
 """Text about a search: its winner, why it beats the others, what bounds it, and how it scales."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.forecast.candidates import MODEL_AXES
@@ -17,6 +17,7 @@ __all__ = [
     "Budget",
     "describe",
     "missing_text",
+    "peak_text",
     "reasons",
     "scaling_text",
     "settings_texts",
@@ -47,6 +48,7 @@ _COMPARED = (
     "offload",
 )
 MOST_REASONS = 8
+_LARGEST = 3  # categories of memory that are named if a configuration does not fit
 _COSTS = {
     "matmul": "{more} more in matrix products",
     "attention": "{more} more in attention",
@@ -148,6 +150,8 @@ def describe(configuration: Configuration) -> str:
 def reasons(ranking: Ranking) -> list[str]:
     """Explain why the winner is best: what bounds it, and what its alternatives cost or lack."""
     found = [_bound(ranking.winner)]
+    if not ranking.winner.fits:
+        return found
     winner = ranking.winner.configuration
     found += [
         f"{_named(winner, other.configuration)}: {_difference(ranking, other)}"
@@ -211,17 +215,27 @@ def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> st
 def _too_large(ranking: Ranking) -> Iterator[str]:
     """For each kind of checkpointing, describe the smallest candidate that does not fit.
 
-    Only candidates with the winner's sharding count.
+    Only candidates with the winner's sharding count, without offload.
     """
     best = ranking.winner.configuration
+    offloaded = {
+        replace(one.configuration, offload="none", activation_offload=False): one.configuration
+        for one in reversed(ranking.fitting)
+        if _host_text(one.configuration)
+    }
     seen = set()
     for forecast in ranking.too_large:
-        kind = forecast.configuration.checkpointing
-        if kind not in seen and _sharding_text(forecast.configuration) == _sharding_text(best):
-            seen.add(kind)
-            micro = forecast.configuration.micro_batch
-            needed = missing_text(forecast)
-            yield f"checkpointing {kind}, micro-batch {micro}: does not fit, needs {needed}"
+        one = forecast.configuration
+        kind = one.checkpointing
+        if kind in seen or _host_text(one) or _sharding_text(one) != _sharding_text(best):
+            continue
+        seen.add(kind)
+        text = "does not fit, needs "
+        if one in offloaded:
+            text = f"fits only with {_host_text(offloaded[one])} on the host, without that needs "
+        elif ranking.goal.offload != ("none",):
+            text = "does not fit even with offload, without that needs "
+        yield f"checkpointing {kind}, micro-batch {one.micro_batch}: {text}{missing_text(forecast)}"
 
 
 def missing_text(forecast: Forecast) -> str:
@@ -230,6 +244,14 @@ def missing_text(forecast: Forecast) -> str:
     return with_device_word(
         forecast.cluster, f"{bytes_text(forecast.missing_bytes)} more than a GPU's {available}"
     )
+
+
+def peak_text(forecast: Forecast) -> str:
+    """Format the largest categories of memory at the peak."""
+    peak = forecast.memory.peak
+    largest = sorted(peak.by_category().items(), key=lambda item: -item[1])[:_LARGEST]
+    held = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
+    return f"at {peak.label}: {held}"
 
 
 def scaling_text(curves: list[Curve]) -> list[str]:

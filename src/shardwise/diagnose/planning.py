@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.diagnose.plan_text import Budget, describe, missing_text, with_device_word
+from shardwise.diagnose.plan_text import Budget, describe, missing_text, peak_text, with_device_word
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.simulated import recording_of
-from shardwise.errors import ConfigError
 from shardwise.forecast.candidates import Goal
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
@@ -76,6 +75,23 @@ class Planned:
         ]
 
     @property
+    def shortage(self) -> str:
+        """What the winner lacks; "" if it fits."""
+        winner = self.winner
+        if winner.fits:
+            return ""
+        ways = ["more or larger GPUs", "shorter sequences"]
+        ways += ["--tensor auto"] if winner.configuration.tensor == 1 else []
+        ways += ["--offload"] if self.ranking.goal.offload == ("none",) else []
+        text = (
+            f"{self.model} does not fit: the smallest of "
+            f"{counted(self.ranking.num_compared, 'configuration')} "
+            f"({describe(winner.configuration)}) needs {missing_text(winner)}, "
+            f"{peak_text(winner)}; use {', '.join(ways[:-1])} or {ways[-1]}"
+        )
+        return with_device_word(winner.cluster, text)
+
+    @property
     def call(self) -> str:
         return call_of(self.winner.configuration)
 
@@ -104,20 +120,9 @@ def make_planned(
         config_of: returns the configuration file of a trainer.
         progress: called with a description of the work under way.
         scaling: whether to forecast how the winner scales, which takes a few seconds.
-
-    Raises:
-        ConfigError: no configuration fits.
     """
     ranking = search(forecaster, goal, progress)
-    if not ranking.fitting:
-        least = ranking.too_large[0]
-        raise ConfigError(
-            f"{forecaster.model.name} does not fit: the smallest of {ranking.num_compared} "
-            f"configurations ({describe(least.configuration)}) needs {missing_text(least)}; use "
-            + with_device_word(
-                least.cluster, "more or larger GPUs, shorter sequences, or --tensor auto"
-            )
-        )
+    scaling = scaling and ranking.winner.fits
     winner = ranking.winner.configuration
     on_winner = forecaster.with_devices(ranking.winner.cluster.num_devices)
     return Planned(

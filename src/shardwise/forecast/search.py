@@ -24,7 +24,7 @@ class Ranking:
 
     goal: Goal
     fitting: tuple[Forecast, ...]
-    too_large: tuple[Forecast, ...]  # without times, smallest first
+    too_large: tuple[Forecast, ...]  # smallest first; without times, but for the winner's
 
     @property
     def num_compared(self) -> int:
@@ -32,14 +32,16 @@ class Ranking:
 
     @property
     def winner(self) -> Forecast:
-        return self.fitting[0]
+        """The best configuration that fits; if none does, the one that lacks the least memory."""
+        return (self.fitting or self.too_large)[0]
 
 
 def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: None) -> Ranking:
     """Compare the configurations of a model on a cluster.
 
     Micro-batches above the first that does not fit are skipped. Candidates that do not fit are
-    tried again with offload, in increasing amounts; with the objective "memory", all are.
+    tried again with offload, in increasing amounts; with the objective "memory", all are. If still
+    none fits, all are tried with offload and without prefetch.
 
     Args:
         forecaster: predicts steps of the model on the cluster.
@@ -56,8 +58,15 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
         fits, misfits = _search_cluster(on_cluster, goal, progress)
         fitting += fits
         too_large += misfits
+    if not fitting:
+        progress("memory with offload and without prefetch")
+        smaller = [one for base in too_large for one in _without_prefetch(forecaster, goal, base)]
+        fitting = [_timed(forecaster, forecast) for forecast in smaller if forecast.fits]
+        too_large += [forecast for forecast in smaller if not forecast.fits]
     fitting.sort(key=_key(goal))
     too_large.sort(key=lambda forecast: forecast.missing_bytes)
+    if not fitting:
+        too_large[0] = _timed(forecaster, too_large[0])
     return Ranking(goal, tuple(fitting), tuple(too_large))
 
 
@@ -125,7 +134,8 @@ def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[F
     """Yield the first variant that fits with offload, or all for the objective "memory"."""
     peak = base.memory.peak
     for configuration in offloaded(goal, base.configuration):
-        saved = peak.activations if configuration.activation_offload else 0
+        saved = base.memory.reserve_bytes  # states that split blocks are a reason for it
+        saved += peak.activations if configuration.activation_offload else 0
         if configuration.offload != "none":
             saved += peak.optimizer + peak.gradients
         if configuration.offload == "parameters":
@@ -137,6 +147,20 @@ def _offloaded(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[F
             yield found
             if goal.objective != "memory":
                 return
+
+
+def _without_prefetch(forecaster: Forecaster, goal: Goal, base: Forecast) -> Iterator[Forecast]:
+    """Yield variants with increasing amounts of offload, up to the first that fits."""
+    on_cluster = forecaster.with_devices(base.cluster.num_devices)
+    for configuration in (base.configuration, *offloaded(goal, base.configuration)):
+        found = on_cluster.memory(replace(configuration, prefetch=0))
+        yield found
+        if found.fits:
+            return
+
+
+def _timed(forecaster: Forecaster, forecast: Forecast) -> Forecast:
+    return forecaster.with_devices(forecast.cluster.num_devices).timed(forecast)
 
 
 def _refined(forecaster: Forecaster, forecast: Forecast) -> Iterator[Forecast]:
