@@ -1,5 +1,6 @@
 """Usage and configuration errors: one line on stderr and exit code 2, before any rank starts."""
 
+import os
 import re
 import subprocess
 import sys
@@ -127,3 +128,23 @@ def test_what_is_not_there_is_a_usage_error(
     command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     fail(capfd, command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        (["--version"], "stdout", 141),
+        (["plan", "--help"], "stdout", 1),  # of rich, which prints the help
+        (["plan"], "stderr", 141),
+    ],
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], closed: str, code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    stdout, stderr = (writer if one == closed else subprocess.PIPE for one in ("stdout", "stderr"))
+    with subprocess.Popen(command, text=True, stdout=stdout, stderr=stderr) as process:
+        printed = process.communicate()
+    os.close(writer)
+    assert process.returncode == code
+    assert [text for text in printed if text] == []

@@ -6,14 +6,17 @@ All commands use the same exit codes:
 - 1: a check found differences or damage, or the run failed;
 - 2: a usage or configuration error, such as a missing file, with one line on stderr; nothing was
   started;
-- 130: interrupted by SIGINT (128 + the number of any other signal).
+- 130: interrupted by SIGINT (128 + the number of any other signal);
+- 141: the reader of the output has closed it, as in ``shardwise plan --help | head -1``.
 
 A command imports torch when it runs, so that ``shardwise --help`` is fast.
 """
 
+import os
+import select
 import sys
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated, TextIO, cast
 
 import typer
 from typer.main import get_command
@@ -30,7 +33,7 @@ from shardwise.errors import CheckpointNotFound, ConfigError, PlanError, Shardwi
 
 __all__ = ["app", "main"]
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 # The base class of typer's usage errors. It is click's, but some versions of typer contain a copy
 # of click, so only this expression finds it in all versions.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
@@ -67,6 +70,30 @@ def commands(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
+        if not closed:  # a connection of the command
+            raise
+        for stream in closed:  # Python flushes both when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return PIPE_CLOSED
+    return code
+
+
+def _is_closed_pipe(stream: TextIO) -> bool:
+    """Whether ``stream`` is a pipe that nobody reads any more."""
+    poll = select.poll()
+    try:
+        poll.register(stream, select.POLLERR)
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     command = get_command(app)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
