@@ -114,12 +114,28 @@ def _weighted(gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (partial(mul, 2), "is 2 times .* a sum over the 2 data-parallel ranks"),
-        (partial(mul, 0.5), "is 0.5 times .* divided twice by the 2"),
-        (partial(mul, 7), "is 7 times .* a wrong divisor or a loss scale"),
+        (
+            partial(mul, 2),
+            (
+                "is 2 times what is expected; possible causes: a sum over the 2 data-parallel "
+                "ranks where a mean is expected, losses of 2 micro-batches that are not divided by "
+                "their number, a wrong divisor, or a loss scale"
+            ),
+        ),
+        (
+            partial(mul, 0.5),
+            (
+                "is 0.5 times .*; possible causes: a gradient that is divided twice by the 2 "
+                "data-parallel ranks, one that is divided but not summed, a wrong divisor, or"
+            ),
+        ),
+        (partial(mul, 0.3), "is 0.3 times .*; possible causes: a wrong divisor, or a loss scale"),
         (partial(mul, 0), "is zero"),
-        (_dropped, "lacks part 1 of the batch: a dropped micro-batch"),
-        (_weighted, r"gives the parts .* the weights 0.75, 0.25, expected 0.5 each: a mean over"),
+        (
+            _dropped,
+            "lacks part 1 of the batch; possible causes: a rank whose .*, or a dropped micro",
+        ),
+        (_weighted, r"gives the parts .* the weights 0.75, 0.25, expected 0.5 each; .*: a mean"),
     ],
     ids=["sum", "mean of means", "scale", "zero", "dropped", "tokens"],
 )
@@ -174,7 +190,7 @@ def test_a_mean_over_ranks_instead_of_tokens_is_named() -> None:
         found = verify(**right)
         assert found.ok, found.explanation
     found = verify(engine=_OverTokens(over_ranks=True))
-    cause = r"equal weights, though they have 8, 1 tokens: a mean over ranks where a mean over"
+    cause = r"equal weights, though they have 8, 1 tokens; possible causes: a mean over ranks where"
     with pytest.raises(sw.VerificationError, match=rf"the gradient of \d.* in step 0 .*{cause}"):
         found.raise_for_difference()
 

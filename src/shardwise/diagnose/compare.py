@@ -37,7 +37,7 @@ class Judge:
     outcomes: Sequence[Outcome]  # outcomes of the reference, by step
     exchange: RankExchange
     tolerance: float
-    reference: Reference | None = None  # where given, errors come with a likely cause
+    reference: Reference | None = None  # where given, errors come with possible causes
 
     def compare(
         self, model: nn.Module, strategy: str, backward: BackwardFn | None = None
@@ -98,7 +98,7 @@ class Judge:
         return _worst_of(*self.exchange.gather(worst))
 
     def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
-        """Add the likely cause, if there is one, as the note of ``worst``.
+        """Add the possible causes, if there are any, as the note of ``worst``.
 
         Args:
             worst: the largest error of a gradient.

@@ -1,4 +1,4 @@
-"""The likely cause of a wrong gradient, from how much each part of the batch contributes to it."""
+"""Possible causes of a wrong gradient, from how much each part of the batch contributes to it."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,7 +19,7 @@ def explain(
     num_rows: int,
     dims: Mapping[str, int],
 ) -> str:
-    """Describe the likely cause of the error in ``found``; "" if no known cause fits.
+    """Describe the error in ``found`` and its possible causes; "" if no known cause fits.
 
     Args:
         found: the gradient to explain.
@@ -63,24 +63,42 @@ def _fit(found: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     return [round(weight, 6) for weight in weights]
 
 
+def _causes(found: str, *causes: str) -> str:
+    """Append the possible causes to what was found, most likely first."""
+    *most, last = causes
+    listed = f"{', '.join(most)}, or {last}" if most else last
+    return f"{found}; possible cause{'s' * bool(most)}: {listed}"
+
+
 def _cause_of_factor(factor: float, num_parts: int, dims: Mapping[str, int]) -> str:
     if factor in (0.0, 1.0):
         return "" if factor else "is zero"
-    found = f"is {factor:.4g} times what is expected"
-    matching_dims = [name for name, size in dims.items() if _is_near(factor, size)]
+    causes = []
     if _is_near(factor, num_parts):
-        return f"{found}: a sum over the {num_parts} data-parallel ranks where a mean is expected"
+        causes.append(f"a sum over the {num_parts} data-parallel ranks where a mean is expected")
     if _is_near(factor * num_parts, 1):
-        return f"{found}: divided twice by the {num_parts} data-parallel ranks"
+        causes += [
+            f"a gradient that is divided twice by the {num_parts} data-parallel ranks",
+            "one that is divided but not summed",
+        ]
+    matching_dims = [name for name, size in dims.items() if _is_near(factor, size)]
     if "ep" in matching_dims:
-        return (
-            f"{found}, the size of ep: divide experts' gradients by the number of all ranks whose "
-            "tokens reach them, as with set_gradient_divide_factor"
+        causes.append(
+            "gradients of experts that are not divided by the number of all ranks whose tokens "
+            "reach them, as set_gradient_divide_factor does"
         )
-    if matching_dims:
-        names = " and of ".join(matching_dims)
-        return f"{found}, the size of {names}: a sum where a mean is expected"
-    return f"{found}: a wrong divisor or a loss scale"
+    causes += [
+        f"a sum over {name} where a mean is expected"
+        for name in matching_dims
+        if name not in ("dp", "ep") or not causes
+    ]
+    if factor > 1 and _is_near(factor, round(factor)):
+        causes.append(
+            f"losses of {round(factor)} micro-batches that are not divided by their number"
+        )
+    return _causes(
+        f"is {factor:.4g} times what is expected", *causes, "a wrong divisor", "a loss scale"
+    )
 
 
 def _cause_in_parts(weights: Sequence[float], counts: Sequence[int]) -> str:
@@ -88,23 +106,27 @@ def _cause_in_parts(weights: Sequence[float], counts: Sequence[int]) -> str:
     number = len(weights)
     missing = [part for part, weight in enumerate(weights) if not weight]
     if missing:
-        return (
-            f"lacks part {missing[0]} of the batch: a dropped micro-batch, or a rank whose "
-            "gradient was not reduced"
+        return _causes(
+            f"lacks part {missing[0]} of the batch",
+            "a rank whose gradient was not reduced",
+            "a dropped micro-batch",
         )
     if all(
         _is_near(weight * count * number, sum(counts))
         for weight, count in zip(weights, counts, strict=True)
     ):
         tokens = ", ".join(map(str, counts))
-        return (
-            f"gives the parts of the batch equal weights, though they have {tokens} tokens: a mean "
-            "over ranks where a mean over tokens is expected"
+        return _causes(
+            f"gives the parts of the batch equal weights, though they have {tokens} tokens",
+            "a mean over ranks where a mean over tokens is expected",
+            "a loss that counts padding",
         )
     shown = ", ".join(f"{weight / number:.3g}" for weight in weights)
-    return (
-        f"gives the parts of the batch the weights {shown}, expected {1 / number:.3g} each: a mean "
-        "over ranks where a mean over rows or tokens is expected, or the reverse"
+    return _causes(
+        f"gives the parts of the batch the weights {shown}, expected {1 / number:.3g} each",
+        "a mean over ranks where a mean over rows or tokens is expected",
+        "the reverse",
+        "a loss that is scaled differently on some ranks",
     )
 
 
@@ -118,11 +140,18 @@ def _cause_in_pieces(weights: Sequence[float], num_pieces: int, num_rows: int) -
 
     missing = [place(index) for index, weight in enumerate(weights) if not weight]
     if missing:
-        return f"lacks {', '.join(missing)} of the batch: a dropped micro-batch"
+        return _causes(
+            f"lacks {', '.join(missing)} of the batch",
+            "a dropped micro-batch",
+            "gradients that were reset or overwritten between micro-batches",
+            "rows that the loss leaves out",
+        )
     farthest = max(range(len(weights)), key=lambda index: abs(weights[index] - 1))
-    return (
-        f"counts {place(farthest)} of the batch {weights[farthest]:.4g} times, expected once: "
-        "a micro-batch that is scaled or accumulated differently"
+    return _causes(
+        f"counts {place(farthest)} of the batch {weights[farthest]:.4g} times, expected once",
+        "a micro-batch that is scaled differently",
+        "one that is accumulated more than once",
+        "weights in the loss",
     )
 
 

@@ -20,7 +20,7 @@ class Worst:
     error: float = 0.0  # relative; inf where a value is missing or NaN
     name: str = ""  # the parameter; "" for the loss, or if nothing differs
     step: int = 0  # counted from 0
-    note: str = ""  # expected and actual value if one is missing, or the likely cause
+    note: str = ""  # expected and actual value if one is missing, or the possible causes
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def verify(
             or ``(model, backward)``, where ``backward(loss_fn, rows)`` computes the gradients of
             this rank's rows and returns their loss. ``strategies``, ``mp_policy`` and ``options``
             are not used. ``mesh`` may have any dims; "dp...", "efsdp" and "ep" split the batch.
-            If a gradient differs, its likely cause is named.
+            If a gradient differs, possible causes are listed.
         quiet: whether to print nothing. Otherwise rank 0 prints the table line by line.
         options: further arguments for `fully_shard`: prefetch, reshard_after_forward, unused.
 
