@@ -4,6 +4,7 @@
 including the exceptions, are public as well.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,18 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch and the engine when a name is first used, so that ``--help`` is fast."""
     if not name.startswith("_"):  # `from shardwise import _private` imports a module
-        public = import_module("shardwise.public")
+        with _counted_for_its_budget() if name == "fit" else nullcontext():
+            public = import_module("shardwise.public")
         globals().update({known: getattr(public, known) for known in public.__all__})
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
+
+
+def _counted_for_its_budget() -> AbstractContextManager[None]:
+    from shardwise.forecast.process import count_growth  # noqa: PLC0415 (imports psutil)
+
+    return count_growth()
 
 
 def __dir__() -> list[str]:

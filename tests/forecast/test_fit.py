@@ -1,6 +1,8 @@
 """Compares `sw.fit` with an exhaustive search, and with the memory of real steps."""
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -109,6 +111,46 @@ def test_an_unknown_gpu_must_be_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machines, "name_of", lambda _device: "NVIDIA Z900")
     with pytest.raises(ConfigError, match=r"'NVIDIA Z900'.*shardwise doctor --calibrate"):
         local_machine(8)
+
+
+_FIRST_USE = """
+import psutil, torch
+from torch import nn
+import shardwise as sw
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+
+torch.set_num_threads(1)
+model = Model()
+process = psutil.Process()
+before = process.memory_info().rss
+fitted = sw.fit(model, budget="1 GB", batch=4, sequence=16)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(2):
+    for tokens in torch.zeros(4, 16, dtype=torch.long).split(fitted.configuration.micro_batch):
+        model(tokens).mean().backward()
+    optimizer.step()
+print(process.memory_info().rss - before, fitted.num_bytes)
+"""
+
+
+def test_a_budget_covers_what_the_first_use_imports() -> None:
+    command = [sys.executable, "-c", _FIRST_USE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, predicted = map(int, done.stdout.split())
+    assert grown > 80_000_000, "of which imports are 65 MB or more"
+    assert abs(predicted / grown - 1) < 0.1
 
 
 @on_ranks(2)

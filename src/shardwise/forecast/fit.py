@@ -30,8 +30,9 @@ from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.planned import offload_of, precision_of
 from shardwise.forecast.process import (
+    count_growth,
+    growths,
     release_memory,
-    resident_bytes,
     set_mmap_threshold,
 )
 from shardwise.forecast.recomputing import checkpoint_blocks
@@ -117,7 +118,8 @@ def fit(
             returns the loss or logits. It may be on the meta device.
         budget: bytes of a rank's device, such as "24 GB" (10^9) or "24 GiB" (2^30). On a CPU, the
             budget covers the model and everything that the process allocates after this call:
-            tensors, and the buffers of libraries, which are measured. From this call on, glibc
+            tensors, and the buffers of libraries, which are measured, as is what ``sw.fit`` imports
+            if it is the first name of the package that is used. From this call on, glibc
             returns freed blocks to the system, which takes some time in every step.
         batch: sequences per rank and step.
         sequence: tokens per sequence.
@@ -154,23 +156,19 @@ def fit(
     return fitted
 
 
-_overheads = [0]  # one per call of `fit` in this process, because libraries keep their buffers
-
-
 def _overhead_bytes(search: "Search", base: Configuration) -> int:
     """Return the memory beyond tensors since the first call of `fit`, as a maximum over ranks.
 
     The overhead is measured by using each library once and running one search whose result is
-    discarded.
+    discarded. It includes that of importing `fit`.
     """
     set_mmap_threshold(_RETURNED_BYTES)
-    before = resident_bytes()
-    _use_libraries()
-    with suppress(PlanError):
-        choose(search, base, 0)
-    _release()
-    _overheads.append(max(0, resident_bytes() - before))
-    found = torch.tensor(sum(_overheads))
+    with count_growth():
+        _use_libraries()
+        with suppress(PlanError):
+            choose(search, base, 0)
+        _release()
+    found = torch.tensor(sum(growths))
     if dist.is_initialized():
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)

@@ -1,12 +1,25 @@
 """The memory of this process, and how glibc returns it to the system."""
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 import psutil
 
-__all__ = ["release_memory", "resident_bytes", "set_mmap_threshold"]
+__all__ = ["count_growth", "growths", "release_memory", "resident_bytes", "set_mmap_threshold"]
 
 _M_MMAP_THRESHOLD = -3  # option of mallopt(3)
+
+
+growths: list[int] = []  # in bytes; per process, because libraries keep their memory
+
+
+@contextlib.contextmanager
+def count_growth() -> Iterator[None]:
+    """Add to `growths` by how much the memory of this process grows in the body."""
+    before = resident_bytes()
+    yield
+    growths.append(max(0, resident_bytes() - before))
 
 
 def resident_bytes() -> int:
