@@ -29,6 +29,12 @@ HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         ("stack", "hsdp", {}),
         ("stack", "fsdp", {"wire": QUANTIZED}),
         ("stack", "hsdp", {"wire": QUANTIZED, "granularity": "dim"}),
+        pytest.param(
+            "stack",
+            "fsdp",
+            {"reshard_after_forward": 2, "wire": TWO_HOPS},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("stack", "ddp", {"wire": QUANTIZED}, marks=pytest.mark.thorough),
         pytest.param("stack", "hfsdp", {"wire": QUANTIZED}, marks=pytest.mark.thorough),
         pytest.param("stack", "fsdp", {"wire": TWO_HOPS}, marks=pytest.mark.thorough),
@@ -54,7 +60,29 @@ def test_a_step_sends_predicted_bytes(name: str, strategy: str, options: dict[st
     assert sw.ledger(model).sent_bytes() == planned, "on each axis"
     assert traffic.sent_bytes == planned.total
     is_sent = planned.shard > 0, planned.replicate > 0
+    assert (planned.subgroup > 0) == ("reshard_after_forward" in options)
     assert is_sent == (strategy != "ddp", strategy in ("ddp", "hsdp", "hfsdp"))
+
+
+@on_ranks(4)
+def test_bytes_within_subgroups_are_told_from_those_between_them() -> None:
+    """A gather and a reduction send to 1 rank in the subgroup and to 2 outside of it."""
+    layers = [torch.nn.Linear(32, 32, bias=False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    for layer in layers:
+        sw.fully_shard(layer, reshard_after_forward=2)
+    sw.fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 32)).sum().backward()
+    sent = sw.ledger(model).sent_bytes()
+    shard = 32 * 32 * 4 // 4
+    flags = 2 * 3  # that a weight was used, to each rank
+    within, between = sent.subgroup, sent.shard - sent.subgroup - flags
+    again = 2 * shard  # the first layer for backward, of which a rank of the subgroup has half
+    assert within == 2 * (shard + shard) + again
+    assert between == 2 * (2 * shard + 2 * shard)
+    assert sent.total == sent.shard == within + between + flags
+    assert sent == sent_bytes(runtime_of_root(model).plan)
 
 
 @on_ranks(2, thorough=(4,))

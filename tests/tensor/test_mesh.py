@@ -3,7 +3,7 @@
 from unittest import mock
 
 from shardwise.plan.axes import AxisBytes
-from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.mesh import DataParallelMesh, _Nearby
 from shardwise.transport.api import CollectiveId, RankGroup, Work
 
 
@@ -15,6 +15,9 @@ def test_no_step_counts_the_ranks_of_a_group() -> None:
     gather, reduce = (CollectiveId(1, "", 10, group.ranks) for group in (row, column))
     works = [mock.Mock(Work, sent=[*one.sent_by(5)]) for one in (gather, reduce)]
     expected = AxisBytes(shard=30, replicate=10)
+    inner = AxisBytes(shard=30, replicate=10, subgroup=10)  # to the other rank of [4, 5]
     assert mesh.axis_bytes(works) == expected
-    with mock.patch.object(DataParallelMesh, "_num_near", side_effect=AssertionError):
+    assert mesh.axis_bytes(works, 2) == inner
+    with mock.patch.object(_Nearby, "_num_near", side_effect=AssertionError):
         assert mesh.axis_bytes(works) == expected
+        assert mesh.axis_bytes(works, 2) == inner

@@ -32,7 +32,8 @@ def sent_bytes(plan: Plan) -> AxisBytes:
         unit = plan.units[event.unit]
         match event.kind:
             case EventKind.GATHER if event.unit in in_subgroup:
-                total += AxisBytes(event.bytes // unit.subgroup * (unit.subgroup - 1))
+                sent = event.bytes // unit.subgroup * (unit.subgroup - 1)
+                total += AxisBytes(sent, subgroup=0 if unit.two_level_gather else sent)
             case EventKind.GATHER:
                 total += _gather_of_shards(plan, unit)
             case EventKind.RESHARD_TO_SUBGROUP:
@@ -51,7 +52,8 @@ def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
     """Count a gather of a unit's shards; with two levels, they are in several rows."""
     num_shards = unit.num_shards or plan.world_size
     row, slot = row_of(plan, unit), _slot_bytes(unit)
-    return AxisBytes(slot * (row - 1), slot * (num_shards - row))
+    inner = slot * (unit.inner_ranks - 1)
+    return AxisBytes(slot * (row - 1), slot * (num_shards - row), subgroup=inner)
 
 
 def _slot_bytes(unit: UnitPlan) -> int:
@@ -75,4 +77,5 @@ def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
         if plan.strategy.is_two_level
         else all_reduce_bytes(own, layout.cast.reduce_itemsize, replicas)
     )
-    return AxisBytes(own * (row - 1), over_columns * (replicas - 1))
+    inner = own * (unit.inner_ranks - 1)
+    return AxisBytes(own * (row - 1), over_columns * (replicas - 1), subgroup=inner)

@@ -27,6 +27,11 @@ class _Hop:
     is_in_row: bool  # whether it runs along a mesh row, not a column
     gathers: bool = False  # whether all ranks get the same elements
     copies: int = 0  # copies of all addends before they are encoded
+    stride: int = 1  # distance of its ranks
+
+    def ranks_in_subgroup(self, size: int) -> int:
+        """Number of its ranks in a subgroup of the row; ``size`` and stride divide one another."""
+        return min(self.ranks, max(1, size // self.stride)) if self.is_in_row else 1
 
 
 def row_of(plan: Plan, unit: UnitPlan | None = None) -> int:
@@ -37,12 +42,14 @@ def row_of(plan: Plan, unit: UnitPlan | None = None) -> int:
 
 def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) -> AxisBytes:
     """Return the bytes that a rank sends in a quantized reduction."""
-    in_row = elsewhere = 0
+    in_row = elsewhere = in_subgroup = 0
     for hop in _hops(plan, unit, layout):
-        sent = blocks.num_bytes(hop.elements) * (hop.ranks - 1)
+        row = blocks.num_bytes(hop.elements)
+        sent = row * (hop.ranks - 1)
         in_row += sent * hop.is_in_row
         elsewhere += sent * (not hop.is_in_row)
-    return AxisBytes(in_row, elsewhere)
+        in_subgroup += row * (hop.ranks_in_subgroup(unit.inner_ranks) - 1)
+    return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
 
 
 def gather_scratch(unit: UnitPlan, ranks: int, *, on_cpu: bool) -> int:
@@ -117,7 +124,7 @@ def _hops(plan: Plan, unit: UnitPlan, layout: Layout) -> Iterator[_Hop]:
         copies = (slot * ranks != size) + (near < ranks)
         yield _Hop(near, slot * ranks // near, is_in_row, copies=copies)
         if near < ranks:
-            yield _Hop(ranks // near, slot, is_in_row)
+            yield _Hop(ranks // near, slot, is_in_row, stride=near)
         is_scattered = is_in_row or is_two_level
         if not is_scattered:
             yield _Hop(ranks, slot, is_in_row, gathers=True)

@@ -84,6 +84,11 @@ class UnitPlan(UnitOptions):
         """Size of the part of a gathered unit that a rank keeps for gathers in the subgroup."""
         return self.gathered_bytes // self.subgroup if self.subgroup else 0
 
+    @property
+    def inner_ranks(self) -> int:
+        """Number of ranks in a subgroup of the mesh row; 1 if there are none."""
+        return 1 if self.two_level_gather else self.subgroup or 1
+
     @cached_property
     def shard_bytes(self) -> int:
         """Size of one rank's shards."""

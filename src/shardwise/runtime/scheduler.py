@@ -446,7 +446,8 @@ class Scheduler:
                 if event.kind is not EventKind.FORWARD:  # the caller runs it
                     unit = self.units[event.unit]
                     if works := self._do(event.kind, unit):
-                        record.works, record.sent = works, unit.mesh.axis_bytes(works)
+                        record.works = works
+                        record.sent = unit.mesh.axis_bytes(works, unit.plan.inner_ranks)
                     now = clock()
                 record.ended = now
                 self.ledger.append(record)

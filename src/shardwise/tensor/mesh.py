@@ -120,29 +120,33 @@ class DataParallelMesh:
         in_column = Operation.REDUCE_SCATTER if self.is_two_level else Operation.ALL_REDUCE
         return over_row, Stage(in_column, self.column)
 
-    def axis_bytes(self, works: Iterable[Work]) -> AxisBytes:
-        """The bytes that this rank sends in collectives of these ranks."""
-        in_row = elsewhere = 0
+    def axis_bytes(self, works: Iterable[Work], inner_ranks: int = 1) -> AxisBytes:
+        """The bytes that this rank sends in collectives of these ranks.
+
+        Args:
+            works: the collectives.
+            inner_ranks: number of neighboring ranks in a subgroup of the row.
+        """
+        in_row = elsewhere = in_subgroup = 0
+        row, inner = self._nearby(self.row.size), self._nearby(inner_ranks)
         for ranks, num_bytes in (sent for work in works for sent in work.sent):
-            near = self._near_by_id.get(id(ranks))
-            if near is None:  # for example, a subgroup
-                near = self._num_near(ranks)
+            near = row.count(ranks)
             in_row += (near - 1) * num_bytes
             elsewhere += (len(ranks) - near) * num_bytes
-        return AxisBytes(in_row, elsewhere)
+            if inner_ranks > 1:
+                in_subgroup += (inner.count(ranks) - 1) * num_bytes
+        return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
+
+    def _nearby(self, size: int) -> "_Nearby":
+        """Counts ranks among the ``size`` neighbors of this rank in the row."""
+        if size not in self._nearby_by_size:
+            groups = (self.world, self.row, self.column, self.shards)
+            self._nearby_by_size[size] = _Nearby(frozenset(self.subgroup(size).ranks), groups)
+        return self._nearby_by_size[size]
 
     @cached_property
-    def _near_by_id(self) -> dict[int, int]:
-        """The number of ranks in the row, by the id of a group's ranks, which may be thousands."""
-        groups = (self.world, self.row, self.column, self.shards)
-        return {id(group.ranks): self._num_near(group.ranks) for group in groups}
-
-    def _num_near(self, ranks: tuple[int, ...]) -> int:
-        return len(self._ranks_of_row.intersection(ranks))
-
-    @cached_property
-    def _ranks_of_row(self) -> frozenset[int]:
-        return frozenset(self.row.ranks)
+    def _nearby_by_size(self) -> "dict[int, _Nearby]":
+        return {}
 
     def subgroup(self, size: int) -> RankGroup:
         """The group of ``size`` neighboring ranks in the row that contains this rank."""
@@ -195,6 +199,21 @@ class DataParallelMesh:
     def backend(self, device_type: str) -> str | None:
         """The backend for tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
         return backend_of(self.group, device_type)
+
+
+class _Nearby:
+    """Counts how many ranks of a group are in a set; known groups may have thousands of ranks."""
+
+    def __init__(self, ranks: frozenset[int], groups: Iterable[RankGroup]) -> None:
+        self._ranks = ranks
+        self._by_id = {id(group.ranks): self._num_near(group.ranks) for group in groups}
+
+    def count(self, ranks: tuple[int, ...]) -> int:
+        near = self._by_id.get(id(ranks))
+        return self._num_near(ranks) if near is None else near  # None: for example, a subgroup
+
+    def _num_near(self, ranks: tuple[int, ...]) -> int:
+        return len(self._ranks.intersection(ranks))
 
 
 def resolve_mesh(
