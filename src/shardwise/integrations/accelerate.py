@@ -12,7 +12,8 @@ The rest of the program stays the same: ``accumulate``, ``clip_grad_norm_``, ``s
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, MutableSequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ PackageMissing.check("accelerate", extra="hf", needed_for=__name__)
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import nn
@@ -41,6 +43,7 @@ from shardwise.runtime.module import FSDPModule
 __all__ = ["Accelerator"]
 
 _OPTIMIZERS = "sharded_optimizers"
+_Named = tuple["weakref.ref[nn.Parameter]", str]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -62,6 +65,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **options)
         self.shard_options = dict(fully_shard or {})
         self.sharded: dict[nn.Module, list[Optimizer]] = {}
+        self._before: dict[nn.Module, list[_Named]] = {}  # parameters before they were sharded
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is not None:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -70,18 +74,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.register_load_state_pre_hook(self._load_models)
 
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """As in `accelerate.Accelerator`; pass an optimizer together with its model, or later."""
-        optimizers = [value for value in args if isinstance(value, Optimizer)]
+        """As in `accelerate.Accelerator`; pass an optimizer with its model, before, or later."""
+        values = (*self._optimizers, *args)
+        optimizers = [_unwrapped(value) for value in values if isinstance(value, Optimizer)]
         for model in (value for value in args if isinstance(value, nn.Module)):
-            names = {id(p): name for name, p in model.named_parameters()}
             if not isinstance(model, FSDPModule):
+                before = [(weakref.ref(p), name) for name, p in model.named_parameters()]
                 shard(model, **self.shard_options)
-                _switch_parameters(optimizers, names, dict(model.named_parameters()))
-            self.sharded[model] = []
+                self._before[model] = before
+            self.sharded.setdefault(model, [])
         for model, model_optimizers in self.sharded.items():
-            ids = {id(parameter) for parameter in model.parameters()}
-            model_optimizers += [opt for opt in optimizers if _parameter_ids(opt) & ids]
+            parameters = dict(model.named_parameters())
+            _switch_parameters(optimizers, self._before.get(model, ()), parameters)
+            ids = set(map(id, parameters.values()))
+            for optimizer in optimizers:
+                if _parameter_ids(optimizer) & ids and optimizer not in model_optimizers:
+                    model_optimizers.append(optimizer)
         return super().prepare(*args, **options)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As in `accelerate.Accelerator`."""
+        self.sharded.clear()
+        self._before.clear()
+        return super().free_memory(*objects)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -154,10 +169,17 @@ def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def _switch_parameters(
-    optimizers: list[Optimizer], names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
+    optimizers: list[Optimizer], before: Iterable[_Named], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Replace the parameters in optimizers by the ``parameters`` with the same ``names``."""
+    """Replace parameters ``before`` in optimizers by the ``parameters`` with the same names."""
+    names = {
+        id(parameter): name for reference, name in before if (parameter := reference()) is not None
+    }
     for optimizer in optimizers:
         if any(id(parameter) in names for parameter in optimizer.state):
             raise PlanError(
