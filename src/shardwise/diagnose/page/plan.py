@@ -47,7 +47,10 @@ def render_plan(planned: Planned) -> str:
         },
         tiles=_tiles(planned),
         winner=escape(describe(planned.winner.configuration)),
-        reasons="".join(f"<li>{escape(line)}</li>" for line in reasons(planned.ranking)),
+        reasons="".join(
+            f"<li>{escape(line)}</li>"
+            for line in filter(None, (planned.shortage, *reasons(planned.ranking)))
+        ),
         call=escape(planned.call),
         config=escape(planned.config),
         candidates=_candidates(planned),
