@@ -22,6 +22,7 @@ from shardwise.checkpoint.matching import (
     OptimizerStates,
     Selection,
     Target,
+    load_copies,
     match_module,
 )
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
@@ -156,6 +157,8 @@ class _LoadPlan:
             case "module", nn.Module():
                 targets = match_module(value, component, self._selection, self.report)
                 self._read_into(component, targets)
+                copies = {x.loaded_as: x.tensor for x in targets if x.loaded_as is not None}
+                self._assignments.append(partial(load_copies, value, copies))
             case "optimizer", Optimizer():
                 if self._model is None:
                     raise CheckpointError(f"{name}: pass model= to load an optimizer")
