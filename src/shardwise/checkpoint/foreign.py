@@ -7,6 +7,7 @@ names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,11 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
         first, *rest = paths.get(key, (key,))
         name, inner = (first, tuple(rest)) if rest else ("model", (first,))
         nested.setdefault(_own_name(name), {})[inner] = key
-    return {name: _dcp_component(name, inner, files, metadata) for name, inner in nested.items()}
+    origin = str(path / _METADATA)
+    return {
+        name: replace(_dcp_component(name, inner, files, metadata), origin=origin)
+        for name, inner in nested.items()
+    }
 
 
 def _dcp_component(
@@ -202,7 +207,10 @@ def _open_torch(path: Path) -> dict[str, OpenComponent]:
     if any(isinstance(value, Tensor) for value in content.values()):
         content = {"model": content}
     named = {_own_name(name): value for name, value in content.items()}
-    return {name: _component_of(name, value) for name, value in named.items()}
+    return {
+        name: replace(_component_of(name, value), origin=str(path))
+        for name, value in named.items()
+    }
 
 
 def _component_of(name: str, value: Any) -> OpenComponent:

@@ -231,6 +231,7 @@ class OptimizerStates:
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
         self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
+        self._check_options(component.origin)
 
     def assign(self) -> None:
         """Assign the states and the options of the groups to the optimizer."""
@@ -264,6 +265,22 @@ class OptimizerStates:
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
+
+    def _check_options(self, origin: str) -> None:
+        """Raise if a saved option is of another type than the optimizer's.
+
+        Raises:
+            CheckpointError: names the file, the group and the option.
+        """
+        for number, options in enumerate(self._options):
+            own = dict.fromkeys(_SCHEDULED, 0.0) | self._optimizer.param_groups[number]
+            for key, value in options.items():
+                if not _is_same_kind(own.get(key), value):
+                    raise CheckpointError(
+                        f"{origin}: optimizer: param_groups[{number}][{key!r}] is {value!r}, but "
+                        f"{type(self._optimizer).__name__} has {own[key]!r} there; load without "
+                        "optimizer=, or repair the file"
+                    )
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
         def allocate(name: str) -> Tensor:
@@ -337,6 +354,20 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
             f"{type(optimizer).__name__} has the options {', '.join(lacking)} instead; build the "
             "optimizer that was saved, or load without optimizer="
         )
+
+
+def _is_same_kind(own: Any, saved: Any) -> bool:
+    """Whether ``saved`` can replace the option ``own`` of an optimizer."""
+    match own, saved:
+        case (None, _) | (bool(), None):  # torch chooses an implementation
+            return True
+        case (bool(), _) | (_, bool()):
+            return isinstance(own, bool) and isinstance(saved, bool)
+        case (int() | float() | Tensor(), int() | float() | Tensor()):
+            return True
+        case (tuple() | list(), tuple() | list()):
+            return len(own) == len(saved) and all(map(_is_same_kind, own, saved))
+    return type(own) is type(saved)
 
 
 def _can_hold(present: Tensor, spec: Spec, parameter: Tensor) -> bool:
