@@ -240,6 +240,40 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleran
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
+INFERENCE = [("sw", "ddp"), ("sw", "fsdp"), ("fsdp2", "fsdp"), ("fsdp1", "FULL_SHARD")]
+INFERENCE += [("fsdp1 inside", "NO_SHARD")]
+
+
+@on_ranks(2, deadline=DEADLINE)
+@pytest.mark.parametrize("kind", INFERENCE)
+def test_inference_mode(kind: Kind, tmp_path: Path) -> None:
+    """What is saved and loaded in inference mode has the same values, and training goes on."""
+    saved, loaded = Trained(kind, seed=0, steps=2), Trained(kind, seed=3, steps=0)
+    expected = saved.values()
+    weights = {key: x for key, x in expected.items() if "/" not in key}
+    with torch.inference_mode():
+        state = saved.model.state_dict()
+        whole: Any = get_model_state_dict(saved.model, options=WHOLE)
+        sw.save(tmp_path / "x", model=saved.model, optimizer=saved.optimizer)
+        loaded.model.load_state_dict(state)
+    _assert_equal(loaded.values(), weights, tolerance=0.0)
+    assert not any(x.is_inference() for x in state.values())
+    for found in (state, whole):
+        _assert_equal({name: full(x) for name, x in found.items()}, weights, tolerance=0.0)
+    for types in TYPES if kind[0] == "fsdp1" else ():
+        with torch.inference_mode(), _chosen(saved, types):
+            state = saved.model.state_dict()
+        with _chosen(loaded, types):
+            loaded.model.load_state_dict(state)
+        _assert_equal(loaded.values(), weights, tolerance=0.0)
+    again = Trained(kind, seed=3, steps=0)
+    with torch.inference_mode():
+        sw.load(tmp_path / "x", model=again.model, optimizer=again.optimizer)
+    _assert_equal(again.values(), expected, tolerance=0.0)
+    again.step(2)
+    _assert_equal(again.values(), Trained(None, seed=0, steps=3).values(), TOLERANCE)
+
+
 @on_ranks(2, deadline=DEADLINE)
 @pytest.mark.parametrize("interface", ["fsdp1", "fsdp1 inside"])
 def test_one_ranks_states_of_fsdp1_are_not_saved_for_all(interface: str, tmp_path: Path) -> None:
