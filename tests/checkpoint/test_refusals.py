@@ -198,6 +198,22 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a short tensor": (lambda b: _file(b)["tensors"][0].pop(), "tensors"),
     "a dtype": (lambda b: _set(_file(b)["tensors"][0], 1, "F99"), "F99"),
     "a shape": (lambda b: _set(_file(b)["tensors"][0], 2, [-1]), "tensors"),
+    "text in a shape": (lambda b: _set(_file(b)["tensors"][0], 2, ["3"]), "tensors"),
+    "a bool in a shape": (lambda b: _set(_file(b)["tensors"][0], 2, [3, True]), "tensors"),
+    "a float in a shape": (lambda b: _set(_file(b)["tensors"][0], 2, [3.0, 2.0]), "tensors"),
+    "a number for a name": (lambda b: _set(_file(b)["tensors"][0], 0, 3), "tensors"),
+    "text for groups": (
+        lambda b: _set(b["components"]["optimizer"]["tree"], "param_groups", "ab"),
+        "param_groups",
+    ),
+    "text for parameters": (
+        lambda b: _set(b["components"]["optimizer"]["tree"]["param_groups"][0], "params", "ab"),
+        "params",
+    ),
+    "a number for a parameter": (
+        lambda b: _set(b["components"]["optimizer"]["tree"]["param_groups"][0], "params", [1]),
+        "params",
+    ),
     "no checksums": (lambda b: _set(_file(b)["tensors"][0], 3, ""), "checksums"),
     "no number": (lambda b: _set(_file(b)["tensors"][0], 3, "xyz"), "checksum"),
     "a tensor twice": (
@@ -275,6 +291,45 @@ def test_a_malformed_manifest_is_named(case: str, tmp_path: Path) -> None:
     assert examine(path), "doctor found nothing"
     with pytest.raises(sw.CheckpointError, match=named):
         export(path, tmp_path / "out", "torch")
+
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "lr": ("fast", True, None, [0.1], {"a": 1}, {"$tuple": [0.1]}),
+    "betas": (0.9, "ab", {"$tuple": [0.9]}, {"$tuple": [0.9, "x"]}, {"$tuple": [0.9, 0.9, 0.9]}),
+    "weight_decay": ("0.1", None, False),
+    "amsgrad": (1, "yes", 0.0),
+    "foreach": ("no",),
+    "initial_lr": ("fast",),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, x) for key in OPTIONS for x in OPTIONS[key]])
+def test_an_option_of_another_type_is_named(key: str, value: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    sw.save(tmp_path / "x", model=model, optimizer=optimizer)
+    body = json.loads((tmp_path / "x" / "checkpoint.json").read_text(encoding="utf-8"))["manifest"]
+    body["components"]["optimizer"]["tree"]["param_groups"][0][key] = value
+    _reseal(tmp_path / "x", body)
+    before = repr(optimizer.param_groups)
+    with pytest.raises(
+        sw.CheckpointError, match=rf"x/checkpoint\.json: optimizer: param_groups\[0\]\['{key}'\]"
+    ):
+        sw.load(tmp_path / "x", model=model, optimizer=optimizer)
+    assert repr(optimizer.param_groups) == before
+
+
+def test_options_of_an_equal_kind_are_loaded(tmp_path: Path) -> None:
+    """A number may be a tensor or an int, and options that choose a kernel may be None."""
+    model = nn.Linear(2, 3)
+    saved = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), weight_decay=1)
+    saved.param_groups[0].update(initial_lr=0.25, note="kept")
+    sw.save(tmp_path / "x", model=model, optimizer=saved)
+    loaded = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    sw.load(tmp_path / "x", model=model, optimizer=loaded)
+    group = loaded.param_groups[0]
+    found = [group[key] for key in ("lr", "weight_decay", "foreach", "initial_lr", "note")]
+    assert found == [0.5, 1, None, 0.25, "kept"]
 
 
 @pytest.mark.parametrize("opening", ["[", '{"crc32": "00000000", "manifest": [', '{"a":'])

@@ -1,7 +1,7 @@
 """Collect what a save writes: components with named tensors, and this rank's slice of each."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,7 +75,8 @@ def collect(
             case nn.Module():
                 kind = "module"
                 check_sharded(value)
-                tensors, aliases = tensors_of(value)
+                found = tensors_of(value)
+                tensors, aliases = found.tensors, found.aliases
             case Optimizer():
                 kind, encoded = "optimizer", tree.encode(_by_name(value, model), tensors)
             case _ if callable(getattr(value, "state_dict", None)):
@@ -129,35 +130,64 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
         raise CheckpointError(f"{key}: a {kind} tensor cannot be saved; expected a dense one")
 
 
-def tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The parameters and persistent buffers of ``module``, and the other names of tied tensors.
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors of a module under the names in its state dict.
 
-    A tied tensor is listed under its first name, as in ``named_parameters()``.
+    Attributes:
+        tensors: a tied tensor is listed under its first name, as in ``named_parameters()``.
+        aliases: the other names of tied tensors.
+        copies: the names of tensors that are neither parameters nor buffers, such as extra states.
+            What is read into them must be passed to ``load_state_dict()``.
     """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    copies: frozenset[str]
+
+
+def tensors_of(module: nn.Module) -> ModuleTensors:
+    """The parameters, persistent buffers and extra states of ``module``.
+
+    Where a hook, a wrapper or a subclass returns a copy of a parameter or buffer under its own
+    name, the result contains the parameter or buffer, because a load into the copy would be lost.
+    """
+    own = dict(_own_tensors(module))
+    known = {id(tensor) for tensor in own.values()}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, listed in module.state_dict(keep_vars=True).items():
+        tensor = listed if id(listed) in known else own.get(name, listed)
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
                 f"{name}: the extra state of a module must be a tensor, got a "
                 f"{type(tensor).__name__}; save it separately, as in sw.save(..., extra=...)"
             )
-        known = first.setdefault(id(tensor), name)
-        if known == name:
+        if first.setdefault(id(tensor), name) == name:
             tensors[name] = tensor
         else:
-            aliases[name] = known
-    return tensors, aliases
+            aliases[name] = first[id(tensor)]
+    copies = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
+    return ModuleTensors(tensors, aliases, copies)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of ``module``, under each of its names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The parameters of ``optimizer`` by their names in ``model``, in the order of the groups.
 
+    The names are those of `tensors_of`, without the prefixes of wrappers in the model.
+
     Raises:
         CheckpointError: a parameter is not in the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
     found: dict[str, Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

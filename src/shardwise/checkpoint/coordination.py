@@ -189,6 +189,7 @@ _ADVICE = {
     "EDQUOT": "the quota is used up; free some space, or keep fewer checkpoints (retention=)",
     "EFBIG": "the file is larger than the system allows; use a smaller max_file_bytes",
     "EROFS": "the file system is read-only; choose another path",
+    "ELOOP": "a symbolic link, through which nothing is written; remove it, or choose another path",
     "EACCES": "no permission; choose another path, or change the directory's permissions",
     "EPERM": "no permission; choose another path, or change the directory's permissions",
 }

@@ -187,7 +187,8 @@ def prepare(folder: Folder) -> Owner:
         The owner of the new save, for `commit` and `release`.
 
     Raises:
-        CheckpointError: the directory holds a checkpoint, other files, or a save in progress.
+        CheckpointError: the directory holds a checkpoint, other files, a save in progress, or a
+            symbolic link in place of a file.
     """
     if is_complete(folder):
         raise CheckpointError(
@@ -195,6 +196,7 @@ def prepare(folder: Folder) -> Owner:
             "another path, such as one that ends with the number of the step, and limit the "
             "number of checkpoints with retention=sw.Retention(last=2)"
         )
+    _refuse_links(folder)
     _refuse_if_in_progress(folder)
     remove_remains(folder)
     others = checkpoint_files(folder)
@@ -246,6 +248,8 @@ def discard(folder: Folder) -> None:
     if folder.is_link:
         folder.parent.remove(folder.name)
         return
+    if MARKER in folder.links():
+        folder.remove(MARKER)  # a store would write the marker through the link
     folder.retract(MANIFEST, MARKER)
     remove_remains(folder, whole=True)
 
@@ -261,6 +265,16 @@ def remove_remains(folder: Folder, *, whole: bool = False) -> None:
         folder.remove(name)
     folder.remove(MARKER)
     folder.remove_empty()
+
+
+def _refuse_links(folder: Folder) -> None:
+    """Raise if a save might write a file through a symbolic link out of the directory."""
+    for name in folder.links():
+        if name in (MANIFEST, MARKER) or name.endswith(_SUFFIXES):
+            raise CheckpointError(
+                f"{folder / name}: a symbolic link, through which a save writes nothing; remove "
+                "it, or choose another path"
+            )
 
 
 def _refuse_if_in_progress(folder: Folder) -> None:

@@ -7,6 +7,7 @@ names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,11 +31,11 @@ from shardwise.checkpoint.format import Spec, spec_of
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_hf
 from shardwise.checkpoint.slices import bytes_of
 from shardwise.checkpoint.stores import Folder, LocalFolder
+from shardwise.checkpoint.unpickling import METADATA, DataReader
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["open_foreign"]
 
-_METADATA = ".metadata"
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `load` uses the first
 
 
@@ -66,11 +66,11 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
     Raises:
         CheckpointError: ``path`` is not such a directory.
     """
-    if not (path / _METADATA).is_file():
+    if not (path / METADATA).is_file():
         raise CheckpointError(
-            f"{path}: not a checkpoint of torch.distributed.checkpoint: {_METADATA} is missing"
+            f"{path}: not a checkpoint of torch.distributed.checkpoint: {METADATA} is missing"
         )
-    files = FileSystemReader(path)
+    files = DataReader(path)
     metadata = files.read_metadata()
     files.set_up_storage_reader(metadata, is_coordinator=False)
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
@@ -79,11 +79,15 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
         first, *rest = paths.get(key, (key,))
         name, inner = (first, tuple(rest)) if rest else ("model", (first,))
         nested.setdefault(_own_name(name), {})[inner] = key
-    return {name: _dcp_component(name, inner, files, metadata) for name, inner in nested.items()}
+    origin = str(path / METADATA)
+    return {
+        name: replace(_dcp_component(name, inner, files, metadata), origin=origin)
+        for name, inner in nested.items()
+    }
 
 
 def _dcp_component(
-    name: str, keys: Mapping[tuple[Any, ...], str], files: FileSystemReader, metadata: Metadata
+    name: str, keys: Mapping[tuple[Any, ...], str], files: DataReader, metadata: Metadata
 ) -> OpenComponent:
     """The component ``name``, whose entries are stored under ``keys``, which maps paths to keys."""
     stored, specs = {}, {}
@@ -114,7 +118,7 @@ class _DistributedSource:
 
     def __init__(
         self,
-        files: FileSystemReader,
+        files: DataReader,
         stored: Mapping[str, tuple[str, TensorStorageMetadata]],
         specs: Mapping[str, Spec],
     ) -> None:
@@ -167,7 +171,7 @@ class _Value(DefaultLoadPlanner):
         self.value = torch.load(value, weights_only=True)
 
 
-def _read_bytes(key: str, files: FileSystemReader) -> Any:
+def _read_bytes(key: str, files: DataReader) -> Any:
     index, nothing = MetadataIndex(key), torch.Size((0,))
     item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
     planner = _Value()
@@ -175,9 +179,7 @@ def _read_bytes(key: str, files: FileSystemReader) -> Any:
     return planner.value
 
 
-def _read(
-    files: FileSystemReader, items: list[ReadItem], planner: DefaultLoadPlanner, name: str
-) -> None:
+def _read(files: DataReader, items: list[ReadItem], planner: DefaultLoadPlanner, name: str) -> None:
     try:
         files.read_data(LoadPlan(items), planner).wait()
     except Exception as error:  # torch raises whatever its unpickler does
@@ -202,7 +204,9 @@ def _open_torch(path: Path) -> dict[str, OpenComponent]:
     if any(isinstance(value, Tensor) for value in content.values()):
         content = {"model": content}
     named = {_own_name(name): value for name, value in content.items()}
-    return {name: _component_of(name, value) for name, value in named.items()}
+    return {
+        name: replace(_component_of(name, value), origin=str(path)) for name, value in named.items()
+    }
 
 
 def _component_of(name: str, value: Any) -> OpenComponent:

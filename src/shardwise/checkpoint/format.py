@@ -11,12 +11,13 @@ on its own. The format is defined at https://huggingface.co/docs/safetensors.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import PurePosixPath
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ __all__ = [
     "is_plain_file_name",
     "pack",
     "parse_header",
+    "parse_json",
     "spec_of",
 ]
 
@@ -167,27 +169,77 @@ def index_of(files: Sequence[File]) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def parse_header(name: str, header: bytes) -> dict[str, tuple[Spec, int]]:
+def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, tuple[Spec, int]]:
     """The tensors of a file by name, with their offsets after the header.
 
+    Args:
+        file: the path, for messages.
+        header: the JSON.
+        data_bytes: the size of the rest of the file, which the tensors must fill without overlaps.
+
     Raises:
-        CheckpointDamaged: the header is malformed.
+        CheckpointDamaged: the header is malformed; names the tensor.
+        CheckpointError: a dtype is unknown.
     """
-    found: dict[str, tuple[Spec, int]] = {}
+    found: dict[str, tuple[Spec, tuple[int, int]]] = {}
     try:
-        for key, entry in json.loads(header).items():
+        for key, entry in parse_json(header).items():
             if key != "__metadata__":
-                spec = Spec(key, str(entry["dtype"]), tuple(entry["shape"]))
-                start, stop = entry["data_offsets"]
-                found[key] = spec, start
-                _check(name, spec, start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{name}: not a safetensors header ({error})") from error
+                found[key] = _parse_entry(key, entry)
+        for key, (spec, _) in found.items():
+            if spec.dtype not in DTYPES:
+                raise CheckpointError(f"{file}: {key} has the unknown dtype {spec.dtype}")
+        _check_ranges(found, data_bytes)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file}: not a safetensors header: {error}") from error
+    return {key: (spec, offsets[0]) for key, (spec, offsets) in found.items()}
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, or an object has a key twice; names the key.
+    """
+    return json.loads(content.decode(), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} is listed twice")
+        found[key] = value
     return found
 
 
-def _check(file: str, spec: Spec, start: int, stop: int) -> None:
-    if spec.dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {spec.name} has the unknown dtype {spec.dtype}")
-    if start < 0 or stop - start != spec.num_bytes:
-        raise CheckpointDamaged(f"{file}: {spec.name} has data_offsets that do not match its shape")
+def _parse_entry(key: str, entry: Any) -> tuple[Spec, tuple[int, int]]:
+    """The Spec that an entry of a header describes, and the offsets of its bytes."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]}:
+            # A bool is an int, too.
+            if all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+                return Spec(key, dtype, tuple(shape)), (start, stop)
+    raise ValueError(
+        f"{key}: expected a dtype, and a shape and two data_offsets of integers from 0 on, found "
+        f"{entry!r:.200}"
+    )
+
+
+def _check_ranges(found: Mapping[str, tuple[Spec, tuple[int, int]]], data_bytes: int) -> None:
+    """Raise unless the tensors fill the file from the first to the last byte.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    position, last = 0, "the header"
+    for key, (spec, (start, stop)) in sorted(found.items(), key=lambda item: item[1][1]):
+        if stop - start != spec.num_bytes:
+            raise ValueError(f"{key} has data_offsets that do not match its shape")
+        if start != position:
+            raise ValueError(f"{key} begins at byte {start}, but {last} ends at byte {position}")
+        position, last = stop, key
+    if position > data_bytes:
+        raise ValueError(f"the file ends at byte {data_bytes}, before {last} does")
+    if position < data_bytes:
+        raise ValueError(f"no tensor contains the bytes from {position} to {data_bytes}")

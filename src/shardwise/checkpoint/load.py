@@ -22,12 +22,14 @@ from shardwise.checkpoint.matching import (
     OptimizerStates,
     Selection,
     Target,
+    load_copies,
     match_module,
 )
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
 from shardwise.checkpoint.slices import TensorSlice, assign_slice, slice_to_read
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError
+from shardwise.runtime.module import normal_tensors
 
 __all__ = ["Loaded", "load"]
 
@@ -110,8 +112,9 @@ def load(
                 else open_foreign(folder, source, cleanup)
             )
             plan = _LoadPlan(opened, model, selection)
-            for name, value in values.items():
-                plan.add(name, value)
+            with normal_tensors():  # states are changed by later steps
+                for name, value in values.items():
+                    plan.add(name, value)
             plan.report.check(where, selection)
         ranks.agree(mesh, device, f"load {plan.names} of {where}")
         with ranks.raises_together("read"):
@@ -156,6 +159,8 @@ class _LoadPlan:
             case "module", nn.Module():
                 targets = match_module(value, component, self._selection, self.report)
                 self._read_into(component, targets)
+                copies = {x.loaded_as: x.tensor for x in targets if x.loaded_as is not None}
+                self._assignments.append(partial(load_copies, value, copies))
             case "optimizer", Optimizer():
                 if self._model is None:
                     raise CheckpointError(f"{name}: pass model= to load an optimizer")
@@ -182,7 +187,8 @@ class _LoadPlan:
             read = map if self._num_readers == 1 else threads.map
             self._slices = list(read(_read, self._targets))  # raises the first error, and stops
         for component, take in self._whole:
-            value = tree.decode(component.tree, component.reader.read_whole)
+            with normal_tensors():
+                value = tree.decode(component.tree, component.reader.read_whole)
             self._assignments.append(partial(take, value))
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "OptimizerStates",
     "Selection",
     "Target",
+    "load_copies",
     "match_module",
     "without_adapter_names",
 ]
@@ -30,10 +31,15 @@ _MAX_SHOWN = 12  # names in each list of an error; a wrong model has thousands
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The name of a tensor in the checkpoint and the tensor that receives its values."""
+    """The name of a tensor in the checkpoint and the tensor that receives its values.
+
+    If the tensor is not the module's own memory, ``loaded_as`` is the name under which the module's
+    ``load_state_dict()`` must load it afterwards.
+    """
 
     name: str
     tensor: Tensor
+    loaded_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,15 +111,19 @@ def _section(title: str, names: list[str]) -> str:
 def match_module(
     module: nn.Module, component: OpenComponent, selection: Selection, report: LoadReport
 ) -> list[Target]:
-    """Match the parameters and buffers of ``module``; a tied one matches by any of its names."""
+    """Match the tensors of ``module``; a tied one matches by any of its names.
+
+    Raises:
+        CheckpointError: ``module`` would not load what is read into a copy.
+    """
     check_sharded(module)
-    tensors, other_names = tensors_of(module)
-    names = {name: [name] for name in tensors}
-    for other, name in other_names.items():
+    own = tensors_of(module)
+    names = {name: [name] for name in own.tensors}
+    for other, name in own.aliases.items():
         names[name].append(other)
     specs, aliases = component.specs, component.aliases
     targets, used = [], set()
-    for name, tensor in tensors.items():
+    for name, tensor in own.tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
         candidates += map(without_adapter_names, names[name])
         found = [candidate for candidate in candidates if candidate in specs]
@@ -122,11 +132,46 @@ def match_module(
             continue
         if not found:
             report.missing.append(name)
+            continue
+        target = Target(found[0], tensor, name if name in own.copies else None)
+        if target.loaded_as and name.endswith(EXTRA_STATE):
+            targets.append(_in_new_memory(target, specs[found[0]]))
         elif _fits(specs[found[0]], tensor, report):
             check_storable(name, tensor)
-            targets.append(Target(found[0], tensor))
+            targets.append(target)
     report.unexpected += [name for name in specs if name not in used and selection.includes(name)]
+    copied = {target.loaded_as for target in targets}
+    load_copies(module, {name: own.tensors[name] for name in own.copies & copied})
     return targets
+
+
+EXTRA_STATE = "_extra_state"  # the end of a name of what a module's get_extra_state() returns
+
+
+def _in_new_memory(target: Target, spec: Spec) -> Target:
+    """``target`` with a tensor of the saved shape and dtype, which may change between saves."""
+    tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=target.tensor.device)
+    return replace(target, tensor=tensor)
+
+
+def load_copies(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
+    """Load tensors that are not the memory of ``module`` with its ``load_state_dict()``.
+
+    Raises:
+        CheckpointError: it does not load one of them; names it.
+    """
+    if not copies:
+        return
+    try:
+        unknown = module.load_state_dict(copies, strict=False).unexpected_keys
+    except RuntimeError as error:
+        raise CheckpointError(f"{type(module).__name__}.load_state_dict(): {error}") from error
+    if unknown:
+        raise CheckpointError(
+            f"{unknown[0]}: the state_dict() of {type(module).__name__} returns a copy under this "
+            "name, which its load_state_dict() does not load; return the parameter or buffer "
+            "itself, or add the hook or set_extra_state() that loads the copy"
+        )
 
 
 def without_adapter_names(name: str) -> str:
@@ -186,6 +231,7 @@ class OptimizerStates:
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
         self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
+        self._check_options(component.origin)
 
     def assign(self) -> None:
         """Assign the states and the options of the groups to the optimizer."""
@@ -219,6 +265,22 @@ class OptimizerStates:
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
+
+    def _check_options(self, origin: str) -> None:
+        """Raise if a saved option is of another type than the optimizer's.
+
+        Raises:
+            CheckpointError: names the file, the group and the option.
+        """
+        for number, options in enumerate(self._options):
+            own = dict.fromkeys(_SCHEDULED, 0.0) | self._optimizer.param_groups[number]
+            for key, value in options.items():
+                if not _is_same_kind(own.get(key), value):
+                    raise CheckpointError(
+                        f"{origin}: optimizer: param_groups[{number}][{key!r}] is {value!r}, but "
+                        f"{type(self._optimizer).__name__} has {own[key]!r} there; load without "
+                        "optimizer=, or repair the file"
+                    )
 
     def _decode(self, parameter: Tensor, key: str, value: Any) -> Any:
         def allocate(name: str) -> Tensor:
@@ -292,6 +354,20 @@ def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
             f"{type(optimizer).__name__} has the options {', '.join(lacking)} instead; build the "
             "optimizer that was saved, or load without optimizer="
         )
+
+
+def _is_same_kind(own: Any, saved: Any) -> bool:
+    """Whether ``saved`` can replace the option ``own`` of an optimizer."""
+    match own, saved:
+        case (None, _) | (bool(), None):  # torch chooses an implementation
+            return True
+        case (bool(), _) | (_, bool()):
+            return isinstance(own, bool) and isinstance(saved, bool)
+        case (int() | float() | Tensor(), int() | float() | Tensor()):
+            return True
+        case (tuple() | list(), tuple() | list()):
+            return len(own) == len(saved) and all(map(_is_same_kind, own, saved))
+    return type(own) is type(saved)
 
 
 def _can_hold(present: Tensor, spec: Spec, parameter: Tensor) -> bool:

@@ -82,7 +82,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
     if format_ not in FORMATS:
         raise ConfigError(f"format {format_!r}: expected one of {', '.join(FORMATS)}")
     target = Path(out)
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target}: already exists; choose another path")
     with contextlib.ExitStack() as cleanup:
         opened = open_checkpoint(folder_at(path), cleanup)
@@ -94,6 +94,8 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], format_: s
 def _created(target: Path) -> Iterator[Path]:
     """Yield a path to write to, which is renamed to ``target``, or removed after an error."""
     partial = target.with_name(f"{target.name}.partial")
+    if partial.is_symlink():
+        raise CheckpointError(f"{partial}: a symbolic link, through which nothing is written")
     try:
         yield partial
         partial.rename(target)

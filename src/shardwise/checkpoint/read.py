@@ -1,7 +1,6 @@
 """Open checkpoints and read tensors from them, checking every byte."""
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from shardwise.checkpoint.checksums import (
     split_at_blocks,
 )
 from shardwise.checkpoint.directory import MARKER, checkpoint_files, complete, is_complete
-from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header
+from shardwise.checkpoint.format import Spec, is_plain_file_name, parse_header, parse_json
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice, bytes_of
 from shardwise.checkpoint.stores import MAX_OPEN_FILES, Folder, ReadInto
@@ -46,12 +45,16 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class OpenComponent:
-    """A component of a checkpoint, and the reader of its tensors."""
+    """A component of a checkpoint, and the reader of its tensors.
+
+    ``origin`` is the path or URL of the file that contains ``tree``.
+    """
 
     kind: str
     reader: "Reader"
     tree: Any = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -105,7 +108,9 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckp
         source = cleanup.enter_context(contextlib.closing(open_component(folder, component)))
         own_ids = {key: ids[name, key] for key in component.specs}
         reader = Reader(source, manifest.sums[name], own_ids)
-        components[name] = OpenComponent(component.kind, reader, component.tree, component.aliases)
+        components[name] = OpenComponent(
+            component.kind, reader, component.tree, component.aliases, str(folder / MANIFEST)
+        )
     return OpenCheckpoint(components, folder.num_readers)
 
 
@@ -238,6 +243,9 @@ def open_hf(place: Folder) -> SafetensorsSource:
     locations: dict[str, tuple[str, int]] = {}
     for file in [place.name] if is_file else _hf_files(folder):
         for name, (spec, offset) in _tensors_in(folder, file).items():
+            if name in specs:
+                other = folder / locations[name][0]
+                raise CheckpointDamaged(f"{folder / file}: {name} is also in {other}")
             specs[name] = spec
             locations[name] = (file, offset)
     return SafetensorsSource(folder, specs, locations)
@@ -257,7 +265,7 @@ def _hf_files(folder: Folder) -> list[str]:
 
 def _files_in_index(folder: Folder, index: str) -> list[str]:
     try:
-        files = set(json.loads(folder.read(index))["weight_map"].values())
+        files = set(parse_json(folder.read(index))["weight_map"].values())
         if all(map(is_plain_file_name, files)):
             return sorted(files)
         reason = "weight_map names files outside the directory"
@@ -270,13 +278,10 @@ def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
     """The tensors of one file, with their offsets."""
     path = str(folder / file)
     length = int.from_bytes(folder.read(file, 8), "little")
-    if length > _MAX_HEADER_BYTES:
+    data_bytes = folder.sizes()[file] - 8 - length
+    if length > _MAX_HEADER_BYTES or data_bytes < 0:
         raise CheckpointDamaged(f"{path}: not a safetensors file")
-    found = parse_header(path, folder.read(file, 8 + length)[8:])
-    size = folder.sizes()[file]
-    for name, (spec, start) in found.items():
-        if 8 + length + start + spec.num_bytes > size:
-            raise CheckpointDamaged(f"{name}: {path} ends before this tensor does")
+    found = parse_header(path, folder.read(file, 8 + length)[8:], data_bytes)
     return {name: (spec, 8 + length + start) for name, (spec, start) in found.items()}
 
 

@@ -22,7 +22,15 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["MAX_OPEN_FILES", "Folder", "LocalFolder", "ReadInto", "errors_at", "folder_at"]
+__all__ = [
+    "MAX_OPEN_FILES",
+    "Folder",
+    "LocalFolder",
+    "ReadInto",
+    "errors_at",
+    "folder_at",
+    "open_unlinked",
+]
 
 # Files of a component that are open at once; processes are often limited to 1024.
 MAX_OPEN_FILES = 128
@@ -132,6 +140,11 @@ class Folder:
         """The names of entries that symbolic links in the folder point to."""
         return set()
 
+    def links(self) -> list[str]:
+        """The names in the folder that are symbolic links, whose targets may be missing."""
+        entries = self._entries().items()
+        return [name for name, x in entries if x.get("islink") or x["type"] == "link"]
+
     def age_seconds(self, name: str) -> float:  # noqa: ARG002 - an object appears in one piece
         """The time since a file was last changed; inf if files appear as a whole."""
         return math.inf
@@ -221,7 +234,8 @@ class LocalFolder(Folder):
     """A directory of this machine, or of a file system mounted on it.
 
     All ranks write to the same files, which are synced to disk before the manifest is renamed.
-    Symbolic links are followed.
+    The directory may be a symbolic link, and so may files that are read. No file is written through
+    a link.
     """
 
     read_bytes = 256 << 10  # fits in the processor's cache while its checksum is computed
@@ -250,6 +264,9 @@ class LocalFolder(Folder):
             if target != root and target.is_relative_to(root)
         }
 
+    def links(self) -> list[str]:
+        return [path.name for path in self._paths() if path.is_symlink()]
+
     def age_seconds(self, name: str) -> float:
         with contextlib.suppress(FileNotFoundError):
             return time.time() - (self.target / name).stat().st_mtime
@@ -263,11 +280,12 @@ class LocalFolder(Folder):
         while True:
             self.target.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
-                (self.target / marker).write_bytes(content)
+                with open(self.target / marker, "wb", opener=open_unlinked) as file:
+                    file.write(content)
                 return
 
     def publish(self, name: str, content: bytes, marker: str) -> None:
-        with (self.target / marker).open("wb") as file:
+        with open(self.target / marker, "wb", opener=open_unlinked) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -318,6 +336,11 @@ def _read_local(descriptor: int, content: memoryview, offset: int) -> bool:
             return False
         content, offset = content[count:], offset + count
     return True
+
+
+def open_unlinked(path: str | os.PathLike[str], flags: int) -> int:
+    """Like `os.open`, but raise an OSError if ``path`` is a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _sync(directory: Path) -> None:

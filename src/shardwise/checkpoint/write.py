@@ -26,7 +26,7 @@ from shardwise.checkpoint.directory import (
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
-from shardwise.checkpoint.stores import MAX_OPEN_FILES, LocalFolder
+from shardwise.checkpoint.stores import MAX_OPEN_FILES, LocalFolder, open_unlinked
 from shardwise.checkpoint.upload import upload
 from shardwise.errors import CheckpointError, StepError
 
@@ -188,7 +188,7 @@ def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
     """
     path = folder.target / name
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = open_unlinked(path, os.O_WRONLY | os.O_CREAT)
         try:
             yield descriptor
             os.fsync(descriptor)

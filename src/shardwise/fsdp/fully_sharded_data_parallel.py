@@ -40,7 +40,7 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.policies import NEVER_CALLED
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, handle_of
+from shardwise.runtime.module import FSDPModule, handle_of, normal_tensors
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["FullyShardedDataParallel"]
@@ -376,7 +376,8 @@ class FullyShardedDataParallel(nn.Module):
 
         All ranks must call this.
         """
-        return state_dicts.state_dict_of(self, super().state_dict, *args, **kwargs)
+        with normal_tensors():
+            return state_dicts.state_dict_of(self, super().state_dict, *args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

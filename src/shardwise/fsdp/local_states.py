@@ -8,12 +8,13 @@ tensors, and ``load_state_dict`` accepts them.
 
 import weakref
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.fsdp.errors import StateError
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import local_of, sharding_of
@@ -22,6 +23,28 @@ __all__ = ["as_dtensor", "as_local", "use_local_states"]
 
 _meshes: weakref.WeakSet[DataParallelMesh] = weakref.WeakSet()  # meshes of FSDP1 modules
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with local states
+
+
+class LocalState(Tensor):
+    """This rank's elements [n] of a state; `torch.distributed.checkpoint` refuses to save it.
+
+    It would take the tensors of one rank for those of all. Pickled as a plain tensor.
+    """
+
+    def __create_write_items__(self, fqn: str, _object: object) -> NoReturn:
+        """Is called by torch's planner.
+
+        Raises:
+            StateError: names the state, and what to save instead.
+        """
+        raise StateError(
+            f"{fqn}: optimizer.state_dict() of an FSDP1 module has this rank's elements alone, and "
+            "torch.distributed.checkpoint would save one rank's for all; pass it the result of "
+            "FullyShardedDataParallel.optim_state_dict(model, optimizer), or use sw.save"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def use_local_states(mesh: DataParallelMesh) -> None:
@@ -33,15 +56,16 @@ def use_local_states(mesh: DataParallelMesh) -> None:
 def as_dtensor(value: Any, parameter: Tensor) -> Any:
     """``value``, a state of ``parameter``, as a DTensor if it is this rank's part of one."""
     sharding = sharding_of(parameter)
-    if sharding is None or type(value) is not Tensor or not value.ndim:
+    if sharding is None or type(value) not in (Tensor, LocalState) or not value.ndim:
         return value
+    value = value.as_subclass(Tensor)
     return sharding.wrap(value) if value.shape == local_of(parameter).shape else value
 
 
 def as_local(value: Any) -> Any:
     """``value`` as the state dict of an optimizer contains it."""
     is_local = isinstance(value, ShardedTensor) and _is_of_fsdp1(value)
-    return local_of(value) if is_local else value
+    return local_of(value).as_subclass(LocalState) if is_local else value
 
 
 @cache

@@ -115,9 +115,16 @@ def default_settings() -> StateDictSettings:
 def state_dict_of(
     fsdp_module: Any, state_dict: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """The result of ``state_dict(*args, **kwargs)``, converted as the settings require."""
+    """The result of ``state_dict(*args, **kwargs)``, converted as the settings require.
+
+    With ``keep_vars``, it contains the parameters and buffers themselves, whatever the settings.
+    """
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     found = state_dict(*args, **kwargs)
+    if kwargs.get("keep_vars", any(args[2:])):
+        for name in [name for name in found if name.startswith(prefix)]:
+            found[prefix + clean_name(name.removeprefix(prefix))] = found.pop(name)
+        return found
     settings: StateDictSettings = getattr(fsdp_module, _SETTINGS)
     config = settings.state_dict_config
     is_dropped = getattr(config, "rank0_only", False) and fsdp_module.rank != 0

@@ -145,7 +145,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 state = load_file(weights)
             else:
                 weights = self.loaded_from / WEIGHTS_NAME.replace(".", suffix)
-                state = torch.load(weights, map_location="cpu", mmap=True)
+                state = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
             load_full_state_dict(model, state)
         models.clear()
 

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.unpickling import DataPlanner, DataReader
+
 __all__ = [
     "full_state_dict",
     "load_full_state_dict",
@@ -71,7 +73,8 @@ def load_optimizers(
 ) -> None:
     """Read states that `save_optimizers` wrote, on any number of ranks."""
     states = _states(model, optimizers)
-    state_dict_loader.load(states, checkpoint_id=directory)
+    reader, planner = DataReader(directory), DataPlanner()
+    state_dict_loader.load(states, storage_reader=reader, planner=planner)
     for optimizer, state in zip(optimizers, states.values(), strict=True):
         set_optimizer_state_dict(model, optimizer, state)
 

@@ -36,6 +36,7 @@ __all__ = [
     "keeping_gradients",
     "ledger",
     "mark",
+    "normal_tensors",
     "register_forward_method",
     "runtime_of_root",
     "runtimes_in",
@@ -93,6 +94,19 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
             yield
         finally:
             set_managed(module, *(runtime.plan for runtime in runtimes))
+
+
+@contextlib.contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Leave ``torch.inference_mode`` in the block, but not ``torch.no_grad``.
+
+    In inference mode torch can neither detach a DTensor nor make tensors that are changed later.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -160,6 +174,11 @@ class FSDPModule(nn.Module):
             root.scheduler.prepare_conversion()
             root.reshard_root(self)
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `nn.Module`; also in ``torch.inference_mode``, with tensors that may be trained."""
+        with normal_tensors():
+            return super().state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, after waiting for the cleanup of a backward that raised."""

@@ -49,7 +49,7 @@ def _handler_of(func: OpOverload) -> Handler:
         return _HANDLERS[name]
     if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
         return _on_lists
-    return _on_runs if torch.Tag.pointwise in func.tags else _refuse
+    return _on_runs if torch.Tag.pointwise in func.tags else _decompose
 
 
 @cache
@@ -59,6 +59,12 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _decompose(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In inference mode torch calls this with operations that it otherwise decomposes before."""
+    result = func.decompose(*args, **kwargs)
+    return _refuse(func, args, kwargs) if result is NotImplemented else result
 
 
 def _refuse(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:

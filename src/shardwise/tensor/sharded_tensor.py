@@ -149,7 +149,9 @@ class ShardedTensor(DTensor):
         """A DTensor with ``placements`` on ``device_mesh``; every rank must call this."""
         mesh = self.device_mesh if device_mesh is None else device_mesh
         wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
-        if mesh == self.device_mesh and tuple(wanted) == self.placements:
+        # A replica is also 1-D, and torch's state dicts contain the local tensor of the result.
+        is_whole = all(placement.is_replicate() for placement in wanted)
+        if mesh == self.device_mesh and tuple(wanted) == self.placements and not is_whole:
             return self
         return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
 
