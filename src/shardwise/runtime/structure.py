@@ -1,9 +1,8 @@
 """Detects parameters that were added after `fully_shard` and therefore are in no unit."""
 
-import warnings
-
 from torch import nn
 
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import sharding_of
 
@@ -38,7 +37,7 @@ class Structure:
             )
             if not self._warns:
                 raise PlanError(message)
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
             self._ignored.update(added)
         self._seen = found
 
