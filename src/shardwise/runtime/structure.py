@@ -32,8 +32,9 @@ class Structure:
         if added:
             message = (
                 f"{', '.join(added)}: added or replaced after fully_shard, so gradients would not "
-                "be averaged over ranks; change the model before fully_shard, or pass "
-                "ignored_params= for parameters that each rank keeps for itself"
+                "be averaged over ranks; change the model before fully_shard, call fully_shard on "
+                "the new module as well, or pass ignored_params= for parameters that each rank "
+                "keeps for itself"
             )
             if not self._warns:
                 raise PlanError(message)

@@ -345,6 +345,17 @@ def test_evaluation_keeps_no_more_records_than_one_forward() -> None:
     assert sw.ledger(model).events() == trained
 
 
+@on_ranks(2)
+def test_a_module_that_was_replaced_trains_once_it_is_sharded() -> None:
+    model = sharded()
+    check_step(model)
+    torch.manual_seed(3)
+    model.layers[1] = Block().double()
+    sw.fully_shard(model.layers[1])
+    for _ in range(2):
+        check_step(model)
+
+
 # -- memory of a parameter that is replaced in forward ---------------------------------------------
 
 
