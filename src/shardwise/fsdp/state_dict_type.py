@@ -56,7 +56,7 @@ def set_state_dict_type(
     """
     warn_caller(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated by PyTorch; "
-        "use get_state_dict() and set_state_dict() of torch.distributed.checkpoint.state_dict",
+        "use shardwise.save and shardwise.load, or fully_shard instead of the wrapper",
         FutureWarning,
     )
     kinds = _CONFIGS[state_dict_type]
