@@ -117,9 +117,9 @@ class Journey:
         """The trainer's own model needs none; what needs one says which."""
         tiny = ["train.steps=2", "model.layers=2", "train.global_batch=2", "sample.bytes=4"]
         output = self.run("shardwise", "train", *(word for key in tiny for word in ("--set", key)))
-        assert "pip install 'shardwise[plot]'" in output, output
+        assert "pip install '.[plot]'" in output, output
         output = self.bare.run(self.home, "shardwise", "verify", "t5", code=2)
-        assert "pip install 'shardwise[hf]'" in output, output
+        assert "pip install '.[hf]'" in output, output
 
     def extras(self) -> None:
         wanted = f"{self.wheel}[hf,log,plot,bench,s3]"

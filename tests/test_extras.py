@@ -69,7 +69,7 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"shardwise.integrations.{package}", raising=False)
-    advice = rf"{package} is not installed; pip install 'shardwise\[{extra}\]'$"
+    advice = rf"{package} is not installed; pip install '\.\[{extra}\]' in a clone of shardwise$"
     with pytest.raises(PackageMissing, match=advice):
         call()
 
@@ -77,7 +77,9 @@ def test_a_missing_package_is_named_with_its_extra(
 @pytest.mark.parametrize("url", ["s3://bucket/x", "s3a://bucket/x"])
 def test_a_checkpoint_in_s3_names_its_extra(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(sw.CheckpointError, match=r"pip install 'shardwise\[s3\]'"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"\(pip install '\.\[s3\]' in a clone of shardwise\)"
+    ):
         folder_at(url)
 
 

@@ -1,6 +1,5 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
@@ -374,7 +374,7 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
 def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
     report = padding_report(plan.units) if mesh.group_rank == 0 else ""
     if report:
-        warnings.warn(f"granularity costs padding\n{report}", stacklevel=5)
+        warn_caller(f"granularity costs padding\n{report}")
 
 
 def _separate_models(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:

@@ -40,6 +40,11 @@ __all__ = [
 ]
 
 
+def install(extra: str) -> str:
+    """What installs ``extra``. shardwise is not published, so pip cannot find it by its name."""
+    return f"pip install '.[{extra}]' in a clone of shardwise"
+
+
 class ShardwiseError(Exception):
     """Base class of the errors that shardwise raises."""
 
@@ -83,7 +88,7 @@ class PackageMissing(ConfigError, ImportError):
     def check(cls, package: str, *, extra: str, needed_for: str) -> None:
         """Raise this error unless ``package`` is installed, without importing it."""
         if find_spec(package) is None:
-            raise cls(f"{needed_for}: {package} is not installed; pip install 'shardwise[{extra}]'")
+            raise cls(f"{needed_for}: {package} is not installed; {install(extra)}")
 
 
 class RankError(ShardwiseError, RuntimeError):

@@ -343,6 +343,22 @@ def test_sequence_of_losses_in_one_backward() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("converts_first", [True, False])
+def test_convolutions_in_channels_last_train_as_in_one_process(converts_first: bool) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 2)).double()
+    model = copy.deepcopy(reference)
+    if converts_first:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sw.fully_shard(model, units=nn.Conv2d)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    batch = torch.randn(4, 3, 5, 5).double().to(memory_format=torch.channels_last)
+    for m, x in ((model, own_part(batch)), (reference, batch)):
+        m(x).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
 def test_a_change_that_would_be_lost_is_refused() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(Clamping(), Clamping(), Clamping())

@@ -52,7 +52,7 @@ class Drawing:
 
     @property
     def content(self) -> str:
-        box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
+        box = f'width="{self.width:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="{_FONT}" role="img" '
             f'aria-label="{escape(self.label)}">'

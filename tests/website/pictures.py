@@ -5,7 +5,7 @@ They are made of the engine's own layouts, schedules and strategies. So does ``m
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ def main() -> None:
 
 # -- sharding.svg: who keeps what of four units, at three moments of a step ------------------------
 
-CELL_WIDTH, CELL_HEIGHT, CELL_STEP, RANK_STEP = 48, 54, 58, 100
+CELL_WIDTH, CELL_HEIGHT, CELL_STEP, RANK_STEP, MOMENT_STEP = 44, 48, 52, 228, 136
 MOMENTS = (
     ("Between steps", "each rank keeps 1/2 of every unit", -1, -1),
     ("Forward of unit 1", "unit 1 is gathered, unit 2 is on its way", 1, 2),
@@ -41,26 +41,28 @@ MOMENTS = (
 
 
 def sharding() -> Drawing:
-    """Two ranks, four units: shards between steps, and what is gathered in forward and backward."""
+    """Two ranks, four units: shards between steps, and what is gathered in forward and backward.
+
+    The moments are below each other, so that a phone shows all of them without scrolling.
+    """
     drawing = Drawing(
-        900,
-        300,
+        460,
+        444,
         "Two ranks, four units. Between steps each rank keeps half of every unit. In forward the "
         "unit that computes and the next one are whole on both ranks. In backward its gradients "
         "are reduced into shards while the unit before it is gathered.",
     )
     for rank in range(2):
-        drawing.text(82, 116 + rank * RANK_STEP, f"rank {rank}", anchor="end", bold=True)
+        middle = 16 + rank * RANK_STEP + 1.5 * CELL_STEP + CELL_WIDTH / 2
+        drawing.text(middle, 28, f"rank {rank}", bold=True)
     for number, (title, subtitle, computes, arrives) in enumerate(MOMENTS):
-        left = 100 + number * 270
-        middle = left + 1.5 * CELL_STEP + CELL_WIDTH / 2
-        drawing.text(middle, 34, title, size=16, bold=True)
-        drawing.text(middle, 56, subtitle, size=12.5, color=FAINT)
-        for unit in range(4):
-            x = left + unit * CELL_STEP
-            drawing.text(x + CELL_WIDTH / 2, 268, f"unit {unit}", size=12, color=FAINT)
-            for rank in range(2):
-                _unit(drawing, x, 84 + rank * RANK_STEP, rank, unit == computes, unit == arrives)
+        top = 58 + number * MOMENT_STEP
+        drawing.text(16, top, title, size=15, anchor="start", bold=True)
+        drawing.text(444, top, subtitle, size=13, anchor="end", color=FAINT)
+        for rank, unit in product(range(2), range(4)):
+            x = 16 + rank * RANK_STEP + unit * CELL_STEP
+            _unit(drawing, x, top + 14, rank, unit == computes, unit == arrives)
+            drawing.text(x + CELL_WIDTH / 2, top + 80, f"unit {unit}", size=12, color=FAINT)
     return drawing
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from shardwise import public
 from tests.diagnose.chromium import Page, find_chromium, open_browser
+from tests.snippets import snippets_of
 from tests.website.assemble import assemble
 from tests.website.build import ROOT, SITE, build
 from tests.website.check import problems_of
@@ -22,6 +23,15 @@ from tests.website.reference import GENERATED
 
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 IN_SEARCH = "[...document.querySelectorAll('*')].some((one) => one.shadowRoot?.{})"
+CLIPPED_CODE = (  # the first line of each block. Output of programs has no colors, and may scroll
+    "[...document.querySelectorAll('.highlight:has(code span[class]) pre > code')]"
+    ".filter(one => one.scrollWidth > one.clientWidth).map(one => one.textContent.split('\\n')[0])"
+)
+CUT_DRAWING = (
+    "[...document.querySelectorAll('p:has(> img[src$=\"sharding.svg\"])')]"
+    ".filter(one => one.scrollWidth > one.clientWidth).length"
+)
+MAX_COLUMNS = 100  # that fit into a window of 1280 px
 # Sections of README.md whose subject has a page of its own.
 NOT_PLACED = {"Two commands", "Plan a run", "Porting", "Documentation", "Options", "Guarantees"}
 
@@ -44,6 +54,16 @@ def test_each_section_of_the_readme_is_on_one_page() -> None:
         name: sum(text.count(f"<!-- README: {name} -->") for text in pages) for name in sections
     }
     assert places == {name: int(name not in NOT_PLACED) for name in sections}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_code_is_not_wider_than_its_box(page: Path) -> None:
+    for snippet in snippets_of(page):
+        for number, line in enumerate(snippet.code.splitlines(), snippet.line):
+            fits = len(line) <= MAX_COLUMNS or snippet.language == "text"
+            assert fits, f"{page.name}:{number}: {len(line)} columns; break it before {MAX_COLUMNS}"
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -146,6 +166,9 @@ def test_pages_show_without_problems_at_any_width(browser: Page, address: str, w
         assert browser.get("document.documentElement.scrollWidth <= innerWidth"), (
             f"{name} overflows"
         )
+        if width == 1280:
+            assert browser.get(CLIPPED_CODE) == [], f"{name} has code that is wider than its box"
+        assert browser.get(CUT_DRAWING) == 0, f"{name} cuts the first drawing"
         broken = browser.get("[...document.images].filter(one => !one.naturalWidth).length")
         assert broken == 0, f"{name} has pictures that are not shown"
     assert browser.problems == []

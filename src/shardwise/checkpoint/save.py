@@ -3,7 +3,6 @@
 import os
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._warnings import warn_caller
 from shardwise.checkpoint.collect import WriteJob, check_kinds, checkpoint_mesh, collect
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
 from shardwise.checkpoint.directory import Retention
@@ -179,4 +179,4 @@ def _run(job: Callable[[], None], errors: list[Exception], done: threading.Event
 
 def _warn(path: Path | str, errors: list[Exception]) -> None:
     if errors:
-        warnings.warn(f"the save to {path} failed: {errors[0]}", stacklevel=2)
+        warn_caller(f"the save to {path} failed: {errors[0]}")

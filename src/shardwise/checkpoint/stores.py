@@ -20,7 +20,7 @@ from typing import Any, Self
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, install
 
 __all__ = [
     "MAX_OPEN_FILES",
@@ -61,9 +61,9 @@ def folder_at(place: str | os.PathLike[str]) -> "Folder":
         store, path = url_to_fs(url)
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None)
-        package = "'shardwise[s3]'" if url.startswith(("s3:", "s3a:")) else missing
-        advice = f" (pip install {package})" if package else ""
-        raise CheckpointError(f"{url}: {error}{advice}") from error
+        is_extra = url.startswith(("s3:", "s3a:"))
+        advice = install("s3") if is_extra else f"pip install {missing}" if missing else ""
+        raise CheckpointError(f"{url}: {error}{f' ({advice})' if advice else ''}") from error
     except ValueError as error:
         raise CheckpointError(
             f"{url}: {error}; expected a directory or a URL that fsspec knows, such as "

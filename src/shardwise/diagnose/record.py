@@ -1,6 +1,5 @@
 """Records a run: reads the ledger of a model and writes one file per rank."""
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Self, SupportsFloat
 import torch
 from torch import nn
 
+from shardwise._warnings import warn_caller
 from shardwise.diagnose.clocks import measure_clock_offset
 from shardwise.diagnose.memory_meter import MemoryMeter
 from shardwise.diagnose.recorded_steps import EndedSpan, EndedStep
@@ -204,7 +204,7 @@ class Recorder(LedgerReader):
             self._file.write(text)
             self._file.flush()  # so that the steps of a killed run are kept
         except OSError as error:  # a full disk must not stop training
-            warnings.warn(f"{self._file.name}: recording stopped: {error}", stacklevel=2)
+            warn_caller(f"{self._file.name}: recording stopped: {error}")
             self._pending.clear()
             self._detach()
 

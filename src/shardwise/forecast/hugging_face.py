@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, install
 from shardwise.forecast.transformer import Shape
 
 __all__ = ["read_hugging_face"]
@@ -89,7 +89,7 @@ def _shape_of(fields: Mapping[str, Any], file: Path) -> Shape:
         )
     if kind not in _LLAMAS:
         raise ConfigError(
-            f"{file}: model_type={kind!r} needs transformers; pip install 'shardwise[hf]', or use "
+            f"{file}: model_type={kind!r} needs transformers; {install('hf')}, or use "
             f"one of {', '.join(_KNOWN)}"
         )
     return Shape(

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 from torch.distributed.tensor import DTensor
 
+from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
@@ -169,10 +169,9 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_tensors(_unsharded_states(module, self._ignored_params), group)
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
-            warnings.warn(
+            warn_caller(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
                 f"{type(module).__name__}, whose parameters belong to the unit that contains it",
-                stacklevel=2,
             )
             return
         if isinstance(module, FSDPModule):
@@ -322,10 +321,9 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._root_unit("clip_grad_norm_() should only be called on the root FSDP instance")
         if all(parameter.grad is None for parameter in self.parameters()):
-            warnings.warn(
+            warn_caller(
                 f"clip_grad_norm_: called on rank {self.rank} with no gradients -- returning the "
                 "total norm in the default dtype torch.float32",
-                stacklevel=2,
             )
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
@@ -407,9 +405,8 @@ def _reported_strategy(strategy: api.ShardingStrategy, ranks: Ranks) -> api.Shar
     no_shard = api.ShardingStrategy.NO_SHARD
     if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:
         return strategy
-    warnings.warn(
+    warn_caller(
         f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
-        stacklevel=3,
     )
     return no_shard
 
@@ -422,10 +419,9 @@ def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
 
 def _warn_if_on_cpu(states: list[Tensor]) -> None:
     if states and states[0].is_cpu and torch.accelerator.device_count():
-        warnings.warn(
+        warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "
             "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it",
-            stacklevel=3,
         )
 
 

@@ -1,7 +1,6 @@
 """Conversion of optimizer states to and from parameter names as keys."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import StateDictType
 from shardwise.fsdp.collectives import broadcast_object, gather_objects
@@ -193,10 +193,9 @@ def groups_for(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> G
 
 def warn_of_input(optim_input: Any) -> None:
     if optim_input is not None:
-        warnings.warn(
+        warn_caller(
             "The `optim_input` argument is deprecated; pass the optimizer as `optim`",
             FutureWarning,
-            stacklevel=4,
         )
 
 

@@ -1,7 +1,6 @@
 """Translate FSDP1's options to arguments of `shardwise.fully_shard`."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise._private import mesh_without_groups
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -201,10 +201,9 @@ def resolve_ignored(
                 f"{type(inner.module).__name__}; pass the module before it is wrapped"
             )
     if root in ignored.modules:
-        warnings.warn(
+        warn_caller(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
             f"result in all parameters being ignored: {type(root).__name__}",
-            stacklevel=3,
         )
     return ignored
 

@@ -1,13 +1,13 @@
 """State dicts of FSDP1 modules, with full tensors, chunks of them, or flattened chunks."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._warnings import warn_caller
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
 from shardwise.fsdp.distribute import shard_like
@@ -54,11 +54,10 @@ def set_state_dict_type(
     Raises:
         StateError: a config belongs to another type.
     """
-    warnings.warn(
+    warn_caller(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated by PyTorch; "
-        "use get_state_dict() and set_state_dict() of torch.distributed.checkpoint.state_dict",
+        "use shardwise.save and shardwise.load, or fully_shard instead of the wrapper",
         FutureWarning,
-        stacklevel=2,
     )
     kinds = _CONFIGS[state_dict_type]
     configs = (state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]())

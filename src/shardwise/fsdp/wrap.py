@@ -5,7 +5,6 @@ A policy function is called as ``policy(module=, recurse=, nonwrapped_numel=)``:
 that ("wrap this module?"). `shardwise.fully_shard` accepts the same policies as ``units``.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.runtime.casting import FullPrecision
 
@@ -108,11 +108,10 @@ def _keep_full_precision(modules: Collection[nn.Module]) -> None:
     if not modules:
         return
     classes = sorted({type(module).__name__ for module in modules})
-    warnings.warn(
+    warn_caller(
         f"Both mixed precision and an auto_wrap_policy were given, and there are modules of "
         f"{', '.join(classes)}. These modules will be wrapped as separate FSDP modules, without "
         "mixed precision",
-        stacklevel=4,
     )
     for module in modules:
         FullPrecision(module)

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import warnings
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise._private import joined_mesh
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
@@ -127,7 +127,7 @@ def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) 
     )
     if different[:, -1].any():
         raise PlanError(message)
-    warnings.warn(f"{message}. Only names of parameters differ", stacklevel=6)
+    warn_caller(f"{message}. Only names of parameters differ")
 
 
 def check_same_values(
@@ -150,7 +150,7 @@ def check_same_values(
     except PlanError as error:
         if not warns:
             raise
-        warnings.warn(f"{error}. Each rank keeps its part of the values that it has", stacklevel=6)
+        warn_caller(f"{error}. Each rank keeps its part of the values that it has")
 
 
 def check_same_sums(

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise._warnings import warn_caller
 from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools
@@ -61,7 +61,7 @@ class HeldMemory:
         before = self._num_failures
         self._num_failures = num_allocation_failures(self._pools.device)
         if self._num_failures > before:
-            warnings.warn(self._table, stacklevel=2)
+            warn_caller(self._table)
 
     def forget(self) -> None:
         """Drop the table of the last step."""

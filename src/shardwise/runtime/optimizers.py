@@ -6,7 +6,6 @@ new parameter, and an optimizer that holds it steps the new one. Further hooks r
 that need whole parameters, and warn about steps without gradients.
 """
 
-import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -89,11 +89,10 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     ]
     if names:
         _warned.add(optimizer)
-        warnings.warn(
+        warn_caller(
             f"{type(optimizer).__name__} steps, and none of its {len(parameters)} parameters has a "
             f"gradient (the first is {names[0]}). loss.backward(inputs=...) computes none for "
             "sharded parameters: call loss.backward()",
-            stacklevel=4,
         )
 
 

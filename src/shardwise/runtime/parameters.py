@@ -90,6 +90,31 @@ class FSDPParameter:
         before, self._version = self._version, self.dense._version
         return before != self._version
 
+    def restore(self, view: Tensor, *, keeps_values: bool) -> bool:
+        """Let the dense parameter view the flat buffer again, as ``view``. False if it does.
+
+        ``dense.data = other`` and ``dense.set_(other)`` replace its memory.
+        """
+        local = self.sharding.local_of_dense(self.dense)
+        if local.data_ptr() == view.data_ptr():
+            return False
+        if keeps_values:
+            view.data.copy_(local.detach())  # `.data`: autograd compares the version of `view`
+        self.dense.data = self.sharding.dense(view)
+        self.forget_changes()
+        return True
+
+    def is_as_gathered(self) -> bool:
+        """Whether this rank's part of the gathered dense parameter has the bits of its shard.
+
+        It has after ``dense.set_(dense)``, which counts as a change in place:
+        `torch.nn.utils.parametrize` calls it when a parametrization is registered.
+        """
+        own = self.sharding.own_part_of(self.sharding.local_of_dense(self.dense.detach()))
+        expected = self.local.detach().to(own.device, own.dtype)
+        bits = [one.reshape(-1).view(torch.uint8) for one in (own, expected)]
+        return torch.equal(*bits)
+
     def use_unsharded(self) -> None:
         """Put the dense parameter into the modules."""
         if self.dense.requires_grad != self.sharded.requires_grad:

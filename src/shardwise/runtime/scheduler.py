@@ -345,7 +345,12 @@ class Scheduler:
             if kind is EventKind.GATHER and self.is_idle:
                 self.recover()
                 self.units[index].expect_changes()
+            # Outside a step, no error of another rank would reach a rank that stores nothing of a
+            # changed parameter, so values are not compared.
+            is_reshard = kind is EventKind.FREE and self.is_idle
+            changed = self.units[index].changed_names() if is_reshard else []
             self._perform(self.sequencer.request(kind, [index]))
+            self.units[index].refuse(changed)
             if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed since
                 self.units[index].use_unsharded()
             elif kind is EventKind.FREE:

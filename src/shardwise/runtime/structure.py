@@ -1,9 +1,8 @@
 """Detects parameters that were added after `fully_shard` and therefore are in no unit."""
 
-import warnings
-
 from torch import nn
 
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import sharding_of
 
@@ -33,12 +32,13 @@ class Structure:
         if added:
             message = (
                 f"{', '.join(added)}: added or replaced after fully_shard, so gradients would not "
-                "be averaged over ranks; change the model before fully_shard, or pass "
-                "ignored_params= for parameters that each rank keeps for itself"
+                "be averaged over ranks; change the model before fully_shard, call fully_shard on "
+                "the new module as well, or pass ignored_params= for parameters that each rank "
+                "keeps for itself"
             )
             if not self._warns:
                 raise PlanError(message)
-            warnings.warn(message, stacklevel=2)
+            warn_caller(message)
             self._ignored.update(added)
         self._seen = found
 

@@ -140,6 +140,32 @@ class FlatParameters:
         """Make the gathered values visible in the dense parameters, after the collective."""
         self.buffer.unpack()
 
+    def use_sharded(self) -> None:
+        """Put the sharded parameters back into the modules."""
+        for parameter in self.parameters:
+            parameter.use_sharded()
+        if self.is_whole:
+            self.restore_views()
+
+    def restore_views(self) -> list[str]:
+        """Let dense parameters whose memory was replaced view the buffer again; their names.
+
+        Their values are kept if the buffer is the shard, and lost otherwise.
+        """
+        pairs = zip(self.parameters, self.views, strict=False)
+        return [one.name for one, view in pairs if one.restore(view, keeps_values=self.is_whole)]
+
+    def lost_changes(self) -> list[str]:
+        """The names of gathered parameters that were changed in place, before they are freed."""
+        replaced = self.restore_views()
+        can_compare = self.buffer.is_acquired and self.views
+        # Only after a change: on an accelerator, comparing values waits for the device.
+        return replaced + [
+            parameter.name
+            for parameter in self.parameters
+            if parameter.forget_changes() and not (can_compare and parameter.is_as_gathered())
+        ]
+
     def free(self) -> None:
         """Free the gathered parameters, if there are any."""
         if self.buffer.is_acquired:
@@ -321,17 +347,25 @@ class Unit:
     def use_sharded(self) -> None:
         """Put the sharded parameters back into the modules."""
         if self._is_unsharded:
-            for parameter in self.parameters:
-                parameter.use_sharded()
+            for flat in self.flats:
+                flat.use_sharded()
             self._is_unsharded = False
 
     def free(self, comm: Communicator) -> None:
         """Wait for a gather in flight, and free the parameters. Raises if one was changed."""
         self._await_all(self._gathering, comm)
         self.use_sharded()
+        changed = [name for flat in self.flats for name in flat.lost_changes()]
         for flat in self.flats:
             flat.free()
-        changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
+        self.refuse(changed)
+
+    def changed_names(self) -> list[str]:
+        """The names of parameters on which an operation in place ran while they were gathered."""
+        return [parameter.name for parameter in self.parameters if parameter.forget_changes()]
+
+    def refuse(self, changed: Sequence[str]) -> None:
+        """Raise a StepError if ``changed``, names of parameters that are freed, is not empty."""
         if changed:
             raise StepError(
                 f"{', '.join(changed)}: changed in place while gathered, but the change is lost as "
@@ -427,6 +461,8 @@ class Unit:
         self._gathering, self._reducing = [], []
         self.expects_gradients = False
         self.use_sharded()
+        for flat in self.flats:
+            flat.restore_views()
         for parameter in self.parameters:
             parameter.forget_changes()
             parameter.dense.grad = None

@@ -110,6 +110,11 @@ def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return pytree.tree_map_only(Tensor, lambda t: ShardedTensor(t, first._sharding), result)
 
 
+def _without_format(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`_on_runs` without the memory format: a run is 1-D, in the order of a contiguous tensor."""
+    return _on_runs(func, args, {key: x for key, x in kwargs.items() if key != "memory_format"})
+
+
 def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
@@ -323,14 +328,22 @@ _DRAWN_BY_RANK = {"bernoulli", "dropout", "native_dropout", "rand_like"}
 
 # torch does not tag these as pointwise, but they are pointwise or make a tensor of the same shape.
 _LIKE_POINTWISE = {
-    "_to_copy", "clone", "copy_", "detach_", "empty_like", "fill_", "full_like",
-    "lift_fresh", "masked_fill", "masked_fill_", "ones_like", "zero_", "zeros_like",
-}  # fmt: skip
+    "copy_",
+    "detach_",
+    "fill_",
+    "lift_fresh",
+    "masked_fill",
+    "masked_fill_",
+    "zero_",
+}
+
+_HAVE_FORMAT = {"_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"}
 
 # Handlers by operator name; `_handler_of` decides for all other operators.
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_DRAWN_BY_RANK, _refuse),
     **dict.fromkeys(_LIKE_POINTWISE, _on_runs),
+    **dict.fromkeys(_HAVE_FORMAT, _without_format),
     **dict.fromkeys(("alias", "detach"), _alias),
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import shardwise as sw
 from shardwise.features.unused import UsedParameterSync
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import BATCH, assert_equal_models, own_part
+from tests.runtime.one_process import BATCH, assert_close, assert_equal_models, own_part
 from tests.waiting import eventually
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
@@ -342,3 +343,111 @@ def test_evaluation_keeps_no_more_records_than_one_forward() -> None:
     assert len(sw.ledger(model).records(2)) == once
     model(own_part(batch())).square().mean().backward()
     assert sw.ledger(model).events() == trained
+
+
+@on_ranks(2)
+def test_a_module_that_was_replaced_trains_once_it_is_sharded() -> None:
+    model = sharded()
+    check_step(model)
+    torch.manual_seed(3)
+    model.layers[1] = Block().double()
+    sw.fully_shard(model.layers[1])
+    for _ in range(2):
+        check_step(model)
+
+
+# -- memory of a parameter that is replaced in forward ---------------------------------------------
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+class Parametrized(Block):
+    """A block whose weight is parametrized while it computes, as peft does for expert weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        register_parametrization(self.up, "weight", Halved())  # calls `weight.set_(weight)`
+        try:
+            return super().forward(x)
+        finally:
+            remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+@on_ranks(2)
+def test_a_parametrization_within_forward_trains_as_in_one_process(
+    granularity: Any, strategy: str
+) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Parametrized() for _ in range(3))).double()
+    model = sw.fully_shard(
+        copy.deepcopy(reference), units=Parametrized, strategy=strategy, granularity=granularity
+    )
+    pairs = ((model, own_part(batch())), (reference, batch()))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one, _ in pairs]
+    for step in range(2):
+        for one, x in pairs:
+            one.zero_grad()
+            one(x).square().mean().backward()
+        assert_equal_models(model, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        assert_close(model(batch()), reference(batch()), "output")
+
+
+class Replacing(Block):
+    """A block that replaces the memory of its weight in forward by twice its values."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight
+        if "data" in self.how:
+            weight.data = weight.data * 2
+        elif "set" in self.how:
+            with torch.no_grad():
+                weight.set_(weight * 2)  # type: ignore[call-overload]
+        if "raise" in self.how:
+            raise ValueError(self.how)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["data", "set"])
+@on_ranks(2)
+def test_replaced_memory_is_taken_over_or_refused(how: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    reference: Any = nn.Sequential(*(Replacing() for _ in range(3))).double()
+    model: Any = sw.fully_shard(copy.deepcopy(reference), units=Replacing, strategy=strategy)
+    is_whole = strategy == "ddp"  # the parameters are never freed, so no change is lost
+
+    def run(*pairs: tuple[Any, Tensor]) -> None:
+        for one, x in pairs:
+            one.zero_grad()
+            one(x).square().mean().backward()
+
+    model[1].how = how
+    if is_whole:
+        reference[1].how = how
+        run((model, own_part(batch())), (reference, batch()))
+        assert_equal_models(model, reference, 0)
+    else:
+        with pytest.raises(sw.StepError, match=r"1\.up\.weight: changed in place"):
+            run((model, own_part(batch())))
+    model[1].how = reference[1].how = ""
+    run((model, own_part(batch())), (reference, batch()))
+    assert_equal_models(model, reference, 1)
+    for one, x in (model, own_part(batch())), (reference, batch()):
+        one[1].how = f"{how}, raise"
+        with pytest.raises((ValueError, sw.StepError)):
+            one(x)
+        one[1].how = ""
+    if not is_whole:  # the change is dropped with the step
+        with torch.no_grad():
+            reference[1].up.weight.div_(2)
+    run((model, own_part(batch())), (reference, batch()))
+    assert_equal_models(model, reference, 2)
