@@ -23,7 +23,12 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
-from shardwise.transport.communicator import POLL_SECONDS, Communicator, communicator
+from shardwise.transport.communicator import (
+    POLL_SECONDS,
+    Communicator,
+    communicator,
+    note_place,
+)
 from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
@@ -454,9 +459,8 @@ class Scheduler:
         now = clock()
         try:
             for event in events:
-                record = Record(event, self.ledger.step, now)
+                record, unit = Record(event, self.ledger.step, now), self.units[event.unit]
                 if event.kind is not EventKind.FORWARD:  # the caller runs it
-                    unit = self.units[event.unit]
                     if works := self._do(event.kind, unit):
                         record.works = works
                         record.sent = unit.mesh.axis_bytes(works, unit.plan.inner_ranks)
@@ -465,6 +469,8 @@ class Scheduler:
                 self.ledger.append(record)
         except BaseException as error:
             self.explain(error)
+            note_place(error, f"step {self.ledger.step}, {event.kind} {unit.plan.label}")
+            self._comm.abort(error)  # backward would report it without its text
             raise
         self._events_incomplete = False
 

@@ -14,7 +14,14 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
+from shardwise.errors import (
+    PeerAborted,
+    PeerLost,
+    PeerSilent,
+    PlanError,
+    ShardwiseError,
+    StepError,
+)
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.history import Comparison
@@ -32,7 +39,14 @@ from shardwise.transport.health.status import LookCounter, QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
-__all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
+__all__ = [
+    "POLL_SECONDS",
+    "Collectives",
+    "Communicator",
+    "communicator",
+    "make_collectives",
+    "note_place",
+]
 
 RECENT_UNITS = 64  # ranks stall within a few units after they diverge
 # A kernel may take long, so a device counts as stuck only after this many looks without progress.
@@ -154,11 +168,13 @@ class Communicator:
             RanksDiverged: the ranks wait for different things.
             PeerAborted: another rank raised.
             PeerLost: another rank died, or its process is silent.
+            Exception: the work's own error, on this rank.
         """
         self.raise_found()
         collective = work.collective
         awaited = "" if collective is None else collective.label
         looks: LookCounter | None = None
+        error: BaseException | None
         self._restart_wait()
         while not work.wait(self.patience.poll_seconds):
             looks = looks or LookCounter()
@@ -173,9 +189,10 @@ class Communicator:
             self._monitor.publish(self._report())
         if work.error is not None:
             self.raise_found()
-            lost = self._with_table(work.error)
-            self.abort(lost)
-            raise lost
+            error = self._with_table(work.error)
+            note_place(error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
+            self.abort(error)
+            raise error
 
     def check_peers(self) -> None:
         """Check that the other processes run. Call it regularly while this rank waits for them.
@@ -370,6 +387,16 @@ class Communicator:
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)
+
+
+_PLACE = "raised in "
+
+
+def note_place(error: BaseException, place: str) -> None:
+    """Add to an error of this rank where in the step it was raised, once."""
+    notes = getattr(error, "__notes__", ())
+    if not (isinstance(error, ShardwiseError) or any(note.startswith(_PLACE) for note in notes)):
+        error.add_note(_PLACE + place)
 
 
 def _describe(error: BaseException) -> str:
