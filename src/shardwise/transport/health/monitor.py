@@ -9,7 +9,6 @@ counters of the others. It measures time with its own clock only.
 
 import contextlib
 import os
-import pickle
 import threading
 import time
 import weakref
@@ -17,14 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._private import default_store
-from shardwise.errors import PeerLost, PeerSilent
+from shardwise.errors import PeerLost, PeerSilent, StepError
 from shardwise.transport.device import is_accelerator
+from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "describe_elsewhere",
     "usual_patience",
 ]
+
+_T = TypeVar("_T")
 
 _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
@@ -144,14 +146,16 @@ class Monitor:
         self._failed_epoch = failure.epoch
         own = str(self._rank)
         with _store_errors():
-            first = int(self._store.compare_set(f"{self._failed}{failure.epoch}", "", own))
-        found: Report = self._get(self._reports[first])
-        return found
+            first = self._rank_in(
+                self._store.compare_set(f"{self._failed}{failure.epoch}", "", own)
+            )
+        found = self._get(Report, self._reports[first])
+        return found if found is not None and found.failure else failure
 
     def check_reports(self, epoch: int) -> Mapping[int, Report]:
         """Return the reports of this epoch by rank, or raise the error of `verdict`."""
         contents = self._read(self._reports)
-        reports = [None if one is None else pickle.loads(one) for one in contents]
+        reports = [None if one is None else self._decode(Report, one) for one in contents]
         current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
         error = verdict(reports, epoch)
         is_known = any(report.failure for report in current.values())
@@ -199,8 +203,7 @@ class Monitor:
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of ``rank``."""
-        found: Heartbeat | None = self._get(self._beats[rank])
-        return found
+        return self._get(Heartbeat, self._beats[rank])
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
         """Describe why ranks have ended, and where each was at its last heartbeat."""
@@ -214,28 +217,51 @@ class Monitor:
         )
         return ended + table({rank: beat.report for rank, beat in beats.items()}, remarks)
 
-    def swap_histories(self, rank: int, own: Any) -> Any:
-        """Publish ``own``; return what ``rank`` has published, or None."""
+    def swap_histories(self, rank: int, own: _T) -> _T | None:
+        """Publish ``own``, a dataclass; return what ``rank`` has published, or None."""
         self._set(self._histories[self._rank], own)
-        return self._get(self._histories[rank])
+        return self._get(type(own), self._histories[rank])
 
     def meet(self, report: Report) -> list[Report]:
-        """Wait until all ranks have called this in the same epoch; return their reports."""
+        """Wait until all ranks have called this in the same epoch; return their reports.
+
+        Raises:
+            StepError: another process has overwritten a report.
+        """
         keys = [f"{key}/epoch {report.epoch}" for key in self._reports]
         self._set(keys[self._rank], report)
         with _store_errors():
             while not self._store.check(keys):
                 time.sleep(_MEET_SECONDS)
-            return [pickle.loads(self._store.get(key)) for key in keys]
+        found = [self._get(Report, key) for key in keys]
+        reports = [one for one in found if one is not None]
+        if len(reports) < len(keys) or len({len(one.queues) for one in reports}) > 1:
+            raise StepError("the job's store has a report that no rank of this job wrote")
+        return reports
 
     def _set(self, key: str, value: Any) -> None:
         with _store_errors():
-            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # bytes do
+            self._store.set(key, encode(value))
 
-    def _get(self, key: str) -> Any:
+    def _get(self, kind: type[_T], key: str) -> _T | None:
         """Return the value at ``key``, or None if there is none, or only a count."""
         [content] = self._read([key])
-        return None if content is None or content.isdigit() else pickle.loads(content)
+        return None if content is None or content.isdigit() else self._decode(kind, content)
+
+    def _decode(self, kind: type[_T], content: bytes) -> _T | None:
+        """Return a message, or None if no rank of this job can have written it."""
+        try:
+            message = decode(kind, content)
+        except ValueError:
+            return None
+        report = message.report if isinstance(message, Heartbeat) else message
+        is_foreign = isinstance(report, Report) and not report.fits(len(self._reports))
+        return None if is_foreign else message
+
+    def _rank_in(self, content: bytes) -> int:
+        """The rank that ``content`` is, or this rank if it is none."""
+        ranks = {str(rank).encode(): rank for rank in range(len(self._reports))}
+        return ranks.get(content, self._rank)
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         with _store_errors():
