@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from torch.distributed.distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise.errors import StepError
 from shardwise.transport.api import CollectiveId
