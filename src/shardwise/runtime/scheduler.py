@@ -446,8 +446,8 @@ class Scheduler:
 
     def report(self, where: str) -> None:
         """Publish where this rank is, for the errors of ranks that wait for it."""
-        comm = self._comm
-        comm.step, comm.where = self.ledger.step, where
+        place = self._comm.place
+        place.step, place.where = self.ledger.step, where
 
     # -- events ----------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from shardwise.transport.health.monitor import (
     Heartbeat,
     Monitor,
     Patience,
+    Place,
     connect_to_store,
     describe_elsewhere,
     usual_patience,
@@ -116,8 +116,7 @@ class Communicator:
         self.is_broken = False  # an error has ended a step since the last recovery
         self._lost: PeerLost | None = None  # the process group can never be used again
         self._recovery: Work | None = None  # in progress
-        self.step = 0
-        self.where = "before the first step"
+        self.place = Place()
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)  # step, call, unit
         self._wait_began = 0.0  # on the clock of `time.monotonic`
         self._logged_seconds = 0.0  # length of the wait when it was last logged
@@ -142,8 +141,18 @@ class Communicator:
                 self.num_ranks,
                 patience,
                 weakref.WeakMethod(self._beat),
-                weakref.WeakMethod(self._publish_exit),
+                self.place,
             )
+
+    @property
+    def step(self) -> int:
+        """The step that this rank is in."""
+        return self.place.step
+
+    @property
+    def where(self) -> str:
+        """Where in the step this rank is."""
+        return self.place.where
 
     @property
     def world(self) -> RankGroup:
@@ -318,11 +327,12 @@ class Communicator:
         return agreed
 
     def _with_table(self, error: BaseException) -> BaseException:
-        """Add the positions of all ranks to a PeerLost."""
+        """Add the positions of all ranks to a PeerLost, and that a rank has ended normally."""
         if not isinstance(error, PeerLost) or self._monitor is None:
             return error
         with contextlib.suppress(PeerLost):  # the store is gone
-            return type(error)(f"{error}\n{self._monitor.table()}")
+            reason = self._monitor.ended_normally() or str(error)
+            return type(error)(f"{reason}\n{self._monitor.table()}")
         return error
 
     # -- on the heartbeat thread -----------------------------------------------------------------
@@ -373,13 +383,6 @@ class Communicator:
                 return None
         looks = max(0, stuck - _DEVICE_GRACE)
         return self._look_at_peers(looks, ", ".join(running), self._stack != last_stack)
-
-    def _publish_exit(self) -> None:
-        """Publish why this process ends. Called when the interpreter exits."""
-        assert self._monitor is not None
-        error = getattr(sys, "last_value", None)  # an exception that nothing caught
-        text = "no exception, it ran fewer steps" if error is None else _describe(error)
-        self._monitor.beat(Heartbeat(0, replace(self._report(), error=text)))
 
     def _report(self) -> Report:
         calls = calls_of(self._thread)

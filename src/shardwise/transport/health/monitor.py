@@ -9,6 +9,7 @@ counters of the others. It measures time with its own clock only.
 
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -28,10 +29,12 @@ from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
+    "ENDED_NORMALLY",
     "POLL_SECONDS",
     "Heartbeat",
     "Monitor",
     "Patience",
+    "Place",
     "connect_to_store",
     "describe_elsewhere",
     "usual_patience",
@@ -43,6 +46,8 @@ _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
 # Shorter than on CPUs: between devices, no connection breaks when a process ends.
 _DEVICE_SILENT_SECONDS = 8.0
+ENDED_NORMALLY = "no exception, it ran fewer steps"
+_MAX_TEXT = 500
 _MEET_SECONDS = 0.01  # between two looks of `Monitor.meet`
 
 
@@ -85,6 +90,14 @@ class Heartbeat:
     marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
 
+@dataclass(slots=True)
+class Place:
+    """Where this rank is in its program."""
+
+    step: int = 0
+    where: str = "before the first step"
+
+
 class Monitor:
     """The reports and heartbeats of the ranks of a group, in a store that all can read.
 
@@ -99,12 +112,13 @@ class Monitor:
         size: int,
         patience: Patience,
         on_beat: "weakref.WeakMethod[Callable[[int], None]] | None" = None,
-        on_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+        place: Place | None = None,
     ) -> None:
         """Start the heartbeat thread.
 
-        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`. ``on_end`` is called once,
-        before the interpreter exits. Neither is called after its object was freed.
+        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`; not after its object was
+        freed. When the object of ``on_beat`` is freed, or before the interpreter exits, the last
+        heartbeat is published: why this rank ended, and at which ``place``.
         """
         self._store = store
         self._rank = rank
@@ -126,7 +140,9 @@ class Monitor:
             daemon=True,
         )
         thread.start()
-        weakref.finalize(self, _end, done, thread, on_end)  # also when the interpreter exits
+        owner = None if on_beat is None else getattr(on_beat(), "__self__", None)
+        # Also when the interpreter exits.
+        weakref.finalize(owner or self, _end, done, thread, store, self._beats[rank], place)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Publish ``heartbeat``."""
@@ -194,6 +210,8 @@ class Monitor:
             if counter != last:
                 self._seen[other] = counter, now
             elif now - since > self._patience.silent_seconds:
+                if ended := self.ended_normally():
+                    raise PeerLost(f"{ended}\n{self.table()}")
                 raise PeerSilent(
                     f"rank {self._rank} lost rank {other}: its process gave no sign of life for "
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
@@ -204,6 +222,22 @@ class Monitor:
     def heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of ``rank``."""
         return self._get(Heartbeat, self._beats[rank])
+
+    def ended_normally(self) -> str:
+        """Describe the ranks that ended without an exception, and what to do; "" if none did."""
+        beats = {rank: self.heartbeat(rank) for rank in range(len(self._beats))}
+        ended = [
+            f"rank {rank} ended normally after step {beat.report.step}"
+            for rank, beat in beats.items()
+            if beat is not None and beat.report.error == ENDED_NORMALLY
+        ]
+        if not ended:
+            return ""
+        return (
+            f"{', '.join(ended)}: it had fewer batches than the others. Give every rank as many "
+            "batches: end all loops at the same step, or let the sampler pad or drop the rest "
+            "(drop_last=True)"
+        )
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
         """Describe why ranks have ended, and where each was at its last heartbeat."""
@@ -310,14 +344,15 @@ def _beat(
 
 
 def _end(
-    done: threading.Event,
-    thread: threading.Thread,
-    on_end: "weakref.WeakMethod[Callable[[], None]] | None",
+    done: threading.Event, thread: threading.Thread, store: Store, key: str, place: Place | None
 ) -> None:
     done.set()
-    if on_end is not None and (call := on_end()) is not None:
-        with contextlib.suppress(PeerLost):  # the store is gone
-            call()
     # If Python exits while the thread is in a call of the store, C++ aborts the process.
     if thread is not threading.current_thread():
         thread.join(timeout=1.0)
+    if place is not None:
+        error = getattr(sys, "last_value", None)  # an exception that nothing caught
+        text = ENDED_NORMALLY if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        last = Heartbeat(0, Report(0, 0, place.step, place.where, (), error=text))
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            store.set(key, encode(last))
