@@ -392,14 +392,11 @@ class Communicator:
         return tuple(queue.state() for queue in self._monitored)
 
 
-_PLACE = "raised in "
-
-
 def note_place(error: BaseException, place: str) -> None:
-    """Add to an error of this rank where in the step it was raised, once."""
+    """Add to an error of this rank where it was raised ("step 3, ..."), if no note says so."""
     notes = getattr(error, "__notes__", ())
-    if not (isinstance(error, ShardwiseError) or any(note.startswith(_PLACE) for note in notes)):
-        error.add_note(_PLACE + place)
+    if not (isinstance(error, ShardwiseError) or any(" in step " in note for note in notes)):
+        error.add_note(f"raised in {place}")
 
 
 def _describe(error: BaseException) -> str:
