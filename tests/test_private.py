@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
 import shardwise
 from shardwise import _private
 
@@ -30,3 +34,41 @@ def test_a_missing_name_is_found() -> None:
     assert _private.missing(_private.REQUIRED) == []
     assert _private.missing(["torch.Tensor._no_such_name"]) == ["torch.Tensor._no_such_name"]
     assert _private.missing(["torch._no_such.module"]) == ["torch._no_such.module"]
+
+
+def test_transforms_are_suspended_and_resumed() -> None:
+    seen = []
+
+    def compute(x: Tensor) -> Tensor:
+        with _private.without_transforms():
+            plain = torch.ones(3)
+            seen.append(plain.data_ptr() != 0 and not torch._C._is_fwd_grad_enabled())
+        return x.square().sum()
+
+    x = torch.ones(3)
+    assert torch.equal(torch.func.grad(compute)(x), 2 * x)
+    assert torch.equal(torch.func.hessian(compute)(x), 2 * torch.eye(3))
+    assert seen == [True] * len(seen)
+    assert torch._C._is_fwd_grad_enabled()
+    assert not _private.is_transformed_by_functorch()
+
+
+def test_each_level_has_a_graph_of_its_own() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    found = []
+
+    def compute(x: Tensor) -> Tensor:
+        y = (x * weight).sum()
+        levels = _private.at_all_levels([y, torch.tensor([1])])
+        found.append([is_wrapped for one, is_wrapped in levels if one.grad_fn is not None])
+        return y
+
+    x = torch.ones(3)
+    torch.func.grad(compute)(x)
+    torch.func.jvp(compute, (x,), (x,))
+    torch.vmap(compute)(x[None])
+    with forward_ad.dual_level():
+        compute(forward_ad.make_dual(x, x))  # type: ignore[no-untyped-call]
+    compute(x)
+    in_jvp = [False, False]  # the output and its tangent
+    assert found == [[True, False], in_jvp, [False], in_jvp, [False]]

@@ -4,8 +4,9 @@ A missing name raises here, at import, instead of in the middle of a step. The f
 public fallback are listed in `OPTIONAL`.
 """
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _functorch  # the stack of transforms of `torch.func`
 from torch._C._distributed_c10d import _register_process_group
 from torch._ops import OpOverload  # the type of an operator in `__torch_dispatch__`
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
@@ -47,6 +49,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchShardedTensor",
     "accumulated_gradient_hooks",
+    "at_all_levels",
     "can_swap_storages",
     "current_graph_task",
     "default_store",
@@ -85,12 +88,23 @@ __all__ = [
     "will_execute",
     "without_tensor_functions",
     "without_torch_functions",
+    "without_transforms",
 ]
 
 D = TypeVar("D", bound=DTensor)
 
 REQUIRED = (
     "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.TransformType.Jvp",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.maybe_get_level",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.pop_dynamic_layer_stack",
+    "torch._C._functorch.push_dynamic_layer_stack",
+    "torch._C._is_fwd_grad_enabled",
+    "torch._C._set_fwd_grad_enabled",
+    "torch.autograd.forward_ad._current_level",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
@@ -319,6 +333,57 @@ def is_transformed_by_functorch() -> bool:
     """Whether `torch.func` or forward-mode differentiation transforms the running code."""
     is_active: bool = torch._C._are_functorch_transforms_active()
     return is_active or forward_ad._current_level >= 0
+
+
+def without_transforms() -> contextlib.AbstractContextManager[None]:
+    """A context in which neither `torch.func` nor forward-mode differentiation transforms code.
+
+    In a transform, every operator wraps its results in tensors without memory.
+    """
+    return _without_transforms() if is_transformed_by_functorch() else _UNTRANSFORMED
+
+
+_UNTRANSFORMED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_transforms() -> Iterator[None]:
+    is_forward_mode = torch._C._is_fwd_grad_enabled()
+    with contextlib.ExitStack() as layers:
+        while _functorch.peek_interpreter_stack() is not None:
+            layers.callback(
+                _functorch.push_dynamic_layer_stack, _functorch.pop_dynamic_layer_stack()
+            )
+        layers.callback(torch._C._set_fwd_grad_enabled, is_forward_mode)
+        torch._C._set_fwd_grad_enabled(False)
+        yield
+
+
+def at_all_levels(tensors: Iterable[Tensor]) -> list[tuple[Tensor, bool]]:
+    """Return ``tensors`` and their tangents as each level of differentiation has them.
+
+    A level is one transform of `torch.func`; below all of them are plain tensors. Each level
+    records a graph of its own. The second item says whether the tensor is one of a transform.
+    """
+    found, current = [], list(tensors)
+    with contextlib.ExitStack() as layers:
+        while True:
+            layer: Any = _functorch.peek_interpreter_stack()
+            is_dual = layer is None or layer.key() == _functorch.TransformType.Jvp
+            if is_dual and forward_ad._current_level >= 0:
+                duals: Any = map(forward_ad.unpack_dual, current)
+                current += [dual.tangent for dual in [*duals] if dual.tangent is not None]
+            found += [(t, _functorch.is_functorch_wrapped_tensor(t)) for t in current]
+            if layer is None:
+                return found
+            level = layer.level()
+            current = [
+                _functorch.get_unwrapped(t) if _functorch.maybe_get_level(t) == level else t
+                for t in current
+            ]
+            layers.callback(
+                _functorch.push_dynamic_layer_stack, _functorch.pop_dynamic_layer_stack()
+            )
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

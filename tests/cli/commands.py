@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,9 +107,14 @@ def _run_command(
     os.environ.update(environ)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
-    forking = partial(LaunchConfig, start_method="fork")
-    with mock.patch.object(local, LaunchConfig.__name__, forking):
+    with forking_launcher():
         sys.exit(main(arguments))
+
+
+def forking_launcher() -> AbstractContextManager[object]:
+    """A context in which local ranks are forked from this process."""
+    forking = partial(LaunchConfig, start_method="fork")
+    return mock.patch.object(local, LaunchConfig.__name__, forking)
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -108,6 +108,23 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_after_the_death_of_a_rank_the_command_says_how_to_resume(
+    tiny: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    chosen = settings(directory, "train.steps=100000", "shard.nproc=2")
+    command = Command(["train", tiny, *chosen], tmp_path)
+    command.wait_for(lambda: latest(directory / "checkpoints") is not None)
+    os.kill(max(child.pid for child in psutil.Process(command.pid).children()), signal.SIGKILL)
+    finished = command.finish()
+    assert finished.code == 1, finished.stderr
+    newest = latest(directory / "checkpoints")
+    assert "Traceback" in finished.stderr or "was killed by SIGKILL" in finished.stderr
+    assert finished.stderr.endswith(
+        f"saved {newest}; to resume:\nshardwise train {directory}/config.toml\n"
+    )
+
+
 @pytest.mark.thorough
 def test_a_soak_of_a_few_kills() -> None:
     command = [sys.executable, "-m", "tests.soak", "--kills", "2", "--steps", "8"]

@@ -6,9 +6,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise as sw
 from tests import ranks
@@ -54,6 +57,36 @@ def _outlive_an_exception() -> None:
         "rank 0 lost rank 1: it closed the connection",
         "rank 1 ended (it was last in step 0, end of the transaction): KeyError: 'no such sample'",
     ]
+
+
+@pytest.mark.parametrize("way", ["exit", "destroy"])
+def test_a_rank_that_has_fewer_batches_is_not_a_lost_connection(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves by the end of its program, or by destroying its process group first."""
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", DEADLINE)
+    with pytest.raises(RankFailed) as failure:
+        run_on(3, _outlive_a_shorter_loop, way, deadline=DEADLINE)
+    assert set(failure.value.errors) == {2}, failure.value
+
+
+def _outlive_a_shorter_loop(way: str) -> None:
+    model: Any = sw.fully_shard(nn.Linear(4, 4))
+    is_short = dist.get_rank() == 2
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    if is_short:
+        if way == "destroy":
+            dist.destroy_process_group()
+            del model
+        atexit._run_exitfuncs()
+        os._exit(0)
+    with pytest.raises(sw.StepError) as caught:
+        model(torch.ones(2, 4)).sum().backward()
+    text = str(caught.value)
+    assert "rank 2 ended normally after step 2: it had fewer batches than the others" in text
+    assert "drop_last=True" in text
+    assert "connection" not in text
 
 
 class Mortal(Training):

@@ -377,7 +377,7 @@ def _mesh(preset: str) -> DataParallelMesh:
 def _communicator() -> Communicator:
     comm = communicator(_mesh("fsdp").world, CPU)
     comm.recover()  # an earlier test may have ended in an error
-    comm.step, comm.where = 5, "testing"
+    comm.place.step, comm.place.where = 5, "testing"
     return comm
 
 

@@ -62,7 +62,7 @@ class Ranks:
             Communicator(world, torch.device("cpu"), PATIENCE) for world in worlds
         ]
         for comm in self.communicators:
-            comm.step, comm.where = 7, "forward of a"
+            comm.place.step, comm.place.where = 7, "forward of a"
 
     def gather(self, rank: int, label: str) -> Tensor:
         comm = self.communicators[rank]

@@ -221,12 +221,12 @@ def test_ranks_that_entered_the_same_units_do_not_differ() -> None:
 def test_the_last_units_of_a_step_are_reported() -> None:
     """Each has the number of its call in the current step."""
     comm = Communicator(RankGroup((0,), 0), torch.device("cpu"))
-    comm.step = 7
+    comm.place.step = 7
     for i in range(3 * RECENT_UNITS):
         comm.enter(str(i % 50))
     numbers = [call for step, call, _ in comm._entered if step == comm.step]
     assert numbers == list(range(2 * RECENT_UNITS + 1, 3 * RECENT_UNITS + 1))
-    comm.step = 8
+    comm.place.step = 8
     comm.enter("a")
     assert comm._entered[-1] == (8, 1, "a")
 

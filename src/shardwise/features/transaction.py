@@ -180,7 +180,7 @@ class _Step:
             return
         votes = torch.zeros(comm.num_ranks, dtype=torch.uint8, device=self._device)
         votes[comm.rank] = failed
-        comm.where = "end of the transaction"
+        comm.place.where = "end of the transaction"
         pending = comm.reduce.all_gather(votes, comm.world, "vote on the step")
         try:
             comm.wait(pending)

@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.failure import first_failure
+from shardwise.launch.orphans import end_with_launcher
 from shardwise.launch.world import World, join_world
 from shardwise.transport.device import num_local_accelerators
 
@@ -75,6 +76,7 @@ def check_num_ranks(num_ranks: int, option: str) -> None:
 
 def _run_rank(function: Callable[..., T], *args: object) -> T:
     """The entry point of a rank; the launcher calls it in a new process."""
+    end_with_launcher()
     # The launcher stops ranks. Python's handler would only run after a wait in Gloo has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     env = read_rank_env(os.environ)

@@ -74,7 +74,7 @@ def _all_gather(own: Sequence[int], runtime: Runtime, where: str) -> Tensor:
     if comm.num_ranks == 1:
         return table
     table = table.to(runtime.pools.device).flatten()
-    comm.where = where
+    comm.place.where = where
     comm.wait(comm.reduce.all_gather(table, comm.world, where))
     return table.view(comm.num_ranks, -1).cpu()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import _private
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
@@ -118,13 +119,18 @@ class Runtime:
             scheduler.join_backward(task)
         elif not scheduler.in_gathered:
             self._structures[index].check(module)
-        call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
+        with _private.without_transforms():
+            call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:
-            with torch.no_grad():
+            # A transform may differentiate parameters that `torch.func.functional_call` replaced.
+            is_recorded = torch.is_grad_enabled() and _private.is_transformed_by_functorch()
+            with torch.set_grad_enabled(is_recorded):
                 return forward(*args, **kwargs)
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
+        before_backward = partial(scheduler.before_backward, call)
         try:
+            hooks.watch_gradients(module, (args, kwargs), before_backward)
             output = forward(*args, **kwargs)
             if precision.output_dtype is not None:
                 output = cast_tensors(output, precision.output_dtype)
@@ -132,13 +138,15 @@ class Runtime:
                 module,
                 output,
                 tensors_left_in(module),
-                partial(scheduler.before_backward, call),
+                before_backward,
                 trainable=self.plan.units[index].gradient_bytes > 0,
             )
         except BaseException as error:
-            scheduler.leave(call, Outcome.FAILED, error)
+            with _private.without_transforms():
+                scheduler.leave(call, Outcome.FAILED, error)
             raise
-        scheduler.leave(call, outcome)
+        with _private.without_transforms():
+            scheduler.leave(call, outcome)
         return output
 
     def is_converted(self) -> bool:

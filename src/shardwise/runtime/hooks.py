@@ -14,6 +14,7 @@ How each event is detected:
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "current_task",
     "on_gradient",
     "run_accumulated_hooks",
+    "watch_gradients",
     "watch_outputs",
 ]
 
@@ -46,11 +48,14 @@ def watch_outputs(
     module: nn.Module,
     output: Any,
     left: Iterable[Tensor],
-    callback: Callable[[], None],
+    callback: Callable[[bool], None],
     *,
     trainable: bool,
 ) -> Outcome:
     """Call ``callback`` when backward reaches a tensor in ``output`` or ``left``.
+
+    Its argument says whether this is the backward of a transform of `torch.func`, in which
+    parameters are constants.
 
     An output without gradients counts as differentiable if the module uses trainable parameters:
     the data of other ranks may have taken a branch that needs gradients. A unit with ``trainable``
@@ -59,15 +64,50 @@ def watch_outputs(
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
     returned = list(nested.tensors_in(output))
-    nodes = {node for tensor in (*returned, *left) for node in _nodes_of(tensor)}
-    for node in nodes:
-        node.register_prehook(lambda _gradients: callback())
-    if nodes:
+    if _watch([*returned, *left], callback):
         return Outcome.DIFFERENTIABLE
     only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
     if returned and not only_parameters and (trainable or _uses_trainable(module)):
         return Outcome.DIFFERENTIABLE
     return Outcome.HIDDEN if trainable else Outcome.DETACHED
+
+
+def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], None]) -> None:
+    """Call ``callback`` when backward reaches gradients of ``inputs`` that a transform computed.
+
+    A transform such as `torch.func.grad` records how it computes gradients, so that they can be
+    differentiated: by other transforms, and by backward for the parameters. Attributes of
+    ``module`` may be inputs, too.
+    """
+    if not (torch.is_grad_enabled() and _private.is_transformed_by_functorch()):
+        return
+
+    def watch(gradient: Tensor) -> None:
+        _watch([gradient], callback)
+
+    tensors = (*nested.tensors_in(inputs), *nested.tensors_left_in(module))
+    for tensor, is_transformed in _private.at_all_levels(tensors):
+        if is_transformed and tensor.requires_grad:
+            tensor.register_hook(watch)  # type: ignore[no-untyped-call]
+
+
+def _watch(tensors: Iterable[Tensor], callback: Callable[[bool], None]) -> bool:
+    """Call ``callback`` when backward reaches one of ``tensors``; return whether it can."""
+    pairs = (
+        _private.at_all_levels(tensors)
+        if _private.is_transformed_by_functorch()
+        else ((tensor, False) for tensor in tensors)
+    )
+    nodes = {node: is_transformed for tensor, is_transformed in pairs for node in _nodes_of(tensor)}
+    for node, is_transformed in nodes.items():
+        node.register_prehook(partial(_run, partial(callback, is_transformed)))
+    return bool(nodes)
+
+
+def _run(callback: Callable[[], None], _gradients: object) -> None:
+    """Call ``callback`` as a hook of autograd, which may run in a transform."""
+    with _private.without_transforms():
+        callback()
 
 
 def _uses_trainable(module: nn.Module) -> bool:
@@ -78,7 +118,7 @@ def _uses_trainable(module: nn.Module) -> bool:
 def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
     """Call ``callback`` each time a gradient has been accumulated into ``parameter``."""
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(lambda _parameter: callback())  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(partial(_run, callback))  # type: ignore[no-untyped-call]
 
 
 def at_end_of_backward(
@@ -93,7 +133,8 @@ def check_first_order() -> None:
     if torch.is_grad_enabled():
         raise StepError(
             "backward(create_graph=True) through a sharded model is not supported: the second "
-            "backward would read parameters that are freed; shard only what the first one needs"
+            "backward would read parameters that are freed; compute the first derivative with "
+            "torch.func.grad or torch.func.vjp, or shard only what it does not need"
         )
 
 
@@ -109,7 +150,8 @@ class _End:
 
     def __call__(self) -> None:
         try:
-            self._finish()
+            with _private.without_transforms():
+                self._finish()
         except BaseException as error:
             self._is_over = True
             self._abandon(error)
@@ -118,7 +160,8 @@ class _End:
 
     def __del__(self) -> None:
         if not self._is_over and not sys.is_finalizing():
-            self._abandon(RuntimeError("an exception in backward"))
+            with _private.without_transforms():
+                self._abandon(RuntimeError("an exception in backward"))
 
 
 def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:

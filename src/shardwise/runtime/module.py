@@ -474,7 +474,8 @@ def _call_unit(
     try:
         handle = handle_of(module)
         if handle.index == 0 and (names := handle.runtime.unfrozen()):
-            _unfreeze(module, names)
+            with _private.without_transforms():
+                _unfreeze(module, names)
             handle = handle_of(module)
         if paused is not None:
             forward = partial(compiler.run_resumed, paused, forward)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
@@ -135,7 +135,15 @@ class FSDPParameter:
         """Put ``tensor`` [shape] into the modules, between steps."""
         self._shard_version = self.sharded._version
         dense = self.sharding.dense(tensor)
-        self._put(nn.Parameter(dense, requires_grad=self.sharded.requires_grad))
+        held = nn.Parameter(dense, requires_grad=self.sharded.requires_grad)
+        hooks.on_gradient(held, self._refuse_gradient)
+        self._put(held)
+
+    def _refuse_gradient(self) -> None:
+        raise StepError(
+            f"{self.name}: received a gradient inside sw.gathered, where it would be lost; call "
+            "backward outside, or differentiate copies of the parameters by torch.func"
+        )
 
     def use_sharded(self) -> None:
         """Put the sharded parameter back into the modules."""

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 import torch
 
+from shardwise import _private
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
@@ -22,7 +23,12 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
-from shardwise.transport.communicator import POLL_SECONDS, Communicator, communicator
+from shardwise.transport.communicator import (
+    POLL_SECONDS,
+    Communicator,
+    communicator,
+    note_place,
+)
 from shardwise.transport.device import device_of
 
 __all__ = ["Scheduler"]
@@ -166,14 +172,22 @@ class Scheduler:
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
-    def before_backward(self, call: Call) -> None:
-        """Prepare the unit of ``call`` for its backward."""
+    def before_backward(self, call: Call, is_transformed: bool = False) -> None:
+        """Prepare the unit of ``call`` for its backward.
+
+        In the backward of a transform of `torch.func`, no parameter receives a gradient.
+        """
         task = hooks.current_task()
-        hooks.check_first_order()
+        if not is_transformed:
+            hooks.check_first_order()
         self.join_backward(task)
         self.report(f"backward of {self.units[call.unit].plan.label}")
         self._versions.check(call, steps_in_backward=self.steps_in_backward)
-        self._perform(self.sequencer.before_backward(call, task))
+        self._perform(
+            self.sequencer.before_backward(
+                call, task, reduces=not is_transformed, is_recorded=torch.is_grad_enabled()
+            )
+        )
 
     def hidden_call(self, index: int) -> Call | None:
         """The call whose backward shows only when the unit's parameters receive gradients."""
@@ -184,9 +198,11 @@ class Scheduler:
         self._tasks.discard(task)
         self._finishing = task
         self.report("end of backward")
+        is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
-        if self._tasks:
+        if not is_last:
             self._perform(events)
+            self._use_sharded(range(len(self.units)))
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
         backward = Backward(self.units, complete, self._comm)
@@ -341,7 +357,7 @@ class Scheduler:
         if self.in_gathered:
             return
         self.await_abandoned()
-        with self.guarded():
+        with self.guarded(), _private.without_transforms():
             if kind is EventKind.GATHER and self.is_idle:
                 self.recover()
                 self.units[index].expect_changes()
@@ -360,7 +376,7 @@ class Scheduler:
     def gathered(self, *, write_back: bool) -> Iterator[None]:
         """Keep every unit gathered in separate buffers; see `module.gathered`."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
-        with self.guarded():
+        with self.guarded(), _private.without_transforms():
             self.recover()
             self._perform(self.sequencer.release_all())
             self.report("gathered()")
@@ -383,7 +399,8 @@ class Scheduler:
                 changed = agreed_changes(before, after)
         finally:
             for index, unit in enumerate(self.units):
-                unit.release_hold(write_back=changed is not None)
+                with _private.without_transforms():
+                    unit.release_hold(write_back=changed is not None)
                 names = [one.name for one in unit.parameters if one.name in (changed or ())]
                 if names:
                     self._versions.note(index, self.sequencer.tick, names)
@@ -434,8 +451,8 @@ class Scheduler:
 
     def report(self, where: str) -> None:
         """Publish where this rank is, for the errors of ranks that wait for it."""
-        comm = self._comm
-        comm.step, comm.where = self.ledger.step, where
+        place = self._comm.place
+        place.step, place.where = self.ledger.step, where
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -447,9 +464,8 @@ class Scheduler:
         now = clock()
         try:
             for event in events:
-                record = Record(event, self.ledger.step, now)
+                record, unit = Record(event, self.ledger.step, now), self.units[event.unit]
                 if event.kind is not EventKind.FORWARD:  # the caller runs it
-                    unit = self.units[event.unit]
                     if works := self._do(event.kind, unit):
                         record.works = works
                         record.sent = unit.mesh.axis_bytes(works, unit.plan.inner_ranks)
@@ -458,6 +474,8 @@ class Scheduler:
                 self.ledger.append(record)
         except BaseException as error:
             self.explain(error)
+            note_place(error, f"step {self.ledger.step}, {event.kind} {unit.plan.label}")
+            self._comm.abort(error)  # backward would report it without its text
             raise
         self._events_incomplete = False
 

@@ -27,6 +27,7 @@ class Pass:
     expected: tuple[int, ...]  # units in the order in which the last such pass entered them
     calls: list["Call"] = field(default_factory=list)
     by_unit: defaultdict[int, list["Call"]] = field(default_factory=lambda: defaultdict(list))
+    has_recorded_backward: bool = False  # autograd may go backward through it
     on_track: bool = True  # all units so far were entered in the expected order
 
     def append(self, call: "Call") -> None:
@@ -61,9 +62,15 @@ class Call:
 
 
 class BackwardPass:
-    """One backward through the calls of one pass."""
+    """One backward through the calls of one pass.
 
-    def __init__(self, forward: Pass) -> None:
+    It ``reduces`` unless no parameter receives a gradient. It ``keeps`` all units until its end if
+    autograd may visit calls several times.
+    """
+
+    def __init__(self, forward: Pass, *, reduces: bool = True) -> None:
+        self.reduces = reduces
+        self.keeps = forward.has_recorded_backward
         calls = [call for call in forward.calls if call.is_differentiable]
         self._unvisited = dict.fromkeys(sorted(calls, key=lambda call: call.exited))  # last first
         self._active: dict[Call, None] = {}  # visited and not finished

@@ -19,6 +19,8 @@ What is decided here, and why:
 - *A call is finished* when backward reaches another call that had exited before this one was
   entered: autograd runs the youngest nodes first, so no node of the younger call is left. Counting
   gradients instead would wait forever for an unused parameter.
+- *A backward through a backward* (of `torch.func.grad`) keeps all units until its end: autograd
+  may come back to any of them through tensors that are not outputs of units.
 - *At most two reductions* run at once. The root's runs alone: nothing is left to compute then.
 - *A unit lingers* after its call: it stays gathered until another unit is entered, because the
   next call may be of the same unit, or the first one of backward.
@@ -194,28 +196,46 @@ class Sequencer:
         """Begin autograd's graph task ``task``, which runs until `finish_backward`."""
         self._backwards.setdefault(task, {})
 
-    def before_backward(self, call: Call, task: int) -> list[Event]:
-        """Gradients have reached the output of ``call``, in autograd's graph task ``task``."""
+    def before_backward(
+        self, call: Call, task: int, *, reduces: bool = True, is_recorded: bool = False
+    ) -> list[Event]:
+        """Gradients have reached the output of ``call``, in autograd's graph task ``task``.
+
+        Args:
+            call: a call that backward has not finished.
+            task: id of the graph task.
+            reduces: whether parameters receive gradients.
+            is_recorded: whether autograd records this backward, for another backward through it.
+        """
         backwards = self._backwards.setdefault(task, {})
         if call.forward_pass not in backwards:
-            backwards[call.forward_pass] = BackwardPass(call.forward_pass)
+            backwards[call.forward_pass] = BackwardPass(call.forward_pass, reduces=reduces)
+        call.forward_pass.has_recorded_backward |= is_recorded
         backward = backwards[call.forward_pass]
         window = self._window(backward.upcoming)
         for forward_pass, other in backwards.items():
-            if forward_pass.calls[0].entered > call.exited:
+            if forward_pass.calls[0].entered > call.exited and not other.keeps:
                 # Before any visit, so that ranks agree even if they reached different calls.
                 self._complete(other, keep=window)
-        for visited in backward.visit_until(call):
+        for visited in backward.visit_until(None if backward.keeps else call):
             self._visit(backward, visited)
         return self._flush()
 
+    def reduces(self, task: int) -> bool:
+        """Whether graph task ``task`` gives gradients to parameters."""
+        return all(backward.reduces for backward in self._backwards.get(task, {}).values())
+
     def finish_backward(self, task: int) -> list[Event]:
         """Autograd has run the last node of graph task ``task``."""
+        reduces = self.reduces(task)
         for backward in self._backwards.get(task, {}).values():
             self._complete(backward)
         self._backwards.pop(task, None)
         if self._backwards:  # an outer backward continues, and needs memory for its own reductions
             self._finish_reduces(1)
+            return self._flush()
+        if not reduces:
+            self._free_all()
             return self._flush()
         for unit, status in enumerate(self._status):
             if status.awaits_reduction and self._settings[unit].reduces_fully:
@@ -339,8 +359,9 @@ class Sequencer:
     def _visit(self, backward: BackwardPass, call: Call) -> None:
         window = self._window(chain((call.unit,), backward.upcoming))
         self._end_lingering(keep=window)
-        for finished in backward.finish_younger(than=call.exited):
-            self._finish(backward, finished, keep=window)
+        if not backward.keeps:
+            for finished in backward.finish_younger(than=call.exited):
+                self._finish(backward, finished, keep=window)
         for unit in window:
             self._gather(unit)
         self._finish_reduces(1, of=call.unit)
@@ -364,7 +385,7 @@ class Sequencer:
             reduces_fully = self._settings[unit].reduces_fully
             accumulates = self._units[unit].two_level_gather and not reduces_fully
             self._free(unit, to_subgroup=not is_last or accumulates)
-        if self._units[unit].gradient_bytes and is_last:
+        if self._units[unit].gradient_bytes and is_last and backward.reduces:
             self._status[unit].calls_left -= backward.num_calls[unit]
             if self._settings[unit].reduce_grads:
                 self._reduce(unit)

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwise.checkpoint.directory import latest
-from shardwise.errors import ConfigError, PackageMissing
+from shardwise.errors import ConfigError, PackageMissing, RankError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
@@ -61,6 +61,8 @@ def launch(config: Config) -> None:
     except SystemExit:
         print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
         raise
+    except RankError as error:
+        raise RankError(f"{error}\n{_how_to_resume(directory)}") from None
     finally:
         Console().show_cursor()  # the progress bar of a killed rank leaves it hidden
 

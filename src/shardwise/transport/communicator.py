@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 import weakref
@@ -14,7 +13,14 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
+from shardwise.errors import (
+    PeerAborted,
+    PeerLost,
+    PeerSilent,
+    PlanError,
+    ShardwiseError,
+    StepError,
+)
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream
 from shardwise.transport.health.history import Comparison
@@ -23,6 +29,7 @@ from shardwise.transport.health.monitor import (
     Heartbeat,
     Monitor,
     Patience,
+    Place,
     connect_to_store,
     describe_elsewhere,
     usual_patience,
@@ -32,7 +39,14 @@ from shardwise.transport.health.status import LookCounter, QueueState, Report
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
-__all__ = ["POLL_SECONDS", "Collectives", "Communicator", "communicator", "make_collectives"]
+__all__ = [
+    "POLL_SECONDS",
+    "Collectives",
+    "Communicator",
+    "communicator",
+    "make_collectives",
+    "note_place",
+]
 
 RECENT_UNITS = 64  # ranks stall within a few units after they diverge
 # A kernel may take long, so a device counts as stuck only after this many looks without progress.
@@ -102,8 +116,7 @@ class Communicator:
         self.is_broken = False  # an error has ended a step since the last recovery
         self._lost: PeerLost | None = None  # the process group can never be used again
         self._recovery: Work | None = None  # in progress
-        self.step = 0
-        self.where = "before the first step"
+        self.place = Place()
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)  # step, call, unit
         self._wait_began = 0.0  # on the clock of `time.monotonic`
         self._logged_seconds = 0.0  # length of the wait when it was last logged
@@ -128,8 +141,18 @@ class Communicator:
                 self.num_ranks,
                 patience,
                 weakref.WeakMethod(self._beat),
-                weakref.WeakMethod(self._publish_exit),
+                self.place,
             )
+
+    @property
+    def step(self) -> int:
+        """The step that this rank is in."""
+        return self.place.step
+
+    @property
+    def where(self) -> str:
+        """Where in the step this rank is."""
+        return self.place.where
 
     @property
     def world(self) -> RankGroup:
@@ -154,11 +177,13 @@ class Communicator:
             RanksDiverged: the ranks wait for different things.
             PeerAborted: another rank raised.
             PeerLost: another rank died, or its process is silent.
+            Exception: the work's own error, on this rank.
         """
         self.raise_found()
         collective = work.collective
         awaited = "" if collective is None else collective.label
         looks: LookCounter | None = None
+        error: BaseException | None
         self._restart_wait()
         while not work.wait(self.patience.poll_seconds):
             looks = looks or LookCounter()
@@ -173,9 +198,10 @@ class Communicator:
             self._monitor.publish(self._report())
         if work.error is not None:
             self.raise_found()
-            lost = self._with_table(work.error)
-            self.abort(lost)
-            raise lost
+            error = self._with_table(work.error)
+            note_place(error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
+            self.abort(error)
+            raise error
 
     def check_peers(self) -> None:
         """Check that the other processes run. Call it regularly while this rank waits for them.
@@ -301,11 +327,12 @@ class Communicator:
         return agreed
 
     def _with_table(self, error: BaseException) -> BaseException:
-        """Add the positions of all ranks to a PeerLost."""
+        """Add the positions of all ranks to a PeerLost, and that a rank has ended normally."""
         if not isinstance(error, PeerLost) or self._monitor is None:
             return error
         with contextlib.suppress(PeerLost):  # the store is gone
-            return type(error)(f"{error}\n{self._monitor.table()}")
+            reason = self._monitor.ended_normally() or str(error)
+            return type(error)(f"{reason}\n{self._monitor.table()}")
         return error
 
     # -- on the heartbeat thread -----------------------------------------------------------------
@@ -357,19 +384,19 @@ class Communicator:
         looks = max(0, stuck - _DEVICE_GRACE)
         return self._look_at_peers(looks, ", ".join(running), self._stack != last_stack)
 
-    def _publish_exit(self) -> None:
-        """Publish why this process ends. Called when the interpreter exits."""
-        assert self._monitor is not None
-        error = getattr(sys, "last_value", None)  # an exception that nothing caught
-        text = "no exception, it ran fewer steps" if error is None else _describe(error)
-        self._monitor.beat(Heartbeat(0, replace(self._report(), error=text)))
-
     def _report(self) -> Report:
         calls = calls_of(self._thread)
         return Report(self.epoch, 0, self.step, self.where, self._queues(), python=calls)
 
     def _queues(self) -> tuple[QueueState, ...]:
         return tuple(queue.state() for queue in self._monitored)
+
+
+def note_place(error: BaseException, place: str) -> None:
+    """Add to an error of this rank where it was raised ("step 3, ..."), if no note says so."""
+    notes = getattr(error, "__notes__", ())
+    if not (isinstance(error, ShardwiseError) or any(" in step " in note for note in notes)):
+        error.add_note(f"raised in {place}")
 
 
 def _describe(error: BaseException) -> str:

@@ -8,7 +8,7 @@ their hashes at equal counts, every two seconds, on the heartbeat thread.
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import RanksDiverged
@@ -79,13 +79,13 @@ class Comparison:
         if self._found is None:
             return None
         queue, ranks, other = self._found
-        entries = [_copy(history) for history in histories]
-        shown = monitor.swap_histories(other, (epoch, entries))
+        entries = tuple(_copy(history) for history in histories)
+        shown = monitor.swap_histories(other, _Shown(epoch, entries))
         self._attempts += 1
-        is_answer = shown is not None and shown[0] == epoch
-        if not is_answer and self._attempts < _NUM_ATTEMPTS:
+        answers = () if shown is None or shown.epoch != epoch else shown.queues
+        if not answers and self._attempts < _NUM_ATTEMPTS:
             return None
-        others = shown[1][queue].get(ranks, []) if is_answer else []
+        others = answers[queue].get(ranks, ()) if queue < len(answers) else ()
         labels = _difference(self._rank, other, entries[queue][ranks], others)
         return RanksDiverged(
             f"ranks {', '.join(map(str, sorted((self._rank, other))))} run different units, whose "
@@ -110,8 +110,16 @@ class Comparison:
         return mark is not None and history.differs(ranks, mark)
 
 
-def _copy(history: History) -> dict[_Ranks, list[_Entry]]:
-    return {ranks: list(entries.copy()) for ranks, entries in history.entries.copy().items()}
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a rank publishes for its neighbor: the entries of each queue."""
+
+    epoch: int
+    queues: tuple[Mapping[_Ranks, tuple[_Entry, ...]], ...]
+
+
+def _copy(history: History) -> dict[_Ranks, tuple[_Entry, ...]]:
+    return {ranks: tuple(entries.copy()) for ranks, entries in history.entries.copy().items()}
 
 
 def _difference(rank: int, other: int, own: Sequence[_Entry], others: Sequence[_Entry]) -> str:

@@ -9,7 +9,7 @@ counters of the others. It measures time with its own clock only.
 
 import contextlib
 import os
-import pickle
+import sys
 import threading
 import time
 import weakref
@@ -17,30 +17,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from shardwise._private import default_store
-from shardwise.errors import PeerLost, PeerSilent
+from shardwise.errors import PeerLost, PeerSilent, StepError
 from shardwise.transport.device import is_accelerator
+from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import Report, table, verdict
 
 __all__ = [
+    "ENDED_NORMALLY",
     "POLL_SECONDS",
     "Heartbeat",
     "Monitor",
     "Patience",
+    "Place",
     "connect_to_store",
     "describe_elsewhere",
     "usual_patience",
 ]
 
+_T = TypeVar("_T")
+
 _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
 POLL_SECONDS = 1.0
 # Shorter than on CPUs: between devices, no connection breaks when a process ends.
 _DEVICE_SILENT_SECONDS = 8.0
+ENDED_NORMALLY = "no exception, it ran fewer steps"
+_MAX_TEXT = 500
 _MEET_SECONDS = 0.01  # between two looks of `Monitor.meet`
 
 
@@ -83,6 +90,14 @@ class Heartbeat:
     marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
 
+@dataclass(slots=True)
+class Place:
+    """Where this rank is in its program."""
+
+    step: int = 0
+    where: str = "before the first step"
+
+
 class Monitor:
     """The reports and heartbeats of the ranks of a group, in a store that all can read.
 
@@ -97,12 +112,13 @@ class Monitor:
         size: int,
         patience: Patience,
         on_beat: "weakref.WeakMethod[Callable[[int], None]] | None" = None,
-        on_end: "weakref.WeakMethod[Callable[[], None]] | None" = None,
+        place: Place | None = None,
     ) -> None:
         """Start the heartbeat thread.
 
-        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`. ``on_end`` is called once,
-        before the interpreter exits. Neither is called after its object was freed.
+        It calls ``on_beat`` with a count, and ``on_beat`` calls `beat`; not after its object was
+        freed. When the object of ``on_beat`` is freed, or before the interpreter exits, the last
+        heartbeat is published: why this rank ended, and at which ``place``.
         """
         self._store = store
         self._rank = rank
@@ -124,7 +140,9 @@ class Monitor:
             daemon=True,
         )
         thread.start()
-        weakref.finalize(self, _end, done, thread, on_end)  # also when the interpreter exits
+        owner = None if on_beat is None else getattr(on_beat(), "__self__", None)
+        # Also when the interpreter exits.
+        weakref.finalize(owner or self, _end, done, thread, store, self._beats[rank], place)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Publish ``heartbeat``."""
@@ -144,14 +162,16 @@ class Monitor:
         self._failed_epoch = failure.epoch
         own = str(self._rank)
         with _store_errors():
-            first = int(self._store.compare_set(f"{self._failed}{failure.epoch}", "", own))
-        found: Report = self._get(self._reports[first])
-        return found
+            first = self._rank_in(
+                self._store.compare_set(f"{self._failed}{failure.epoch}", "", own)
+            )
+        found = self._get(Report, self._reports[first])
+        return found if found is not None and found.failure else failure
 
     def check_reports(self, epoch: int) -> Mapping[int, Report]:
         """Return the reports of this epoch by rank, or raise the error of `verdict`."""
         contents = self._read(self._reports)
-        reports = [None if one is None else pickle.loads(one) for one in contents]
+        reports = [None if one is None else self._decode(Report, one) for one in contents]
         current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
         error = verdict(reports, epoch)
         is_known = any(report.failure for report in current.values())
@@ -190,6 +210,8 @@ class Monitor:
             if counter != last:
                 self._seen[other] = counter, now
             elif now - since > self._patience.silent_seconds:
+                if ended := self.ended_normally():
+                    raise PeerLost(f"{ended}\n{self.table()}")
                 raise PeerSilent(
                     f"rank {self._rank} lost rank {other}: its process gave no sign of life for "
                     f"{now - since:.0f} s; it is stopped (SIGSTOP, a debugger), its machine is "
@@ -199,8 +221,23 @@ class Monitor:
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of ``rank``."""
-        found: Heartbeat | None = self._get(self._beats[rank])
-        return found
+        return self._get(Heartbeat, self._beats[rank])
+
+    def ended_normally(self) -> str:
+        """Describe the ranks that ended without an exception, and what to do; "" if none did."""
+        beats = {rank: self.heartbeat(rank) for rank in range(len(self._beats))}
+        ended = [
+            f"rank {rank} ended normally after step {beat.report.step}"
+            for rank, beat in beats.items()
+            if beat is not None and beat.report.error == ENDED_NORMALLY
+        ]
+        if not ended:
+            return ""
+        return (
+            f"{', '.join(ended)}: it had fewer batches than the others. Give every rank as many "
+            "batches: end all loops at the same step, or let the sampler pad or drop the rest "
+            "(drop_last=True)"
+        )
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
         """Describe why ranks have ended, and where each was at its last heartbeat."""
@@ -214,28 +251,51 @@ class Monitor:
         )
         return ended + table({rank: beat.report for rank, beat in beats.items()}, remarks)
 
-    def swap_histories(self, rank: int, own: Any) -> Any:
-        """Publish ``own``; return what ``rank`` has published, or None."""
+    def swap_histories(self, rank: int, own: _T) -> _T | None:
+        """Publish ``own``, a dataclass; return what ``rank`` has published, or None."""
         self._set(self._histories[self._rank], own)
-        return self._get(self._histories[rank])
+        return self._get(type(own), self._histories[rank])
 
     def meet(self, report: Report) -> list[Report]:
-        """Wait until all ranks have called this in the same epoch; return their reports."""
+        """Wait until all ranks have called this in the same epoch; return their reports.
+
+        Raises:
+            StepError: another process has overwritten a report.
+        """
         keys = [f"{key}/epoch {report.epoch}" for key in self._reports]
         self._set(keys[self._rank], report)
         with _store_errors():
             while not self._store.check(keys):
                 time.sleep(_MEET_SECONDS)
-            return [pickle.loads(self._store.get(key)) for key in keys]
+        found = [self._get(Report, key) for key in keys]
+        reports = [one for one in found if one is not None]
+        if len(reports) < len(keys) or len({len(one.queues) for one in reports}) > 1:
+            raise StepError("the job's store has a report that no rank of this job wrote")
+        return reports
 
     def _set(self, key: str, value: Any) -> None:
         with _store_errors():
-            self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # bytes do
+            self._store.set(key, encode(value))
 
-    def _get(self, key: str) -> Any:
+    def _get(self, kind: type[_T], key: str) -> _T | None:
         """Return the value at ``key``, or None if there is none, or only a count."""
         [content] = self._read([key])
-        return None if content is None or content.isdigit() else pickle.loads(content)
+        return None if content is None or content.isdigit() else self._decode(kind, content)
+
+    def _decode(self, kind: type[_T], content: bytes) -> _T | None:
+        """Return a message, or None if no rank of this job can have written it."""
+        try:
+            message = decode(kind, content)
+        except ValueError:
+            return None
+        report = message.report if isinstance(message, Heartbeat) else message
+        is_foreign = isinstance(report, Report) and not report.fits(len(self._reports))
+        return None if is_foreign else message
+
+    def _rank_in(self, content: bytes) -> int:
+        """The rank that ``content`` is, or this rank if it is none."""
+        ranks = {str(rank).encode(): rank for rank in range(len(self._reports))}
+        return ranks.get(content, self._rank)
 
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         with _store_errors():
@@ -284,14 +344,15 @@ def _beat(
 
 
 def _end(
-    done: threading.Event,
-    thread: threading.Thread,
-    on_end: "weakref.WeakMethod[Callable[[], None]] | None",
+    done: threading.Event, thread: threading.Thread, store: Store, key: str, place: Place | None
 ) -> None:
     done.set()
-    if on_end is not None and (call := on_end()) is not None:
-        with contextlib.suppress(PeerLost):  # the store is gone
-            call()
     # If Python exits while the thread is in a call of the store, C++ aborts the process.
     if thread is not threading.current_thread():
         thread.join(timeout=1.0)
+    if place is not None:
+        error = getattr(sys, "last_value", None)  # an exception that nothing caught
+        text = ENDED_NORMALLY if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        last = Heartbeat(0, Report(0, 0, place.step, place.where, (), error=text))
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            store.set(key, encode(last))

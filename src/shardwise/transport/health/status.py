@@ -12,6 +12,7 @@ collective waits here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
@@ -90,7 +91,12 @@ class Report:
     @property
     def raised(self) -> StepError:
         """The error that all ranks must raise."""
-        return _ERRORS[self.failure](self.error)
+        return _ERRORS.get(self.failure, PeerAborted)(self.error)
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether all ranks that it names are among ``num_ranks``."""
+        running = [state.running.ranks for state in self.queues if state.running is not None]
+        return all(0 <= rank < num_ranks for rank in chain(self.blocked_with, *running))
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -112,6 +118,8 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     for report in current.values():
         if report.failure:
             return report.raised
+    if len({len(report.queues) for report in current.values()}) > 1:
+        return None  # one of them is not of this job
     if len(current) < len(reports) or not all(report.is_stuck for report in current.values()):
         return None
     if _can_move(current):

@@ -27,12 +27,13 @@ from shardwise.transport.api import (
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
 from shardwise.transport.host.peers import INLINE_BYTES
-from shardwise.transport.host.point_to_point import PointToPoint
+from shardwise.transport.host.point_to_point import PointToPoint, check_memory
 from shardwise.transport.host.shared_memory import Place, SharedRange
 from shardwise.transport.host.sums import Run, Summation
 
 __all__ = ["HostCollectives", "all_reduce_bytes"]
 
+_MAX_TEXT = 500  # characters of an error that other ranks get
 _Exchange = tuple[CollectiveId, Run]
 
 
@@ -96,6 +97,7 @@ class HostCollectives:
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """As `ProcessGroupCollectives.exchange`."""
+        check_memory(tensor for pair in pairs.values() for tensor in pair)
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
         sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
         collective = self._next_id(label, group, 0, pairs=sizes)
@@ -211,6 +213,7 @@ class HostCollectives:
         """Return a function that all-gathers ``flat`` in place."""
         if group.size == 1 or not flat.numel():
             return lambda _tag: None
+        check_memory([flat])
         slots = flat.view(group.size, -1).unbind()
         own = slots[group.index]
         pairs = {rank: (own, slots[i]) for i, rank in group.others}
@@ -236,13 +239,15 @@ class HostCollectives:
                 fill()
         except Exception as error:  # noqa: BLE001 - raised after the other ranks know
             failure = error
-        outcome = b"failed" if failure else b"filled"
+        text = f"{type(failure).__name__}: {failure}"[:_MAX_TEXT]
+        outcome = text.encode() if failure else b"filled"
         outcomes = self.point_to_point.swap_messages(group, outcome, tag)
         if failure is not None:
             raise failure
-        failed = [rank for rank, other in outcomes.items() if other.content != b"filled"]
-        if failed:
-            raise PeerAborted(f"rank {failed[0]} could not take part in {label}")
+        for rank, other in outcomes.items():
+            if other.content != b"filled":
+                text = other.content.decode(errors="replace")
+                raise PeerAborted(f"rank {rank} could not take part in {label}: {text}")
         return is_shared
 
     def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
@@ -260,7 +265,10 @@ class HostCollectives:
         if not is_first:
             file = messages[first].file
             if file is None:
-                raise ConnectionError(f"rank {first} did not pass the file of its memory")
+                raise OSError(
+                    f"the file of the memory of rank {first} did not arrive; perhaps this rank has "
+                    "too many open files (ulimit -n)"
+                )
             shared.move(file, place)
         return True
 

@@ -8,7 +8,6 @@ ranks share through the store of their group.
 import contextlib
 import ctypes
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -25,6 +24,8 @@ __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 
 _SECRET_BYTES = 32
 _GREETING = struct.Struct(f"<q{_SECRET_BYTES}s")  # own rank, secret of the receiver
+_IDENTITY = struct.Struct(f"<Q{_SECRET_BYTES}s")  # address, secret
+_MAX_NAME_BYTES = 107  # of a Unix socket
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 _TIMEOUT_SECONDS = 60.0
 
@@ -35,6 +36,17 @@ class Identity(NamedTuple):
     address: int  # of the secret in its memory
     secret: bytes
     name: bytes  # of its listening socket; empty if it has none
+
+    def pack(self) -> bytes:
+        return _IDENTITY.pack(self.address, self.secret) + self.name
+
+    @staticmethod
+    def unpack(content: bytes) -> "Identity":
+        """Read an identity; other bytes than those of `pack` are a rank of another host."""
+        if not _IDENTITY.size <= len(content) <= _IDENTITY.size + _MAX_NAME_BYTES:
+            return Identity(0, bytes(_SECRET_BYTES), b"")
+        address, secret = _IDENTITY.unpack_from(content)
+        return Identity(address, secret, content[_IDENTITY.size :])
 
 
 @dataclass(slots=True)
@@ -66,14 +78,19 @@ def find_peers(
     """
     ranks = range(num_ranks)
     secret = secrets.token_bytes(_SECRET_BYTES)
+
+    def flags(key: str, own_flags: bytes) -> list[bytes]:
+        shared = share(key, own_flags)
+        return [one if len(one) == num_ranks else bytes(num_ranks) for one in shared]
+
     in_memory = ctypes.create_string_buffer(secret, _SECRET_BYTES)
     with contextlib.ExitStack() as cleanup:
         listener = listen(num_ranks)
         name = b"" if listener is None else cleanup.enter_context(listener).getsockname()
-        identity = pickle.dumps(Identity(ctypes.addressof(in_memory), secret, name))
-        identities = [pickle.loads(one) for one in share("identity", identity)]
+        identity = Identity(ctypes.addressof(in_memory), secret, name).pack()
+        identities = [Identity.unpack(one) for one in share("identity", identity)]
         sockets = connect(own, identities)
-        connected = share("connected", bytes(rank in sockets for rank in ranks))
+        connected = flags("connected", bytes(rank in sockets for rank in ranks))
         if listener is not None:
             callers = {rank for rank in ranks[own + 1 :] if connected[rank][own]}
             sockets |= accept(listener, secret, callers)
@@ -86,7 +103,7 @@ def find_peers(
         for rank, peer in peers.items()
         if process_memory.has_bytes(peer.process, identities[rank].address, identities[rank].secret)
     }
-    reads = share("reads", bytes(rank in {*readable, own} for rank in ranks))
+    reads = flags("reads", bytes(rank in {*readable, own} for rank in ranks))
     for rank, peer in peers.items():
         peer.can_read = bool(reads[own][rank] and reads[rank][own])
     return Host(peers, all(map(all, reads)), connected)

@@ -73,6 +73,7 @@ class Peer:
         self._kept: list[Message] = []  # received by threads that waited for other tags
         self._changed = threading.Condition()
         self._is_read = False  # some thread reads the socket
+        self._failure = ""  # why this rank has ended the connection
 
     def handles(self, sent: Tensor, received: Tensor) -> bool:
         """Whether this pair is exchanged without Gloo; both ranks get the same answer."""
@@ -83,10 +84,16 @@ class Peer:
     def send(self, tag: int, content: bytes, descriptor: int = -1) -> None:
         """Send a message, with an open file unless ``descriptor`` is negative."""
         with contextlib.suppress(ConnectionError):  # `recv` raises it
-            if descriptor < 0:
-                self.connection.sendall(_TAG.pack(tag) + content)
-            else:
-                socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
+            try:
+                if descriptor < 0:
+                    self.connection.sendall(_TAG.pack(tag) + content)
+                else:
+                    socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
+            except OSError as error:
+                if isinstance(error, ConnectionError):
+                    raise
+                self._failure = f"a message could not be sent to it: {error}"
+                self.connection.shutdown(socket.SHUT_RDWR)  # it must not wait for this message
 
     def recv(self, tag: int) -> Message:
         """Return the next message with ``tag``."""
@@ -117,6 +124,8 @@ class Peer:
             raise TimeoutError(f"it sent nothing for {self._seconds} s") from error
         files = [Descriptor(number) for number in passed]
         if not content:
+            if self._failure:
+                raise ConnectionAbortedError(self._failure)
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         tag = _TAG.unpack_from(content)[0]
         return Message(tag, content[_TAG.size :], files[0] if files else None)

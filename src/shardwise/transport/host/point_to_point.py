@@ -3,7 +3,8 @@
 Ranks of one host use sockets and each other's memory (`Peer`); other pairs use Gloo.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +18,14 @@ from shardwise.transport.api import RankGroup
 from shardwise.transport.host.handshake import find_peers
 from shardwise.transport.host.peers import INLINE_BYTES, Message, Offer
 
-__all__ = ["PointToPoint", "Use"]
+__all__ = ["PointToPoint", "Use", "check_memory"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 # Size of messages through Gloo. 64 MB between two ranks took 30 ms of CPU time in one message, 38
 # in pieces of 16 MB and 44 in pieces of 4 MB.
 _GLOO_PIECE_BYTES = 1 << 25
+# A rank is lost if its connection or its process is gone. Any other error is one of this rank.
+_GONE = (ConnectionError, EOFError, TimeoutError, ProcessLookupError)
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _T = TypeVar("_T")
 Use = Callable[[slice], None]
@@ -65,7 +68,9 @@ class PointToPoint:
                 the start of each window.
 
         Raises:
-            PeerLost: raised at the end, so that the other peers do not wait for this rank.
+            PeerLost: a connection or a process is gone. All errors are raised at the end, so that
+                the other peers do not wait for this rank.
+            Exception: an error on this rank. The exchange has ended for the others.
         """
         self.count(sum(sent.nbytes for sent, _ in pairs.values()))
         peers = self.host.peers
@@ -118,15 +123,17 @@ class PointToPoint:
         """Read offers of this host from byte ``start`` on, and exchange ``far`` through Gloo."""
 
         def launch(rank: int) -> list[dist.Work]:
-            sent, into = far[rank]
-            works = [self._gloo.recv([one], rank, tag) for one in _pieces(into)]
-            return works + [self._gloo.send([one], rank, tag) for one in _pieces(sent)]
+            sent, into = map(_pieces, far[rank])
+            with _gloo_errors():
+                works = [self._gloo.recv([one], rank, tag) for one in into]
+                return works + [self._gloo.send([one], rank, tag) for one in sent]
 
         def finish(rank: int) -> None:
             if (offer := offers.get(rank)) is not None:
                 offer.read(start)
-            for work in works.get(rank, ()):
-                work.wait()
+            with _gloo_errors():
+                for work in works.get(rank, ()):
+                    work.wait()
 
         works = self._for_each(far, launch)
         self._for_each([*offers, *works], finish)
@@ -135,22 +142,43 @@ class PointToPoint:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
         Raises:
-            PeerLost: raised at the end, for the first error.
+            PeerLost: a rank is gone. The first error is raised, at the end.
         """
         results: dict[int, _T] = {}
-        lost: PeerLost | None = None
+        first: Exception | None = None
         for rank in ranks:
             try:
                 results[rank] = action(rank)
-            except (RuntimeError, OSError) as error:
-                if lost is None:
-                    is_closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
-                    reason = "it closed the connection" if is_closed else error
-                    lost = PeerLost(f"rank {self._own} lost rank {rank}: {reason}")
-                    lost.__cause__ = error
-        if lost is not None:
-            raise lost
+            except _GONE as error:
+                if first is None:
+                    first = self._lost(rank, error)
+            except Exception as error:  # noqa: BLE001 - raised at the end
+                first = first or error
+        if first is not None:
+            raise first
         return results
+
+    def _lost(self, rank: int, error: Exception) -> PeerLost:
+        is_closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        reason = "it closed the connection" if is_closed else error
+        lost = PeerLost(f"rank {self._own} lost rank {rank}: {reason}")
+        lost.__cause__ = error
+        return lost
+
+
+def check_memory(tensors: Iterable[Tensor]) -> None:
+    """Raise the RuntimeError of a tensor without memory, before other ranks wait for it."""
+    for tensor in tensors:
+        tensor.data_ptr()
+
+
+@contextlib.contextmanager
+def _gloo_errors() -> Iterator[None]:
+    """Gloo reports all errors of a connection as RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.transport.api import RankGroup
 from shardwise.transport.device import copy_scaled_
-from shardwise.transport.host.point_to_point import PointToPoint
+from shardwise.transport.host.point_to_point import PointToPoint, check_memory
 
 __all__ = ["Run", "Summation"]
 
@@ -59,6 +59,7 @@ class Summation:
             return lambda _tag: None
         if group.size == 1:
             return lambda _tag: finish(_copied(parts[0], total), slice(None))
+        check_memory([*parts, total])
         own, casts = parts[group.index], out is not None and out.dtype != total.dtype
         num_windows = group.size if casts else group.size - 1
         size = self._peers.window_elements(group, num_windows, own.itemsize)
