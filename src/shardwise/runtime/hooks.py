@@ -5,33 +5,34 @@ How each event is detected:
 - *A unit is called*: its class, made by `fully_shard`, overrides ``__call__``. So exceptions are
   caught as well, and the order of forward hooks does not matter.
 - *Backward reaches a unit*: autograd runs the node that made one of its outputs, or a tensor that
-  its forward left in an attribute (``self.loss = ...``). For a view, the node of its base is hooked
-  too, because an in-place operation replaces the view's own node.
+  its forward left in an attribute (``self.loss = ...``) or in an argument (``losses.append(...)``),
+  or that a forward hook of a module inside the unit may have kept. For a view, the node of its base
+  is hooked too, because an in-place operation replaces the view's own node.
 - *A gradient is ready*: AccumulateGrad has run (``register_post_accumulate_grad_hook``).
 - *Backward ends*: autograd runs the callbacks queued for the graph task. If the graph task fails
   instead, autograd drops the callback object, whose ``__del__`` reports this.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import _private
 from shardwise.errors import StepError
-from shardwise.runtime import nested
 from shardwise.schedule.passes import Outcome
 
 __all__ = [
     "apply_gradient_hooks",
     "at_end_of_backward",
+    "before_node",
     "check_first_order",
     "current_task",
+    "nodes_of",
     "on_gradient",
+    "outcome_of",
     "run_accumulated_hooks",
-    "watch_outputs",
 ]
 
 NO_TASK = -1
@@ -42,15 +43,15 @@ def current_task() -> int:
     return _private.current_graph_task()
 
 
-def watch_outputs(
-    module: nn.Module,
-    output: Any,
-    left: Iterable[Tensor],
-    callback: Callable[[], None],
-    *,
-    trainable: bool,
+def before_node(node: torch.autograd.graph.Node, callback: Callable[[], None]) -> None:
+    """Call ``callback`` before backward runs ``node``."""
+    node.register_prehook(lambda _gradients: callback())
+
+
+def outcome_of(
+    module: nn.Module, returned: Sequence[Tensor], *, is_watched: bool, trainable: bool
 ) -> Outcome:
-    """Call ``callback`` when backward reaches a tensor in ``output`` or ``left``.
+    """How a forward ended that returned the tensors ``returned``.
 
     An output without gradients counts as differentiable if the module uses trainable parameters:
     the data of other ranks may have taken a branch that needs gradients. A unit with ``trainable``
@@ -58,11 +59,7 @@ def watch_outputs(
     """
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
-    returned = list(nested.tensors_in(output))
-    nodes = {node for tensor in (*returned, *left) for node in _nodes_of(tensor)}
-    for node in nodes:
-        node.register_prehook(lambda _gradients: callback())
-    if nodes:
+    if is_watched:
         return Outcome.DIFFERENTIABLE
     only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
     if returned and not only_parameters and (trainable or _uses_trainable(module)):
@@ -121,7 +118,8 @@ class _End:
             self._abandon(RuntimeError("an exception in backward"))
 
 
-def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+def nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The node that made ``tensor``, and that of its base if it is a view."""
     if tensor.grad_fn is not None:
         yield tensor.grad_fn
         base = tensor._base if tensor._is_view() else None

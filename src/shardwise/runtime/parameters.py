@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._private import set_versions
 from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
@@ -15,6 +16,7 @@ from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
 __all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
 
+_FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
 
@@ -65,6 +67,7 @@ class FSDPParameter:
     dense: nn.Parameter  # [shape], a view of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
+    _is_freed: bool = False
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
 
@@ -87,8 +90,28 @@ class FSDPParameter:
 
     def forget_changes(self) -> bool:
         """Return whether the dense parameter was changed in place since the last call."""
+        if self._is_freed:
+            return False
         before, self._version = self._version, self.dense._version
         return before != self._version
+
+    @staticmethod
+    def forbid_reads(parameters: "Sequence[FSDPParameter]") -> None:
+        """Make autograd refuse to read dense parameters, which are freed.
+
+        Without that, a backward that does not gather them would read memory at address 0.
+        """
+        for one in parameters:
+            one._is_freed = True
+        set_versions([p.dense for p in parameters], [_FREED_VERSION] * len(parameters))
+
+    @staticmethod
+    def allow_reads(parameters: "Sequence[FSDPParameter]") -> None:
+        """Undo `forbid_reads`, after a gather."""
+        freed = [one for one in parameters if one._is_freed]
+        for one in freed:
+            one._is_freed = False
+        set_versions([p.dense for p in freed], [p._version for p in freed])
 
     def use_unsharded(self) -> None:
         """Put the dense parameter into the modules."""

@@ -138,6 +138,7 @@ class FlatParameters:
 
     def finish_gather(self) -> None:
         """Make the gathered values visible in the dense parameters, after the collective."""
+        FSDPParameter.allow_reads(self.parameters)
         self.buffer.unpack()
 
     def free(self) -> None:
@@ -332,6 +333,8 @@ class Unit:
         for flat in self.flats:
             flat.free()
         changed = [parameter.name for parameter in self.parameters if parameter.forget_changes()]
+        for flat in self._gathered_flats:
+            FSDPParameter.forbid_reads(flat.parameters)
         if changed:
             raise StepError(
                 f"{', '.join(changed)}: changed in place while gathered, but the change is lost as "
