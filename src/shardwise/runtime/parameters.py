@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
-__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
+__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
 
 _FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
+_OF_EVERY_PARAMETER = frozenset({"_is_param", "_sharding"})
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
 
@@ -70,6 +72,8 @@ class FSDPParameter:
     _is_freed: bool = False
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
+    _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
+    _num_internal: int = -1  # see `_carry`
 
     @property
     def spec(self) -> ParameterSpec:
@@ -117,6 +121,8 @@ class FSDPParameter:
         """Put the dense parameter into the modules."""
         if self.dense.requires_grad != self.sharded.requires_grad:
             self._follow_requires_grad()
+        self._carry(self.sharded, self.dense)
+        self._shown = self.dense
         self._put(self.dense)
 
     def take_gradient(self) -> Tensor:
@@ -132,11 +138,16 @@ class FSDPParameter:
     def use_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor`` [shape] into the modules, between steps."""
         self._shard_version = self.sharded._version
-        dense = self.sharding.dense(tensor)
-        self._put(nn.Parameter(dense, requires_grad=self.sharded.requires_grad))
+        dense = nn.Parameter(self.sharding.dense(tensor), self.sharded.requires_grad)
+        _copy_attributes(self.sharded, dense)
+        self._shown = dense
+        self._put(dense)
 
     def use_sharded(self) -> None:
         """Put the sharded parameter back into the modules."""
+        if self._shown is not None:
+            self._carry(self._shown, self.sharded)
+            self._shown = None
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
@@ -191,7 +202,20 @@ class FSDPParameter:
                 self.local.copy_(local_of(replacement))
             self.sharding.rebind(replacement, self.local)
         self.sharding.mark(replacement)
-        self.sharded = replacement
+        self.sharded, self._num_internal = replacement, -1
+
+    def _carry(self, source: nn.Parameter, target: nn.Parameter) -> None:
+        """Give ``target`` the attributes that a program has set on ``source``.
+
+        Most parameters have none, as the number of their attributes tells: it is that of the last
+        time when there were none.
+        """
+        is_dense = source is self.dense or target is self.dense
+        if is_dense and (len(source.__dict__) + len(target.__dict__)) == self._num_internal:
+            return
+        _copy_attributes(source, target)
+        if is_dense and not attributes_of(target):
+            self._num_internal = len(source.__dict__) + len(target.__dict__)
 
     def _put(self, parameter: nn.Parameter) -> None:
         for owner in self.owners:
@@ -204,3 +228,20 @@ class FSDPParameter:
                 "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """The attributes that neither torch nor the engine has set."""
+    return {name: value for name, value in vars(parameter).items() if not _is_internal(name)}
+
+
+def _is_internal(name: str) -> bool:
+    return name in _OF_EVERY_PARAMETER or name.startswith("_shardwise")
+
+
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` exactly the attributes that `attributes_of` finds in ``source``."""
+    attributes, own = attributes_of(source), vars(target)
+    for name in attributes_of(target).keys() - attributes.keys():
+        del own[name]
+    own.update(attributes)
