@@ -213,6 +213,8 @@ class FSDPParameter:
         is_dense = source is self.dense or target is self.dense
         if is_dense and (len(source.__dict__) + len(target.__dict__)) == self._num_internal:
             return
+        if isinstance(self.sharding, ExtendedSharding):
+            return  # the attributes of these classes are their tensors
         _copy_attributes(source, target)
         if is_dense and not attributes_of(target):
             self._num_internal = len(source.__dict__) + len(target.__dict__)
