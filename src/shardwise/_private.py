@@ -70,6 +70,8 @@ __all__ = [
     "new_nccl_group",
     "new_registered_group",
     "new_sharded_tensor",
+    "next_node_number",
+    "node_number",
     "num_storage_references",
     "num_tensor_references",
     "pytree",
@@ -79,7 +81,9 @@ __all__ = [
     "run_backward",
     "scaled_sum",
     "set_managed",
+    "set_versions",
     "stage_backwards",
+    "storage_id",
     "strided_shard",
     "swap_storages",
     "symmetric_tensor",
@@ -105,7 +109,9 @@ REQUIRED = (
     "torch._C._is_fwd_grad_enabled",
     "torch._C._set_fwd_grad_enabled",
     "torch.autograd.forward_ad._current_level",
+    "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._autograd._unsafe_set_version_counter",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._current_graph_task_id",
@@ -272,6 +278,12 @@ def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     return norms
 
 
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Identifies ``storage``, whatever its memory; ``data_ptr()`` is that of the memory."""
+    found: int = storage._cdata
+    return found
+
+
 def num_storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages hold the memory, counted as in torch's CUDA graph pools."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
@@ -319,14 +331,33 @@ def run_backward(loss: Tensor) -> None:
 # Calls its argument when the graph task of this thread ends.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
+# The number that the next node of this thread's graph gets. Older nodes have smaller numbers.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def node_number(node: Any) -> int:
+    """The number of a node in the order in which its thread created it."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set the versions that autograd compares with those of the tensors that it saved."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 # Whether the graph task of this thread will run a node. Raises a RuntimeError in
 # `torch.autograd.grad`, which captures gradients instead of accumulating them.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether saved-tensors hooks are active, such as those of activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether saved-tensors hooks are active, such as those of activation checkpointing.
+
+    Those of `runtime.kept_tensors`, which keep every tensor as it is, do not count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not getattr(hooks[0], "__module__", "").endswith("kept_tensors")
 
 
 def is_transformed_by_functorch() -> bool:

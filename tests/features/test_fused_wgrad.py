@@ -362,3 +362,45 @@ def test_a_backward_to_inputs_computes_no_weight_gradient() -> None:
         with FlopCounterMode(display=False) as counter:
             torch.autograd.grad(loss, wanted, retain_graph=True)
         assert counter.get_total_flops() == products * 2 * x.numel() * WIDTH
+
+
+class Tagged:
+    """Not a tensor, but works with torch's functions."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [one.tensor if isinstance(one, Tagged) else one for one in args]
+        return cls(func(*plain, **(kwargs or {})))
+
+
+class TensorOfClass(Tensor):
+    pass
+
+
+KINDS = [Tagged, lambda x: x.as_subclass(TensorOfClass), Tensor.to_sparse]
+
+
+@pytest.mark.parametrize("wrap", KINDS)
+def test_inputs_that_are_no_plain_tensors_take_the_path_of_torch(wrap: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, WIDTH, bias=wrap is not Tensor.to_sparse).double()
+    model: Any = sw.fully_shard(nn.Sequential(copy.deepcopy(plain)))
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    results = [m(wrap(x)) for m in (plain, model)]
+    for result in results:
+        getattr(result, "tensor", result).square().sum().backward()
+    expected, got = (getattr(result, "tensor", result) for result in results)
+    assert torch.equal(got, expected)
+    gradient = next(model.parameters()).grad.full_tensor()
+    torch.testing.assert_close(gradient, plain.weight.grad, rtol=1e-12, atol=0)
+
+
+def test_none_is_refused_as_by_torch() -> None:
+    model: Any = sw.fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
+        model(None)

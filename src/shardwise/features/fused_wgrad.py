@@ -85,8 +85,9 @@ class InPlaceGradLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
         weight, number = self.weight, number_of(self.weight)
-        is_real = input.dtype == weight.dtype and not weight.is_complex()
-        if number is None or not is_real or not _is_plain(input, weight):
+        if number is None or weight.is_complex() or not _is_plain(input, weight):
+            return super().forward(input)
+        if input.dtype != weight.dtype:
             return super().forward(input)
         is_compiling, before = torch.compiler.is_compiling(), None
         number = number if is_compiling else None
@@ -135,6 +136,8 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
         torch.is_grad_enabled()
         and weight.requires_grad
         and type(x) in (Tensor, nn.Parameter)
+        and x.layout is torch.strided
+        and not x.is_nested
         and not torch.is_autocast_enabled(x.device.type)
         and not _private.is_transformed_by_functorch()
     )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from shardwise.errors import StepError
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.reductions import norms as norms_across
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["clip_grad_norm_"]
@@ -74,7 +76,7 @@ def _total_norm(parameters: Iterable[Tensor], order: float) -> Tensor:
     others: list[Tensor] = []
     for parameter in parameters:
         gradient, sharding = parameter.grad, sharding_of(parameter)
-        if type(gradient) is DTensor and sharding is not None and not sharding.tensor_parallel:
+        if _is_torch_dtensor(gradient) and sharding is not None and not sharding.tensor_parallel:
             # Our own collective ends if another rank raises; that of torch's DTensors does not.
             chunks[sharding.mesh].append(gradient.to_local())
         elif gradient is not None:
@@ -92,6 +94,10 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
     """Group torch's DTensors by mesh, because only those of one mesh combine; others under None."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        mesh = tensor.device_mesh if type(tensor) is DTensor else None
+        mesh = tensor.device_mesh if _is_torch_dtensor(tensor) else None
         by_mesh.setdefault(mesh, []).append(tensor)
     return by_mesh
+
+
+def _is_torch_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor)

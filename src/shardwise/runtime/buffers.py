@@ -71,6 +71,11 @@ class FlatBuffer:
     def is_acquired(self) -> bool:
         return self._memory is not None
 
+    @property
+    def storages(self) -> tuple[torch.UntypedStorage, ...]:
+        """The storages of the parameters."""
+        return (self._storage,)
+
     def slot_of(self, rank: int) -> Tensor:
         """The part [S] of ``flat`` that ``rank`` owns."""
         size = self.layout.shard_elements
@@ -179,6 +184,7 @@ class ChunkedBuffer:
         self.views = self._whole.views
         self.slot_of = self._chunks.slot_of
         self.shared_range = self._chunks.shared_range
+        self.storages = self._whole.storages
 
     @property
     def is_acquired(self) -> bool:

@@ -23,8 +23,9 @@ from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.held_memory import HeldMemory
+from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Allocator, Pools
-from shardwise.runtime.nested import tensors_left_in
+from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
 from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
@@ -87,6 +88,8 @@ class Runtime:
         else:  # inner units first
             self.units = [self._make_unit(root, unit, fill) for unit in plan.units[::-1]][::-1]
         plan_memory(self.units, schedule(plan))
+        self._views = ParameterViews(self.units)
+        self._entries = Entries(self._views)
         move_buffers(root, device)
         held_memory = HeldMemory(root, plan, self.units, self.pools)
         self.scheduler = Scheduler(plan, self.units, mesh, device, observer, held_memory)
@@ -128,26 +131,41 @@ class Runtime:
                 return forward(*args, **kwargs)
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
-        before_backward = partial(scheduler.before_backward, call)
+        entry = self._entries.begin(index, partial(scheduler.before_backward, call))
         try:
-            hooks.watch_gradients(module, (args, kwargs), before_backward)
-            output = forward(*args, **kwargs)
+            hooks.watch_gradients(module, (args, kwargs), entry.callback)
+            with self._entries.observing(scheduler.ledger.step):
+                output = forward(*args, **kwargs)
             if precision.output_dtype is not None:
                 output = cast_tensors(output, precision.output_dtype)
-            outcome = hooks.watch_outputs(
-                module,
-                output,
-                tensors_left_in(module),
-                before_backward,
-                trainable=self.plan.units[index].gradient_bytes > 0,
-            )
+            output, outcome = self._watch(index, module, entry, (args, kwargs), output)
         except BaseException as error:
             with _private.without_transforms():
                 scheduler.leave(call, Outcome.FAILED, error)
             raise
+        finally:
+            self._entries.end(entry)
         with _private.without_transforms():
             scheduler.leave(call, outcome)
         return output
+
+    def _watch(
+        self, index: int, module: nn.Module, entry: Entry, inputs: Any, output: Any
+    ) -> tuple[Any, Outcome]:
+        """Prepare for backward to enter a call, through any tensor that outlives it."""
+        plan = self.plan.units[index]
+        returned, left = list(tensors_in(output)), list(tensors_left_in(module))
+        given = list(tensors_within(inputs))
+        if self._views.has_any((*returned, *left), given, plan.label):
+            output = self._views.copy_outputs(module, inputs, output, plan.label)
+            returned, left = list(tensors_in(output)), list(tensors_left_in(module))
+            given = list(tensors_within(inputs))
+        is_watched = torch.is_grad_enabled() and self._entries.watch(entry, (*returned, *left))
+        if torch.is_grad_enabled():
+            self._entries.watch(entry, given, only_own=True)
+        trainable = plan.gradient_bytes > 0
+        outcome = hooks.outcome_of(module, returned, is_watched=is_watched, trainable=trainable)
+        return output, outcome
 
     def is_converted(self) -> bool:
         """Whether the dtype or device of parameters was changed since they were sharded."""
@@ -176,8 +194,13 @@ class Runtime:
         """Make forward refuse parameters that are added from now on, or warn about them."""
         self.warns_of_added = warns
         self._structures = [
-            Structure(root.get_submodule(unit.name), unit.name, warns=warns)
-            for unit in self.plan.units
+            Structure(
+                root.get_submodule(unit.name),
+                unit.name,
+                warns=warns,
+                watch_inner=partial(_watch_inner, weakref.ref(self), index),
+            )
+            for index, unit in enumerate(self.plan.units)
         ]
 
     # -- memory of collectives -------------------------------------------------------------------
@@ -238,6 +261,18 @@ class Runtime:
                 parameter.watch_gradient()
 
 
+def _watch_inner(
+    runtime_ref: "weakref.ref[Runtime]", index: int, _module: nn.Module, args: Any, output: Any
+) -> None:
+    """Watch the inputs and outputs of a module inside a unit, whose forward hooks may keep them."""
+    runtime = runtime_ref()
+    if runtime is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    entry = runtime._entries.running(index)
+    if entry is not None:
+        runtime._entries.watch(entry, tensors_within((args, output)), only_own=True)
+
+
 def _allocator(
     queue: Collectives, kind: MemoryKind, group: RankGroup, *, only_moves: bool
 ) -> Allocator | None:
@@ -256,9 +291,9 @@ def _accept(
     scheduler = scheduler_ref()
     if scheduler is None:
         return  # the graph outlived the model
-    hidden = scheduler.hidden_call(index)
-    if hidden is not None:
-        scheduler.before_backward(hidden)
+    unseen = scheduler.unseen_call(index)
+    if unseen is not None:
+        scheduler.before_backward(unseen)
     try:
         unit = scheduler.units[index]
         unit.accept(unit.flats[number], position)

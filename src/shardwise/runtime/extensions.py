@@ -16,7 +16,7 @@ back. A class without these methods is gathered as a plain tensor.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -81,6 +81,11 @@ class ExtendedBuffer:
         """Bytes that are allocated now."""
         flat_bytes = 0 if self._flat is None else self._flat.nbytes
         return flat_bytes + sum(extension.num_bytes for extension in self._extensions)
+
+    @property
+    def storages(self) -> tuple[torch.UntypedStorage, ...]:
+        """The storages of the parameters, from the first gather on."""
+        return tuple(one for extension in self._extensions for one in extension.storages)
 
     def acquire(self) -> None:
         """Have the classes make their inputs, and allocate ``flat`` for those of all ranks."""
@@ -228,6 +233,10 @@ class _Extension:
     def num_bytes(self) -> int:
         """Bytes of the dense parameter now."""
         return sum(storage.nbytes() for storage, _ in self._storages)
+
+    @property
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        return (storage for storage, _ in self._storages)
 
     def empty(self) -> None:
         """Free the memory of the dense parameter."""

@@ -192,7 +192,7 @@ class GradientShard:
                     continue
                 run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
-                gradient = parameter.sharding.wrap(own.to(self.dtype))
+                gradient = parameter.sharding.wrap_gradient(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh.append(position)
                 if is_accumulated:

@@ -5,15 +5,16 @@ How each event is detected:
 - *A unit is called*: its class, made by `fully_shard`, overrides ``__call__``. So exceptions are
   caught as well, and the order of forward hooks does not matter.
 - *Backward reaches a unit*: autograd runs the node that made one of its outputs, or a tensor that
-  its forward left in an attribute (``self.loss = ...``). For a view, the node of its base is hooked
-  too, because an in-place operation replaces the view's own node.
+  its forward left in an attribute (``self.loss = ...``) or in an argument (``losses.append(...)``),
+  or that a forward hook of a module inside the unit may have kept. For a view, the node of its base
+  is hooked too, because an in-place operation replaces the view's own node.
 - *A gradient is ready*: AccumulateGrad has run (``register_post_accumulate_grad_hook``).
 - *Backward ends*: autograd runs the callbacks queued for the graph task. If the graph task fails
   instead, autograd drops the callback object, whose ``__del__`` reports this.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,14 @@ from shardwise.schedule.passes import Outcome
 __all__ = [
     "apply_gradient_hooks",
     "at_end_of_backward",
+    "before_node",
     "check_first_order",
     "current_task",
+    "nodes_at_all_levels",
     "on_gradient",
+    "outcome_of",
     "run_accumulated_hooks",
     "watch_gradients",
-    "watch_outputs",
 ]
 
 NO_TASK = -1
@@ -44,15 +47,15 @@ def current_task() -> int:
     return _private.current_graph_task()
 
 
-def watch_outputs(
-    module: nn.Module,
-    output: Any,
-    left: Iterable[Tensor],
-    callback: Callable[[bool], None],
-    *,
-    trainable: bool,
+def before_node(node: torch.autograd.graph.Node, callback: Callable[[], None]) -> None:
+    """Call ``callback`` before backward runs ``node``."""
+    node.register_prehook(partial(_run, callback))
+
+
+def outcome_of(
+    module: nn.Module, returned: Sequence[Tensor], *, is_watched: bool, trainable: bool
 ) -> Outcome:
-    """Call ``callback`` when backward reaches a tensor in ``output`` or ``left``.
+    """How a forward ended that returned the tensors ``returned``.
 
     Its argument says whether this is the backward of a transform of `torch.func`, in which
     parameters are constants.
@@ -63,8 +66,7 @@ def watch_outputs(
     """
     if not torch.is_grad_enabled():
         return Outcome.DETACHED
-    returned = list(nested.tensors_in(output))
-    if _watch([*returned, *left], callback):
+    if is_watched:
         return Outcome.DIFFERENTIABLE
     only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
     if returned and not only_parameters and (trainable or _uses_trainable(module)):
@@ -75,6 +77,8 @@ def watch_outputs(
 def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], None]) -> None:
     """Call ``callback`` when backward reaches gradients of ``inputs`` that a transform computed.
 
+    Its argument says whether this is the backward of a transform.
+
     A transform such as `torch.func.grad` records how it computes gradients, so that they can be
     differentiated: by other transforms, and by backward for the parameters. Attributes of
     ``module`` may be inputs, too.
@@ -83,7 +87,8 @@ def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], N
         return
 
     def watch(gradient: Tensor) -> None:
-        _watch([gradient], callback)
+        for node, is_transformed in nodes_at_all_levels([gradient]).items():
+            before_node(node, partial(callback, is_transformed))
 
     tensors = (*nested.tensors_in(inputs), *nested.tensors_left_in(module))
     for tensor, is_transformed in _private.at_all_levels(tensors):
@@ -91,17 +96,17 @@ def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], N
             tensor.register_hook(watch)  # type: ignore[no-untyped-call]
 
 
-def _watch(tensors: Iterable[Tensor], callback: Callable[[bool], None]) -> bool:
-    """Call ``callback`` when backward reaches one of ``tensors``; return whether it can."""
+def nodes_at_all_levels(tensors: Iterable[Tensor]) -> dict[torch.autograd.graph.Node, bool]:
+    """The nodes that made ``tensors``, and whether each belongs to a transform of `torch.func`.
+
+    In the backward of a transform, parameters are constants.
+    """
     pairs = (
         _private.at_all_levels(tensors)
         if _private.is_transformed_by_functorch()
         else ((tensor, False) for tensor in tensors)
     )
-    nodes = {node: is_transformed for tensor, is_transformed in pairs for node in _nodes_of(tensor)}
-    for node, is_transformed in nodes.items():
-        node.register_prehook(partial(_run, partial(callback, is_transformed)))
-    return bool(nodes)
+    return {node: is_transformed for tensor, is_transformed in pairs for node in _nodes_of(tensor)}
 
 
 def _run(callback: Callable[[], None], _gradients: object) -> None:
@@ -165,6 +170,7 @@ class _End:
 
 
 def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The node that made ``tensor``, and that of its base if it is a view."""
     if tensor.grad_fn is not None:
         yield tensor.grad_fn
         base = tensor._base if tensor._is_view() else None

@@ -23,6 +23,7 @@ from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
+from shardwise.runtime.parameters import attributes_of
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import sharding_of
 from shardwise.transport.registered_memory import MemoryKind
@@ -161,6 +162,7 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """Is called by ``to``, ``float`` and ``to_empty``, which make new parameters."""
         shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
+        attributes = {name: attributes_of(p) for name, p in named_parameters(self)}
         handle: Handle | None = self.__dict__.get(HANDLE)
         root = handle.runtime if handle is not None and handle.index == 0 else None
         if root is not None and root.scheduler.has_accumulated and root.is_converted_by(fn):
@@ -169,7 +171,9 @@ class FSDPModule(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, sharding in shardings.items():
                 if sharding is not None:
-                    sharding.mark_if_described(self.get_parameter(name))
+                    parameter = self.get_parameter(name)
+                    sharding.mark_if_described(parameter)
+                    vars(parameter).update(attributes[name])  # a swap of tensors takes them away
         if root is not None and root.is_converted():
             root.scheduler.prepare_conversion()
             root.reshard_root(self)
@@ -521,7 +525,7 @@ def keeping_gradients(root: nn.Module) -> Iterator[None]:
             local = sharding.copy_of_local(gradient)
         else:
             local = sharding.own_part_of(gradient.full_tensor()).reshape(-1).contiguous()
-        parameter.grad = sharding.wrap(local.to(dtype_of_gradient(parameter)))
+        parameter.grad = sharding.wrap_gradient(local.to(dtype_of_gradient(parameter)))
 
 
 @contextlib.contextmanager

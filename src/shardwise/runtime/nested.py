@@ -1,16 +1,23 @@
 """Tensors inside containers, objects, tensor subclasses and attributes of modules."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.structure import HANDLE
+from shardwise.runtime.structure import HANDLE, own_modules
 
-__all__ = ["plain_tensors", "tensors_in", "tensors_left_in"]
+__all__ = [
+    "change_tensors",
+    "change_tensors_left_in",
+    "plain_tensors",
+    "tensors_in",
+    "tensors_left_in",
+    "tensors_within",
+]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FIRST_PARTS = 64
@@ -28,13 +35,27 @@ def tensors_left_in(module: nn.Module, seen: set[int] | None = None) -> Iterator
     seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
     for name, value in vars(module).items():
-        is_internal = name in _OF_EVERY_MODULE or name.startswith(HANDLE)  # torch's or the engine's
-        if not is_internal and id(value) not in seen and not isinstance(value, _LEAVES):
+        if not _is_internal(name) and id(value) not in seen and not isinstance(value, _LEAVES):
             seen.add(id(value))
-            yield from _tensors_within(value, depth=3)
+            yield from tensors_within(value)
     for child in module.children():
         if HANDLE not in vars(child):
             yield from tensors_left_in(child, seen)
+
+
+def change_tensors_left_in(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply ``change`` to the tensors that `tensors_left_in` finds."""
+    for inner in own_modules(module):
+        buffers = {name: one for name, one in inner._buffers.items() if one is not None}
+        inner._buffers.update({name: change(one) for name, one in buffers.items()})
+        for name, value in list(vars(inner).items()):
+            if not _is_internal(name):
+                vars(inner)[name] = change_tensors(value, change)
+
+
+def _is_internal(name: str) -> bool:
+    """Whether every module has the attribute ``name``, or the engine made it."""
+    return name in _OF_EVERY_MODULE or name.startswith(HANDLE)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -50,6 +71,39 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         yield from tensors_in(part, seen)
 
 
+def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to the tensors that `tensors_in` finds.
+
+    Lists, mappings and objects stay the same objects.
+
+    Raises:
+        TypeError: a container or an object does not let its tensors be replaced.
+    """
+    return _changed(value, change, {})
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, _LEAVES) or id(value) in done:
+        return done.get(id(value), value)
+    done[id(value)] = value
+    parts = list(_parts(value))
+    changed = [_changed(part, change, done) for part in parts]
+    if all(new is old for new, old in zip(changed, parts, strict=True)):
+        return value
+    if isinstance(value, (tuple, set, frozenset)):
+        kind: Any = type(value)
+        done[id(value)] = kind._make(changed) if hasattr(kind, "_make") else kind(changed)
+        return done[id(value)]
+    for key, new in zip(_keys(value), changed, strict=True):
+        if isinstance(value, (Mapping, list)):
+            value[key] = new  # type: ignore[index]
+        else:
+            object.__setattr__(value, key, new)  # the class may be frozen
+    return value
+
+
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield ``tensor``, or the tensors that it wraps."""
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -57,10 +111,13 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        yield from plain_tensors(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # a DTensor names its mesh, too
+            yield from plain_tensors(part)
 
 
-def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
+def tensors_within(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield tensors that are up to ``depth`` containers or objects deep, as `tensors_left_in`."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -72,7 +129,7 @@ def _tensors_within(value: Any, depth: int) -> Iterator[Tensor]:
             return
         for part in (first, *islice(parts, _FIRST_PARTS)):
             if not isinstance(part, _LEAVES):
-                yield from _tensors_within(part, depth - 1)
+                yield from tensors_within(part, depth - 1)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -86,4 +143,17 @@ def _parts(value: Any) -> Iterator[Any]:
         if not callable(value) or dataclasses.is_dataclass(value):
             yield from vars(value).values()  # getattr could run a property, which may raise
     elif dataclasses.is_dataclass(value):  # with slots
-        yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))
+        yield from (getattr(value, name, None) for name in _field_names(value))
+
+
+def _keys(value: Any) -> list[Any]:
+    """The keys, indices or attributes of `_parts`."""
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, list):
+        return list(range(len(value)))
+    return list(vars(value)) if hasattr(value, "__dict__") else _field_names(value)
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value)]

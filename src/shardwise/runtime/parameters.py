@@ -3,18 +3,22 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._private import set_versions
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
 
-__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner"]
+__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
 
+_FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
+_OF_EVERY_PARAMETER = frozenset({"_is_param", "_sharding"})
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
 
@@ -65,8 +69,11 @@ class FSDPParameter:
     dense: nn.Parameter  # [shape], a view of the flat buffer; a DTensor with tensor parallelism
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
+    _is_freed: bool = False
     _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
+    _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
+    _num_internal: int = -1  # see `_carry`
 
     @property
     def spec(self) -> ParameterSpec:
@@ -87,6 +94,8 @@ class FSDPParameter:
 
     def forget_changes(self) -> bool:
         """Return whether the dense parameter was changed in place since the last call."""
+        if self._is_freed:
+            return False
         before, self._version = self._version, self.dense._version
         return before != self._version
 
@@ -115,10 +124,30 @@ class FSDPParameter:
         bits = [one.reshape(-1).view(torch.uint8) for one in (own, expected)]
         return torch.equal(*bits)
 
+    @staticmethod
+    def forbid_reads(parameters: "Sequence[FSDPParameter]") -> None:
+        """Make autograd refuse to read dense parameters, which are freed.
+
+        Without that, a backward that does not gather them would read memory at address 0.
+        """
+        for one in parameters:
+            one._is_freed = True
+        set_versions([p.dense for p in parameters], [_FREED_VERSION] * len(parameters))
+
+    @staticmethod
+    def allow_reads(parameters: "Sequence[FSDPParameter]") -> None:
+        """Undo `forbid_reads`, after a gather."""
+        freed = [one for one in parameters if one._is_freed]
+        for one in freed:
+            one._is_freed = False
+        set_versions([p.dense for p in freed], [p._version for p in freed])
+
     def use_unsharded(self) -> None:
         """Put the dense parameter into the modules."""
         if self.dense.requires_grad != self.sharded.requires_grad:
             self._follow_requires_grad()
+        self._carry(self.sharded, self.dense)
+        self._shown = self.dense
         self._put(self.dense)
 
     def take_gradient(self) -> Tensor:
@@ -134,9 +163,10 @@ class FSDPParameter:
     def use_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor`` [shape] into the modules, between steps."""
         self._shard_version = self.sharded._version
-        dense = self.sharding.dense(tensor)
-        held = nn.Parameter(dense, requires_grad=self.sharded.requires_grad)
+        held = nn.Parameter(self.sharding.dense(tensor), self.sharded.requires_grad)
+        _copy_attributes(self.sharded, held)
         hooks.on_gradient(held, self._refuse_gradient)
+        self._shown = held
         self._put(held)
 
     def _refuse_gradient(self) -> None:
@@ -147,6 +177,9 @@ class FSDPParameter:
 
     def use_sharded(self) -> None:
         """Put the sharded parameter back into the modules."""
+        if self._shown is not None:
+            self._carry(self._shown, self.sharded)
+            self._shown = None
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
@@ -201,7 +234,22 @@ class FSDPParameter:
                 self.local.copy_(local_of(replacement))
             self.sharding.rebind(replacement, self.local)
         self.sharding.mark(replacement)
-        self.sharded = replacement
+        self.sharded, self._num_internal = replacement, -1
+
+    def _carry(self, source: nn.Parameter, target: nn.Parameter) -> None:
+        """Give ``target`` the attributes that a program has set on ``source``.
+
+        Most parameters have none, as the number of their attributes tells: it is that of the last
+        time when there were none.
+        """
+        is_dense = source is self.dense or target is self.dense
+        if is_dense and (len(source.__dict__) + len(target.__dict__)) == self._num_internal:
+            return
+        if isinstance(self.sharding, ExtendedSharding):
+            return  # the attributes of these classes are their tensors
+        _copy_attributes(source, target)
+        if is_dense and not attributes_of(target):
+            self._num_internal = len(source.__dict__) + len(target.__dict__)
 
     def _put(self, parameter: nn.Parameter) -> None:
         for owner in self.owners:
@@ -214,3 +262,20 @@ class FSDPParameter:
                 "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """The attributes that neither torch nor the engine has set."""
+    return {name: value for name, value in vars(parameter).items() if not _is_internal(name)}
+
+
+def _is_internal(name: str) -> bool:
+    return name in _OF_EVERY_PARAMETER or name.startswith("_shardwise")
+
+
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` exactly the attributes that `attributes_of` finds in ``source``."""
+    attributes, own = attributes_of(source), vars(target)
+    for name in attributes_of(target).keys() - attributes.keys():
+        del own[name]
+    own.update(attributes)

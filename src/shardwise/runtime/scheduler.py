@@ -72,7 +72,7 @@ class Scheduler:
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
         self._offloading: Unit | None = None  # its gradients are on their way to the host
-        self._hidden: dict[int, Call] = {}  # by unit, see `hidden_call`
+        self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
 
@@ -118,6 +118,8 @@ class Scheduler:
             self.report(f"forward of {label}")
             if not recomputed:
                 self._comm.enter(label)
+            elif not self.sequencer.is_in_backward(hooks.current_task()):
+                self._enter_inside(index)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
         self._depth += 1
@@ -135,8 +137,11 @@ class Scheduler:
             self.explain(error)
         self._depth -= 1
         events = self.sequencer.exit(call, outcome)
-        if outcome is Outcome.HIDDEN:
-            self._hidden[call.unit] = call
+        if not call.forward_pass.recomputed:
+            if call.is_differentiable:
+                self._calls[call.unit] = call
+            else:
+                self._calls.pop(call.unit, None)
         if error is not None and self.is_idle:
             self.fail(error)
             return
@@ -145,6 +150,16 @@ class Scheduler:
         if self.is_idle:
             self.ledger.end_forward(awaits_backward=call.forward_pass.is_differentiable)
         self._use_sharded((call.unit,))
+
+    def _enter_inside(self, index: int) -> None:
+        """Begin the backward of a call that is recomputed before backward has reached any call.
+
+        Backward began at a tensor inside a checkpoint that no output led it to.
+        """
+        call = self._calls.get(index)
+        if call is not None:
+            with torch.no_grad():  # no second-order backward: the recomputation enables gradients
+                self.before_backward(call)
 
     def _begin_step(self) -> None:
         self.recover()
@@ -189,9 +204,9 @@ class Scheduler:
             )
         )
 
-    def hidden_call(self, index: int) -> Call | None:
+    def unseen_call(self, index: int) -> Call | None:
         """The call whose backward shows only when the unit's parameters receive gradients."""
-        return None if self.units[index].expects_gradients else self._hidden.get(index)
+        return None if self.units[index].expects_gradients else self._calls.get(index)
 
     def finish_backward(self, task: int) -> None:
         """Complete the backward of ``task``, whose last node autograd has run."""
@@ -213,7 +228,6 @@ class Scheduler:
         self._perform(events[after_reduces:])
         self._finish_offload()
         self.observer.step_end(backward)
-        self._hidden.clear()
         for unit in self.units:
             unit.end_backward()
         if self.is_idle:  # not when a forward computes gradients itself
@@ -442,7 +456,7 @@ class Scheduler:
             else:
                 unit.use_sharded()
                 self._in_flight.append(unit)
-        self._hidden.clear()
+        self._calls.clear()
         self.ledger.abandon_step()
 
     def explain(self, error: BaseException) -> None:

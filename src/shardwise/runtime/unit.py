@@ -138,6 +138,7 @@ class FlatParameters:
 
     def finish_gather(self) -> None:
         """Make the gathered values visible in the dense parameters, after the collective."""
+        FSDPParameter.allow_reads(self.parameters)
         self.buffer.unpack()
 
     def use_sharded(self) -> None:
@@ -358,6 +359,8 @@ class Unit:
         changed = [name for flat in self.flats for name in flat.lost_changes()]
         for flat in self.flats:
             flat.free()
+        for flat in self._gathered_flats:
+            FSDPParameter.forbid_reads(flat.parameters)
         self.refuse(changed)
 
     def changed_names(self) -> list[str]:

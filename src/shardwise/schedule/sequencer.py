@@ -315,6 +315,10 @@ class Sequencer:
         is_kept = self._status[unit].reservation is Reservation.MICRO_BATCH
         return is_kept or self._stays_after_backward(unit)
 
+    def is_in_backward(self, task: int) -> bool:
+        """Whether autograd's graph task ``task`` has reached a call."""
+        return bool(self._backwards.get(task))
+
     def is_in_use(self, unit: int) -> bool:
         """Whether a forward or backward of ``unit`` is running."""
         return any(call.unit == unit for call in self._stack) or any(

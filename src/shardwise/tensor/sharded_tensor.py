@@ -25,7 +25,13 @@ from shardwise.plan.units import UnitPlan
 from shardwise.tensor.distributed_checkpoint import chunks_of, items_of
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import gather_runs
-from shardwise.tensor.sharding import ChunkSharding, ExtendedSharding, Sharding, sharding_of
+from shardwise.tensor.sharding import (
+    AssignableDTensor,
+    ChunkSharding,
+    ExtendedSharding,
+    Sharding,
+    sharding_of,
+)
 
 __all__ = [
     "Handler",
@@ -98,7 +104,7 @@ class RunSharding(Sharding):
         return RaggedShard(self.layout, self.extent)
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(AssignableDTensor):
     """A tensor of ``sharding.shape`` of which this rank stores ``local`` [run].
 
     `shardwise.fully_shard` creates it. ``requires_grad``, names and ``.grad`` work as for any
@@ -128,6 +134,9 @@ class ShardedTensor(DTensor):
     def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """This rank's elements, 1-D: a run of the row-major tensor. They share its memory."""
         return self._local_tensor
+
+    def _distributed_as_this(self, whole: Tensor) -> Tensor:
+        return whole  # `copy_` takes this rank's elements
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """Gather the whole tensor; every rank must call this."""
@@ -159,24 +168,6 @@ class ShardedTensor(DTensor):
     def sharding(self) -> RunSharding:
         """How the elements are distributed over the ranks."""
         return self._sharding
-
-    @property
-    def data(self) -> Tensor:
-        """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
-        data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Copy ``value`` into the shard, which stays a view of its buffer."""
-        expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
-        if got != expected:
-            raise ShardedTensorError(
-                f"{self._sharding.name}.data: expected a tensor of {expected[0]} {expected[1]}, "
-                f"got {got[0]} {got[1]}; convert the model before fully_shard"
-            )
-        with torch.no_grad():
-            self.detach().copy_(value)
 
     def _refuse_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ShardedTensorError(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise._private import (
     AsyncCollectiveTensor,
@@ -19,12 +19,15 @@ from shardwise._private import (
     joined_mesh,
     new_dtensor,
     strided_shard,
+    use_foreach_for,
 )
+from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_dim, chunk_of, chunk_shape
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = [
+    "AssignableDTensor",
     "ChunkSharding",
     "ExtendedSharding",
     "Sharding",
@@ -35,6 +38,54 @@ __all__ = [
 ]
 
 _SHARDING = "_sharding"  # a parameter's attribute
+
+
+class AssignableDTensor(DTensor):
+    """A DTensor for which ``.data = value`` copies the value.
+
+    On a plain DTensor it has no effect, as everything uses the local tensor. Parameters and
+    gradients that are cut into chunks have this class; other operations return plain DTensors.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
+        data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
+        if got != expected:
+            sharding = sharding_of(self)
+            raise ShardedTensorError(
+                f"{'gradient' if sharding is None else sharding.name}.data: expected a tensor of "
+                f"{expected[0]} {expected[1]}, got {got[0]} {got[1]}; convert the model before "
+                "fully_shard"
+            )
+        is_whole = not isinstance(value, DTensor)
+        with torch.no_grad():
+            self.detach().copy_(self._distributed_as_this(value) if is_whole else value)
+
+    def _distributed_as_this(self, whole: Tensor) -> Tensor:
+        mesh, placements = self.device_mesh, self.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    def detach(self) -> Tensor:
+        """A tensor of the same class, which `nn.Parameter` requires."""
+        detached = super().detach()
+        if type(detached) is DTensor:
+            detached.__class__ = AssignableDTensor
+        return detached
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain DTensor."""
+        plain = super().detach().requires_grad_(self.requires_grad)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+use_foreach_for(AssignableDTensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +155,15 @@ class Sharding(ABC):
     def mark(self, parameter: Tensor) -> None:
         """Make `sharding_of` return this object for ``parameter``."""
         vars(parameter)[_SHARDING] = self
+        if type(parameter) is DTensor:
+            parameter.__class__ = AssignableDTensor
+
+    def wrap_gradient(self, local: Tensor) -> DTensor:
+        """Make the distributed gradient of which this rank stores ``local``, 1-D."""
+        gradient = self.wrap(local)
+        if type(gradient) is DTensor:
+            gradient.__class__ = AssignableDTensor
+        return gradient
 
     def mark_if_described(self, parameter: Tensor) -> None:
         """Mark ``parameter`` if it has no mark and is distributed in this way."""

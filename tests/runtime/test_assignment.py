@@ -1,0 +1,130 @@
+"""Assigning to parameters and gradients between steps, as programs for plain tensors do."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.errors import PlanError, ShardedTensorError
+from shardwise.fsdp import FullyShardedDataParallel, fully_shard
+from shardwise.fsdp.wrap import ModuleWrapPolicy
+from tests.models import WIDTH, Block, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import BATCH, assert_equal_models, full, own_part
+
+
+def shard_by_fsdp2(model: nn.Module) -> nn.Module:
+    for module in list(model.modules()):
+        if isinstance(module, Block):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def shard_by_fsdp1(model: nn.Module) -> nn.Module:
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+
+
+INTERFACES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp": lambda m: sw.fully_shard(m, units=Block),
+    "zero2": lambda m: sw.fully_shard(m, units=Block, strategy="zero2"),
+    "ddp": lambda m: sw.fully_shard(m, units=Block, strategy="ddp"),
+    "dim": lambda m: sw.fully_shard(m, units=Block, granularity="dim"),
+    "dim, ddp": lambda m: sw.fully_shard(m, units=Block, granularity="dim", strategy="ddp"),
+    "the drop-in's FSDP2": shard_by_fsdp2,
+    "the drop-in's FSDP1": shard_by_fsdp1,
+}
+
+
+def restore(model: nn.Module, _optimizer: Any) -> None:
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    for parameter, value in zip(model.parameters(), kept, strict=True):
+        parameter.data = value
+
+
+def assign_whole(model: nn.Module, _optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = full(parameter.detach()) * 2
+
+
+def assign_gradient(model: nn.Module, _optimizer: Any) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data * 2
+        parameter.grad.data = full(parameter.grad.data) * 2
+
+
+def swap(model: nn.Module, _optimizer: Any) -> None:
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))  # type: ignore[no-untyped-call]
+
+
+def assign_parameters(model: nn.Module, optimizer: Any) -> None:
+    for name, parameter in list(model.named_parameters()):
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.detach() * 2))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@on_ranks(2)
+def test_assignments_are_obeyed(interface: str) -> None:
+    """FSDP2 ignores ``p.data = value``."""
+    for event in (restore, assign_whole, assign_gradient, swap, assign_parameters):
+        reference = build("stack")
+        model = INTERFACES[interface](copy.deepcopy(reference))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+        for _ in range(2):
+            batch = torch.randn(BATCH, WIDTH).double()
+            for m, x, optimizer in zip(
+                (reference, model), (batch, own_part(batch)), optimizers, strict=True
+            ):
+                optimizer.zero_grad()
+                m(x).square().mean().backward()
+                event(m, optimizer)
+                optimizer.step()
+        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        for parameter, expected in zip(inner.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(parameter.detach()), expected.detach())
+        if inner is model:
+            assert_equal_models(model, reference, 1)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@on_ranks(2)
+def test_assignments_that_do_not_fit_are_refused(interface: str) -> None:
+    model = INTERFACES[interface](build("stack"))
+    model(own_part(torch.randn(BATCH, WIDTH).double())).sum().backward()
+    parameter = next(model.parameters())
+    for value in (torch.zeros(3, dtype=torch.float64), torch.zeros(parameter.shape)):
+        with pytest.raises(ShardedTensorError, match=r"\.data: expected a tensor of torch.float64"):
+            parameter.data = value
+        assert parameter.grad is not None
+        with pytest.raises(ShardedTensorError, match=r"\.data: expected a tensor of torch.float64"):
+            parameter.grad.data = value
+    name = next(name for name, _ in model.named_parameters())
+    path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(path), attribute, nn.Parameter(full(parameter.detach())))
+    with pytest.raises(PlanError, match=r"was replaced after fully_shard: expected torch.float64"):
+        model(own_part(torch.randn(BATCH, WIDTH).double()))
+
+
+@on_ranks(2)
+def test_a_parameter_in_chunks_is_pickled_as_a_dtensor() -> None:
+    parameter = next(sw.fully_shard(build("stack"), granularity="dim").parameters())
+    buffer = io.BytesIO()
+    torch.save(parameter, buffer)
+    buffer.seek(0)
+    loaded: Tensor = torch.load(buffer, weights_only=False)
+    assert type(loaded) is DTensor
+    assert loaded.requires_grad
+    assert torch.equal(full(loaded.detach()), full(parameter.detach()))
