@@ -4,8 +4,10 @@ from tests import reading
 from tests.forked import run_forked
 
 # In tests/reading.py's step: what somebody reads to follow it. Raise them only with a reason.
-MAX_LINES = 2_400
-MAX_FILES = 60
+# The last one: each call of a unit looks for tensors through which backward may enter it later, and
+# for views of parameters, which are freed; it carries attributes of parameters both ways.
+MAX_LINES = 2_500
+MAX_FILES = 61
 
 
 def test_a_plain_step_runs_few_lines() -> None:
