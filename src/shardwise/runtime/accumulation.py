@@ -181,7 +181,7 @@ class AccumulatedGradients:
         self._partial: Tensor | None = None
         self._gradients: list[UnreducedGradient | None] = [None] * len(layout.extents)
         self._is_held = [False] * len(layout.extents)  # ``p.grad`` was set to the one above
-        self._is_active = False  # one of them is True
+        self.is_active = False  # whether it was for any
         # Of the backward that is running:
         self._is_taken = False  # a reduction includes `whole`
         self._sums: Tensor | None = None  # the partial sums that the next reduction adds
@@ -245,7 +245,7 @@ class AccumulatedGradients:
             written: their positions.
             used: the parameters that this rank has used since the last complete reduction.
         """
-        if fresh is None and self._sums is None and not self._is_active:
+        if fresh is None and self._sums is None and not self.is_active:
             return
         if self._is_taken:
             self._drop_whole()
@@ -260,8 +260,8 @@ class AccumulatedGradients:
             self._is_held[position] = self._written[position] or is_partial
             if self._is_held[position]:
                 self._hold(position)
-        self._is_active = any(self._is_held)
-        self.used = [self._is_active and one for one in used]
+        self.is_active = any(self._is_held)
+        self.used = [self.is_active and one for one in used]
 
     def rollback(self) -> None:
         """Forget a backward that has raised."""
@@ -279,7 +279,7 @@ class AccumulatedGradients:
 
     def drop_replaced(self) -> None:
         """Drop the gradients of parameters whose ``grad`` was set to None or to another tensor."""
-        if not self._is_active:
+        if not self.is_active:
             return
         for position, parameter in enumerate(self._parameters):
             if self._is_held[position] and parameter.sharded.grad is not self._gradients[position]:
@@ -376,7 +376,7 @@ class AccumulatedGradients:
         self._free(self._partial)
         self._partial = self._sums = None
         self._is_held = [False] * len(self._is_held)
-        self._is_active = False
+        self.is_active = False
         self.used = [False] * len(self.used)
 
     def _drop_whole(self) -> None:

@@ -72,8 +72,11 @@ class GradientShard:
     @property
     def is_empty(self) -> bool:
         """Whether there are no gradients to add to."""
-        gradients = (parameter.sharded.grad for parameter in self.parameters)
-        return all(one is None or reduced_part_of(one) is None for one in gradients)
+        for parameter in self.parameters:
+            gradient = parameter.sharded.grad
+            if gradient is not None and reduced_part_of(gradient) is not None:
+                return False
+        return True
 
     @property
     def can_lend_memory(self) -> bool:
@@ -183,11 +186,12 @@ class GradientShard:
         if self._settings.reduced_hook is not None:
             self._settings.reduced_hook(reduced)
         is_own = reduced is self.current
+        has_accumulated = self._accumulated.is_active
         self._fresh = self._fresh or []
         pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
-                is_accumulated = self._accumulated.begin_hand_over(position)
+                is_accumulated = has_accumulated and self._accumulated.begin_hand_over(position)
                 if not (parameter.sharded.requires_grad or is_accumulated):
                     continue
                 run = reduced[own_run].data

@@ -111,6 +111,9 @@ def nodes_at_all_levels(tensors: Iterable[Tensor]) -> dict[torch.autograd.graph.
 
 def _run(callback: Callable[[], None], _gradients: object) -> None:
     """Call ``callback`` as a hook of autograd, which may run in a transform."""
+    if not _private.is_transformed_by_functorch():
+        callback()
+        return
     with _private.without_transforms():
         callback()
 

@@ -34,8 +34,11 @@ def tensors_left_in(module: nn.Module, seen: set[int] | None = None) -> Iterator
     """
     seen = set() if seen is None else seen
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-    for name, value in vars(module).items():
-        if not _is_internal(name) and id(value) not in seen and not isinstance(value, _LEAVES):
+    own = vars(module)
+    for name in [name for name in own if name not in _OF_EVERY_MODULE]:
+        value = own[name]
+        is_searched = not name.startswith(HANDLE) and not isinstance(value, _LEAVES)
+        if is_searched and id(value) not in seen:
             seen.add(id(value))
             yield from tensors_within(value)
     for child in module.children():

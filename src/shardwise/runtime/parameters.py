@@ -104,7 +104,7 @@ class FSDPParameter:
 
         ``dense.data = other`` and ``dense.set_(other)`` replace its memory.
         """
-        local = self.sharding.local_of_dense(self.dense)
+        local = self.dense if self.sharding.dense_spec is None else self._local_of_dense()
         if local.data_ptr() == view.data_ptr():
             return False
         if keeps_values:
@@ -113,13 +113,16 @@ class FSDPParameter:
         self.forget_changes()
         return True
 
+    def _local_of_dense(self) -> Tensor:
+        return self.sharding.local_of_dense(self.dense)
+
     def is_as_gathered(self) -> bool:
         """Whether this rank's part of the gathered dense parameter has the bits of its shard.
 
         It has after ``dense.set_(dense)``, which counts as a change in place:
         `torch.nn.utils.parametrize` calls it when a parametrization is registered.
         """
-        own = self.sharding.own_part_of(self.sharding.local_of_dense(self.dense.detach()))
+        own = self.sharding.own_part_of(self._local_of_dense().detach())
         expected = self.local.detach().to(own.device, own.dtype)
         bits = [one.reshape(-1).view(torch.uint8) for one in (own, expected)]
         return torch.equal(*bits)
@@ -146,7 +149,8 @@ class FSDPParameter:
         """Put the dense parameter into the modules."""
         if self.dense.requires_grad != self.sharded.requires_grad:
             self._follow_requires_grad()
-        self._carry(self.sharded, self.dense)
+        if len(self.sharded.__dict__) + len(self.dense.__dict__) != self._num_internal:
+            self._carry(self.sharded, self.dense)
         self._shown = self.dense
         self._put(self.dense)
 
@@ -177,9 +181,12 @@ class FSDPParameter:
 
     def use_sharded(self) -> None:
         """Put the sharded parameter back into the modules."""
-        if self._shown is not None:
-            self._carry(self._shown, self.sharded)
-            self._shown = None
+        shown, self._shown = self._shown, None
+        if shown is not None and (
+            shown is not self.dense
+            or len(self.sharded.__dict__) + len(shown.__dict__) != self._num_internal
+        ):
+            self._carry(shown, self.sharded)
         self._put(self.sharded)
 
     def assigned_tensor(self) -> Tensor | None:
@@ -239,12 +246,10 @@ class FSDPParameter:
     def _carry(self, source: nn.Parameter, target: nn.Parameter) -> None:
         """Give ``target`` the attributes that a program has set on ``source``.
 
-        Most parameters have none, as the number of their attributes tells: it is that of the last
-        time when there were none.
+        Most parameters have none. Then `_num_internal` is how many the engine and torch have set,
+        and this is not called.
         """
         is_dense = source is self.dense or target is self.dense
-        if is_dense and (len(source.__dict__) + len(target.__dict__)) == self._num_internal:
-            return
         if isinstance(self.sharding, ExtendedSharding):
             return  # the attributes of these classes are their tensors
         _copy_attributes(source, target)
