@@ -205,6 +205,36 @@ def reduce_once(loop: Loop, _delay: str) -> None:
     loop.backward(last=True)
 
 
+def fail_in_a_hook(loop: Loop, _delay: str) -> None:
+    """Hooks run while reduced gradients are handed over, in the middle of a backward."""
+    if loop.is_sharded:
+        hook = loop.model.blocks[0].get_parameter("up.weight").register_hook(_raise)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="a hook"):
+            loop.backward(last=True)
+        hook.remove()
+    else:
+        loop.seed += 1
+
+
+def _raise(_gradient: Tensor) -> None:
+    raise ValueError("a hook")
+
+
+def undo_two_transactions(loop: Loop, delay: str) -> None:
+    undo_a_transaction(loop, delay)
+    undo_a_transaction(loop, delay)
+
+
+def infer_with_a_thawed_parameter(loop: Loop, delay: str) -> None:
+    thaw(loop, delay)
+    with torch.inference_mode():
+        loop.model(torch.ones(2, WIDTH).double())
+
+
+def keep(_loop: Loop, _delay: str) -> None:
+    """Nothing."""
+
+
 EVENTS: list[Event] = [
     zero,
     zero_in_place,
@@ -224,6 +254,9 @@ EVENTS: list[Event] = [
     copy_the_model,
     save_and_load,
     reduce_once,
+    fail_in_a_hook,
+    undo_two_transactions,
+    infer_with_a_thawed_parameter,
 ]
 
 
@@ -268,7 +301,7 @@ def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_between_micro_batches(event: Event, strategy: str, tmp_path: Path) -> None:
-    compare(strategy, [event], DELAYS[0], tmp_path / "saved")
+    compare(strategy, [event, keep], DELAYS[0], tmp_path / "saved")
 
 
 @on_ranks(4)
@@ -278,7 +311,38 @@ def test_between_micro_batches(event: Event, strategy: str, tmp_path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_sums_over_the_row(event: Event, strategy: str, tmp_path: Path) -> None:
-    compare(strategy, [event], DELAYS[1], tmp_path / "saved")
+    compare(strategy, [event, keep], DELAYS[1], tmp_path / "saved")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "event", [fail_in_a_hook, fail_in_the_last_backward, undo_two_transactions, zero_in_place]
+)
+def test_gradients_that_are_added_to_reduced_ones(event: Event, tmp_path: Path) -> None:
+    compare("fsdp", [reduce_once, event, keep], DELAYS[0], tmp_path / "saved")
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_no_gradient_where_there_was_none() -> None:
+    loop = Loop(shard("fsdp"), Path())
+    loop.model.uses_extra = False
+    hook = loop.model.blocks[0].get_parameter("up.weight").register_hook(_raise)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="a hook"):
+        loop.backward(last=True)
+    hook.remove()
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    loop.backward(last=True)
+    assert loop.model.extra.grad is None
+
+
+@on_ranks(2)
+def test_a_refused_conversion_changes_nothing() -> None:
+    loop = Loop(shard("fsdp"), Path())
+    sw.optimizer_in_backward(loop.model, loop.optimizer)
+    with pytest.raises(PlanError, match="optimizer_in_backward steps its"):
+        loop.model.float()
+    assert all(parameter.dtype == torch.float64 for parameter in loop.model.parameters())
+    loop.backward(last=True)
 
 
 @on_ranks(2)

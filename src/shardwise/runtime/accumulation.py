@@ -227,8 +227,8 @@ class AccumulatedGradients:
         if not self._is_held[position] or position in self._handed_over:
             return False
         assert gradient is not None
-        before = gradient.reduced
-        self._parameters[position].sharded.grad = None if before is None else before.clone()
+        before = None if gradient.reduced is None else gradient.reduced.clone()
+        self._parameters[position].sharded.grad = self._handed_over[position] = before
         return True
 
     def end_hand_over(self, position: int) -> None:
@@ -255,13 +255,7 @@ class AccumulatedGradients:
             self._free(self._partial)
             self._partial = self._sums
         self._handed_over.clear()
-        for position, parameter in enumerate(self._parameters):
-            is_partial = self._partial is not None and parameter.sharded.requires_grad
-            self._is_held[position] = self._written[position] or is_partial
-            if self._is_held[position]:
-                self._hold(position)
-        self.is_active = any(self._is_held)
-        self.used = [self.is_active and one for one in used]
+        self._hold_all(used)
 
     def rollback(self) -> None:
         """Forget a backward that has raised."""
@@ -305,6 +299,7 @@ class AccumulatedGradients:
             self._whole.flat.clone() if any(self._written) else None,
             None if self._partial is None else self._partial.clone(),
             list(self.used),
+            list(self._is_held),
             [
                 None if not is_held or one is None or one.reduced is None else one.reduced.clone()
                 for is_held, one in zip(self._is_held, self._gradients, strict=True)
@@ -323,12 +318,25 @@ class AccumulatedGradients:
             size, dtype = copy.partial.numel(), copy.partial.dtype
             owner = f"rows of {self._parameters[0].name} restored"
             self._sums = self.pool.allocate_tensor(size, dtype, owner).copy_(copy.partial)
-        self._written = list(copy.written)
-        for parameter, gradient in zip(self._parameters, copy.reduced, strict=True):
-            parameter.sharded.grad = gradient
-        self.commit(None, (), copy.used)
+            self._partial = self._sums
+        self._written, self._is_held = list(copy.written), list(copy.is_held)
+        for position, parameter in enumerate(self._parameters):
+            if copy.is_held[position]:
+                parameter.sharded.grad = copy.reduced[position]
+        self._hold_all(copy.used)
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _hold_all(self, used: Sequence[bool]) -> None:
+        for position, parameter in enumerate(self._parameters):
+            # One that was frozen since keeps what it has.
+            may_have = parameter.sharded.requires_grad or self._is_held[position]
+            is_partial = self._partial is not None and may_have
+            self._is_held[position] = self._written[position] or is_partial
+            if self._is_held[position]:
+                self._hold(position)
+        self.is_active = any(self._is_held)
+        self.used = [self.is_active and one for one in used]
 
     def _hold(self, position: int) -> None:
         sharded = self._parameters[position].sharded
@@ -398,6 +406,7 @@ class Accumulated:
     whole: Tensor | None  # [world_size * S]
     partial: Tensor | None  # [world_size * S / row]
     used: list[bool]
+    is_held: list[bool]
     reduced: list[Tensor | None]  # of each `UnreducedGradient`
 
 

@@ -56,8 +56,9 @@ class GradientShard:
         self._steps_in_backward = False  # gradients then live only until `drop`
         # By position: autograd has computed a gradient since gradients were last handed over.
         self.used = [False] * len(layout.extents)
-        # Positions whose .grad was None before this backward; None until gradients are handed over.
-        self._fresh: list[int] | None = None
+        # By position, gradients of parameters that had none before this backward; None until
+        # gradients are handed over.
+        self._fresh: dict[int, Tensor | None] | None = None
         # [S], until it is handed over; kept memory stays here until it is found to be shared.
         self.current: Tensor | None = None
         self._offload: _PendingOffload | None = None
@@ -171,6 +172,10 @@ class GradientShard:
             self._offload.work.synchronize()
             self._end_offload()
         self.used = list(self._accumulated.used)
+        for position, gradient in (self._fresh or {}).items():
+            # Other ranks may have raised before they reduced it.
+            if self.parameters[position].sharded.grad is gradient:
+                self.parameters[position].sharded.grad = None
         self._fresh = None
         if self._steps_in_backward:
             self.drop()
@@ -187,7 +192,7 @@ class GradientShard:
             self._settings.reduced_hook(reduced)
         is_own = reduced is self.current
         has_accumulated = self._accumulated.is_active
-        self._fresh = self._fresh or []
+        self._fresh = self._fresh or {}
         pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
@@ -198,7 +203,7 @@ class GradientShard:
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
                 gradient = parameter.sharding.wrap_gradient(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
-                    self._fresh.append(position)
+                    self._fresh[position] = parameter.sharded.grad
                 if is_accumulated:
                     self._accumulated.end_hand_over(position)
         if not self._steps_in_backward and not self._keeps_memory:

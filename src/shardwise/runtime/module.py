@@ -165,7 +165,7 @@ class FSDPModule(nn.Module):
         attributes = {name: attributes_of(p) for name, p in named_parameters(self)}
         handle: Handle | None = self.__dict__.get(HANDLE)
         root = handle.runtime if handle is not None and handle.index == 0 else None
-        if root is not None and root.scheduler.has_accumulated and root.is_converted_by(fn):
+        if root is not None and root.scheduler.needs_preparation and root.is_converted_by(fn):
             root.scheduler.prepare_conversion()
         with _hiding_unreduced_gradients(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -496,7 +496,8 @@ def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
     """Shard again with room for gradients of the parameters ``names``, which were frozen."""
     runtime = handle_of(root).runtime
     runtime.scheduler.prepare_conversion()
-    with keeping_gradients(root):
+    # The new parameters would otherwise be inference tensors, which cannot be trained.
+    with torch.inference_mode(mode=False), keeping_gradients(root):
         _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
 
 

@@ -344,6 +344,11 @@ class Scheduler:
             for gradients in unit.gradients:
                 gradients.shard.step_in_backward(observer.steps_in_backward)
 
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether `prepare_conversion` does anything."""
+        return self.has_accumulated or self.steps_in_backward
+
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
 
