@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.fsdp import fully_shard
 from tests.models import WIDTH
 from tests.ranks import on_ranks
-from tests.runtime.one_process import BATCH, assert_equal_models, own_part
+from tests.runtime.one_process import BATCH, assert_equal_models, full, own_part
 
 
 def shard_by_fsdp2(model: nn.Module) -> nn.Module:
@@ -89,3 +89,40 @@ def test_attributes_survive_sharding_and_conversion(way: str) -> None:
     assert names_of(model) == expected
     model(own_part(torch.randn(BATCH, WIDTH).double())).sum().backward()
     assert names_of(model) == expected | {f"{n}.linear.weight.calls": 1 for n in (0, 1)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_grad_dtype_is_that_of_sums_and_of_gradients(way: str) -> None:
+    """Small gradients would vanish in sums of bfloat16."""
+
+    def train(model: nn.Module, num_batches: int) -> nn.Module:
+        for number in range(num_batches):
+            batch = torch.full((BATCH, WIDTH), 1.0 if number == 0 else 2**-10).bfloat16()
+            model(own_part(batch) if isinstance(model, sw.FSDPModule) else batch).sum().backward()
+        return model
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).bfloat16()
+        model[0].weight.grad_dtype = torch.float32
+        return model
+
+    sharded = make()
+    if way == "the drop-in's FSDP2":
+        shard_by_fsdp2(sharded)
+    else:
+        chosen: dict[str, Any] = {"ddp": {"strategy": "ddp"}, "dim": {"granularity": "dim"}}
+        policy = sw.MixedPrecisionPolicy(master_dtype="keep")
+        sw.fully_shard(sharded, units=nn.Linear, mp_policy=policy, **chosen.get(way, {}))
+    weight = next(sharded.parameters())
+    assert (weight.dtype, weight.grad_dtype) == (torch.bfloat16, torch.float32)
+    train(sharded, 2)
+    gradient = weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    alone = next(train(make(), 2).parameters()).grad
+    assert alone is not None
+    assert alone.dtype == torch.float32
+    assert not torch.equal(alone, alone.bfloat16().float()), "bfloat16 cannot hold the sum"
+    assert torch.equal(full(gradient), alone / 2)  # the mean over two ranks

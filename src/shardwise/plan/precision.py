@@ -22,7 +22,8 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of gathered parameters, and so of gathers and compute. None keeps the
             dtype of each parameter.
         reduce_dtype: dtype of gradients while they are reduced. None is ``param_dtype`` if that is
-            given, and the dtype of the shards otherwise.
+            given, and the dtype of the shards otherwise. A parameter whose ``grad_dtype`` was set
+            uses that one, and its gradients keep it.
         output_dtype: dtype to cast the outputs of the model to. None leaves them.
         cast_forward_inputs: cast the floating-point inputs of each unit to ``param_dtype``.
         buffer_dtype: dtype to cast floating-point buffers to, once. None leaves them.
@@ -68,9 +69,13 @@ class MixedPrecisionPolicy:
         is_full = isinstance(module, self.full_precision)
         compute = kept if is_full else self.param_dtype or came
         reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
+        keeps_sums = self.keep_low_precision_grads
+        chosen = getattr(parameter, "grad_dtype", came)
+        if chosen not in (None, came):  # by the user, as in `parameter.grad_dtype = torch.float32`
+            reduce, keeps_sums = chosen, True
         if kept == compute == reduce:
             return kept, None
-        return kept, Cast(*_named(compute), *_named(reduce), self.keep_low_precision_grads)
+        return kept, Cast(*_named(compute), *_named(reduce), keeps_sums)
 
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()

@@ -133,6 +133,9 @@ def _manage(root: nn.Module, sharding: Sharding, local: Tensor, view: Tensor) ->
         dense.__class__ = kind
         vars(dense).update(attributes)
         vars(sharded)[_CLASS] = kind
+    cast = sharding.layout.cast
+    if cast.keeps_sums and cast.reduce_itemsize > cast.compute_itemsize:
+        dense.grad_dtype = sharded.grad_dtype = getattr(torch, sharding.layout.gradient_dtype)
     return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
 
