@@ -298,7 +298,7 @@ class FSDPModule(nn.Module):
 
         Until then ``p.grad`` is a tensor without elements. Setting it to None, or ``zero_grad()``,
         drops what has been accumulated; reading it raises a StepError. A micro-batch that raises
-        adds nothing. Hooks of `torch.Tensor.register_hook` run once, on the sum.
+        adds nothing. Hooks of `torch.Tensor.register_hook` run at a reduction, on the sum.
         """
         for settings in _settings_in(self, recurse):
             settings.reduce_grads = requires_gradient_sync
