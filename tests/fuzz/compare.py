@@ -85,7 +85,6 @@ class Comparison:
         self.tolerance = TOLERANCE
         self.holds = False  # a backward now reduces less than all gradients
         self.is_holding = False  # some gradients are not in ``.grad`` yet
-        self.has_zeroed = False  # by ``set_to_none=False``
         self.where = "start"
         self.reference = build(case.model, case.seed)
         mesh = mesh_of_replicas(case)
@@ -141,7 +140,6 @@ class Comparison:
             self.optimizers[0].step()
             self.optimizers[0].zero_grad(set_to_none=step.set_to_none)
             self.replicas.step(set_to_none=step.set_to_none)
-            self.has_zeroed = False
         self._compare_models()
         self._check_idle()
 
@@ -323,8 +321,6 @@ class Comparison:
         found = parameter.grad
         if found is not None and expected.grad is None and self.case.sharding.unused == "zeros":
             expected.grad = torch.zeros_like(expected)
-        if found is None and self.has_zeroed and not _has_any(expected.grad):
-            expected.grad = None  # no gradient was there that could be set to zeros
         if (found is None) != (expected.grad is None):
             wanted = "None" if expected.grad is None else "a gradient"
             self._report(f"gradient of {name}: expected {wanted}, got {found}")
@@ -381,10 +377,6 @@ class Comparison:
 
 
 # -- pieces -------------------------------------------------------------------------------------
-
-
-def _has_any(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
 
 
 def _bits(tensor: Tensor) -> bytes:

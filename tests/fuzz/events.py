@@ -73,20 +73,17 @@ def happen(event: Event, of: "Comparison") -> None:
 def _zero_optimizer(event: Event, of: "Comparison") -> None:
     for optimizer in of.optimizers:
         optimizer.zero_grad(set_to_none=event.variant)
-    of.has_zeroed |= not event.variant
 
 
 def _zero_model(event: Event, of: "Comparison") -> None:
     for net in of.nets:
         net.zero_grad(set_to_none=event.variant)
-    of.has_zeroed |= not event.variant
 
 
 def _zero_module(event: Event, of: "Comparison") -> None:
     for net in of.nets:
         modules = list(net.modules())
         modules[event.target % len(modules)].zero_grad(set_to_none=event.variant)
-    of.has_zeroed |= not event.variant
 
 
 def _drop_one(event: Event, of: "Comparison") -> None:
