@@ -119,8 +119,7 @@ class Comparison:
     def run_step(self, number: int, step: Step) -> None:
         self.where = f"step {number}"
         for position, micro in enumerate(step.micros):
-            self._draw_anew(number, 1 + position)
-            self._run_micro(micro)
+            self._run_micro(number, position, micro)
         if step.micros:
             self.release()
         self._draw_anew(number)
@@ -148,7 +147,9 @@ class Comparison:
         release(self.model)
         self.holds = False
 
-    def _run_micro(self, micro: Micro) -> None:
+    def _run_micro(self, number: int, position: int, micro: Micro) -> None:
+        self.where = f"step {number}, micro-batch {position}"
+        self._draw_anew(number, 1 + position)
         self.holds = hold(self.model, micro)
         self._compare_losses(micro.loss)
         for event in micro.after:
@@ -239,8 +240,9 @@ class Comparison:
         sharded = [partial(losses_of, self.model, [part[own].to(self.device)]) for part in parts]
         whole = [partial(losses_of, self.reference, [part[r] for r in ranks]) for part in parts]
         pairs = zip(backwards(kind, sharded), self._unseen(backwards(kind, whole)), strict=True)
+        where = self.where
         for number, (found, expected) in enumerate(pairs):
-            self.where += f", {kind} loss {number}" if not number else ""
+            self.where = f"{where}, {kind} loss {number}"
             with self.unseen():
                 self.compare(found.parts[0], expected.parts[ranks.index(own)], "loss")
             self.is_holding = self.holds
@@ -248,7 +250,7 @@ class Comparison:
                 self._step_reference()
             self._compare_models()
         self.replicas.run_others(kind, parts, self.model)
-        self.where = self.where.partition(",")[0]
+        self.where = where
 
     def run_reference_alone(self, batch: Tensor) -> None:
         """Backward of what the sharded model has had already."""

@@ -62,9 +62,10 @@ def happen(event: Event, of: "Comparison") -> None:
     Raises:
         Undefined: ranks differ in whether they raised.
     """
+    where = of.where
     of.where += f", {event.kind}"
     _EVENTS[event.kind](event, of)
-    of.where = of.where.rpartition(",")[0]
+    of.where = where
 
 
 # -- gradients are dropped ----------------------------------------------------------------------
@@ -103,14 +104,14 @@ def _raise_in_evaluation(event: Event, of: "Comparison") -> None:
 
 
 def _raise_and_reduce(event: Event, of: "Comparison") -> None:
-    if of.case.in_backward:
-        return  # half a step would stay
     of.release()
     _try_micro(event, of, is_grad=True)
 
 
 def _try_micro(event: Event, of: "Comparison", *, is_grad: bool) -> None:
     """A micro-batch that the fault ends on all ranks or on none: then it counts."""
+    if is_grad and of.case.in_backward and not of.holds:
+        return  # half a step would stay
     batch = of.batch()
     own = partial(losses_of, of.model, [of.part(batch)])
     fault, failed = event.fault, False
