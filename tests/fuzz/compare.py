@@ -27,6 +27,7 @@ from shardwise.tensor.sharding import local_of
 from tests.fuzz.build import Fork, Net, build, halve_gradients, settle_forks, trainable
 from tests.fuzz.events import Undefined, happen, hold, release
 from tests.fuzz.faults import Boom, arm
+from tests.fuzz.hooks import HooksOnSums
 from tests.fuzz.losses import Loss, backwards, losses_of, outputs_of
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.programs import Case, Fault, Micro, Step
@@ -85,6 +86,7 @@ class Comparison:
         self.tolerance = TOLERANCE
         self.holds = False  # a backward now reduces less than all gradients
         self.is_holding = False  # some gradients are not in ``.grad`` yet
+        self.hooks = HooksOnSums()  # of the reference
         self.where = "start"
         self.reference = build(case.model, case.seed)
         mesh = mesh_of_replicas(case)
@@ -165,7 +167,8 @@ class Comparison:
         kept = [None if q.grad is None else q.grad.clone() for q in self.reference.parameters()]
         # Where it steps in backward, the reference may have gone on before another rank raised.
         states = copy.deepcopy((self.reference.state_dict(), self.optimizers[0].state_dict()))
-        failed, num_problems, was_holding = False, len(self.problems), self.is_holding
+        failed, num_problems = False, len(self.problems)
+        was_holding, complete = self.is_holding, self.hooks.state()
         with arm(fault, self.model, self.optimizers[1]) as trigger:
             try:
                 with sw.transaction(self.model, self.optimizers[1]):
@@ -185,6 +188,7 @@ class Comparison:
         for parameter, gradient in zip(self.reference.parameters(), kept, strict=True):
             parameter.grad = gradient
         self.is_holding = was_holding
+        self.hooks.restore(complete)
         self._compare_models()
         return True
 
@@ -241,13 +245,12 @@ class Comparison:
         whole = [partial(losses_of, self.reference, [part[r] for r in ranks]) for part in parts]
         pairs = zip(backwards(kind, sharded), self._unseen(backwards(kind, whole)), strict=True)
         where = self.where
+        self._begin_reference()
         for number, (found, expected) in enumerate(pairs):
             self.where = f"{where}, {kind} loss {number}"
             with self.unseen():
                 self.compare(found.parts[0], expected.parts[ranks.index(own)], "loss")
-            self.is_holding = self.holds
-            if self.case.in_backward and not self.holds:
-                self._step_reference()
+            self._end_reference()
             self._compare_models()
         self.replicas.run_others(kind, parts, self.model)
         self.where = where
@@ -255,19 +258,30 @@ class Comparison:
     def run_reference_alone(self, batch: Tensor) -> None:
         """Backward of what the sharded model has had already."""
         parts = [part.clone() for part in batch.chunk(dist.get_world_size())]
+        self._begin_reference()
         losses_of(self.reference, parts)[0].total.backward()  # type: ignore[no-untyped-call]
-        self.is_holding = self.holds
-        if self.case.in_backward and not self.holds:
-            self._step_reference()
+        self._end_reference()
         self._compare_models()
+
+    def _begin_reference(self) -> None:
+        self.hooks.before_backward(self.reference.parameters(), is_holding=self.is_holding)
+
+    def _end_reference(self) -> None:
+        self.is_holding = self.holds
+        if self.is_holding:
+            return
+        self.hooks.run()
+        if self.case.in_backward:
+            self._step_reference()
 
     def run_in_backward(self) -> None:
         """A micro-batch in whose backward the optimizer steps, unlike in the others."""
         batch = self.batch()
         losses_of(self.model, [self.part(batch)])[0].total.backward()  # type: ignore[no-untyped-call]
         parts = [part.clone() for part in batch.chunk(dist.get_world_size())]
+        self._begin_reference()
         losses_of(self.reference, parts)[0].total.backward()  # type: ignore[no-untyped-call]
-        self.holds = self.is_holding = False
+        self._end_reference()
         self._step_reference()
         self._compare_models()
 

@@ -272,12 +272,33 @@ def _clip(event: Event, of: "Comparison") -> None:
 
 
 def _hook(event: Event, of: "Comparison") -> None:
-    """A hook that doubles gradients, or clamps them."""
-    for net in of.nets:
-        trained = [q for q in net.parameters() if q.requires_grad and not q.is_complex()]
-        trained[event.target % len(trained)].register_hook(  # type: ignore[no-untyped-call]
-            (lambda g: g * 2) if event.variant else (lambda g: g.clamp(-0.01, 0.01))
-        )
+    """A hook that doubles a gradient or clamps it, where all units are reduced at the same time.
+
+    It runs once for each reduction: there are several if a unit is called more often than before.
+    """
+    if any(micro.units for step in of.case.steps for micro in step.micros):
+        return
+    is_called_once = not any(word in repr(of.case) for word in _SEVERAL_CALLS)
+    numbers = [
+        number
+        for number, parameter in enumerate(of.reference.parameters())
+        if parameter.requires_grad and not parameter.is_complex()
+    ]
+    number = numbers[event.target % len(numbers)]
+    hook: Callable[[Tensor], Tensor] = _clamp if event.variant and is_called_once else _double
+    list(of.model.parameters())[number].register_hook(hook)  # type: ignore[no-untyped-call]
+    of.hooks.register(list(of.reference.parameters())[number], hook)
+
+
+_SEVERAL_CALLS = ("sum'", "Repeat(", "Listed(", "Checkpoint(", "Skip(", "Branch(")
+
+
+def _double(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def _clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
 
 
 @contextmanager
