@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,8 +12,8 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from tests.fuzz.on_device import assert_holds_on_device, start
-from tests.fuzz.programs import OF_MATRICES, OPTIMIZERS, SEARCH, SLOW, Case, cases
-from tests.fuzz.verdict import DEADLINE_SECONDS, assert_holds
+from tests.fuzz.programs import EVENTS, OF_MATRICES, OPTIMIZERS, SEARCH, SLOW, Case, cases
+from tests.fuzz.verdict import DEADLINE_SECONDS, SHOWN, assert_holds
 from tests.ranks import close_pools
 from tests.streams.random_programs import assert_holds_on_streams
 
@@ -40,8 +41,15 @@ def main() -> int:
         metavar="WORD",
         help="with --device, leave out cases with such a word: what the device cannot compute",
     )
+    parser.add_argument(
+        "--events",
+        nargs="*",
+        choices=EVENTS,
+        metavar="KIND",
+        help="only programs with micro-batches, and these events between them (default: all)",
+    )
     options = parser.parse_args()
-    judge: Callable[[Case], None] = partial(
+    judge: Callable[[Case], Sequence[str] | None] = partial(
         assert_holds_on_streams if options.streams else assert_holds, deadline=options.deadline
     )
     if options.device is not None:
@@ -49,9 +57,12 @@ def main() -> int:
         judge = partial(assert_holds_on_device, device=options.device, without=options.without)
     try:
         is_alone = options.device is not None  # so nothing is exchanged
-        drawn = cases() if is_alone else cases((*OPTIMIZERS, *OF_MATRICES))
-        if not (is_alone or options.streams):
-            drawn |= cases((*OPTIMIZERS, *OF_MATRICES), SLOW)
+        optimizers = OPTIMIZERS if is_alone else (*OPTIMIZERS, *OF_MATRICES)
+        drawn = cases(optimizers)
+        if options.events is not None:
+            drawn = cases(optimizers, kinds=tuple(options.events) or EVENTS)
+        elif not (is_alone or options.streams):
+            drawn |= cases(optimizers, SLOW) | cases(optimizers, kinds=EVENTS)
         return fuzz(options.cases, options.seed, judge, drawn, shrink=not options.first)
     finally:
         close_pools()
@@ -60,7 +71,7 @@ def main() -> int:
 def fuzz(
     num_cases: int,
     seed_value: int,
-    judge: Callable[[Case], None],
+    judge: Callable[[Case], Sequence[str] | None],
     drawn: SearchStrategy[Case],
     *,
     shrink: bool,
@@ -78,11 +89,12 @@ def fuzz(
     def holds(case: Case) -> None:
         progress.last = case
         try:
-            judge(case)
+            refused = judge(case) or ()
         except BaseException:
             progress.count(failed=True)
             raise
         progress.count(failed=False)
+        progress.refused.update(refused)
 
     which = "smallest" if shrink else "first"
     try:
@@ -92,6 +104,8 @@ def fuzz(
         progress.write(f"{progress.last!r}\n")
         return 1
     progress.write("\nnothing found\n")
+    for event, number in progress.refused.most_common(SHOWN):
+        progress.write(f"refused {number} times: {event}\n")
     return 0
 
 
@@ -104,6 +118,7 @@ class Progress:
         self._num_failed = 0
         self._started = time.monotonic()
         self.last: Case | None = None
+        self.refused: Counter[str] = Counter()  # events, with the engine's error
 
     def count(self, *, failed: bool) -> None:
         self._num_run += 1

@@ -25,10 +25,12 @@ from shardwise.schedule.sequencer import UnitState
 from shardwise.tensor.sharded_tensor import own_part_of
 from shardwise.tensor.sharding import local_of
 from tests.fuzz.build import Fork, Net, build, halve_gradients, settle_forks, trainable
+from tests.fuzz.events import Undefined, happen, hold, release
 from tests.fuzz.faults import Boom, arm
+from tests.fuzz.hooks import HooksOnSums
 from tests.fuzz.losses import Loss, backwards, losses_of, outputs_of
 from tests.fuzz.optimizers import make_optimizer
-from tests.fuzz.programs import Case, Fault, Step
+from tests.fuzz.programs import Case, Fault, Micro, Step
 from tests.fuzz.replicas import Replicas
 from tests.fuzz.shard import mesh_of_replicas, shard
 from tests.lossless import lossless_wires
@@ -44,6 +46,7 @@ class Report:
     """What a rank found: where it differs from one process, and the bits that it ended with."""
 
     problems: tuple[str, ...]
+    refused: tuple[str, ...]  # events, with the engine's error
     shard: int  # ranks with the same number hold the same
     digest: int
 
@@ -79,6 +82,11 @@ class Comparison:
         self.case = case
         self.device = device  # of the sharded model
         self.problems: list[str] = []
+        self.refused: list[str] = []
+        self.tolerance = TOLERANCE
+        self.holds = False  # a backward now reduces less than all gradients
+        self.is_holding = False  # some gradients are not in ``.grad`` yet
+        self.hooks = HooksOnSums()  # of the reference
         self.where = "start"
         self.reference = build(case.model, case.seed)
         mesh = mesh_of_replicas(case)
@@ -100,20 +108,33 @@ class Comparison:
 
     def run(self) -> Report:
         """All steps."""
-        for number, step in enumerate(self.case.steps):
-            self.run_step(number, step)
+        with contextlib.suppress(Undefined):
+            for number, step in enumerate(self.case.steps):
+                self.run_step(number, step)
         return self.report()
+
+    @property
+    def nets(self) -> tuple[Net, Net]:
+        """The sharded model and its reference."""
+        return self.model, self.reference
 
     def run_step(self, number: int, step: Step) -> None:
         self.where = f"step {number}"
-        # Anew in every step, for ranks that leave one early have drawn less.
-        self.batches.manual_seed(1000 * self.case.seed + number)
-        self._set_turns(number)
+        for position, micro in enumerate(step.micros):
+            self._run_micro(number, position, micro)
+        if step.micros:
+            self.release()
+        self._draw_anew(number)
+        self.where = f"step {number}"
         if step.before == "write":
-            self._write()
-        if step.fault is None:
+            self.write()
+        self.run_attempt(step, step.fault)
+
+    def run_attempt(self, step: Step, fault: Fault | None) -> None:
+        """Train and update, unless there is a fault and it is hit."""
+        if fault is None:
             self._train(step)
-        elif self._has_failed(step, step.fault):
+        elif self._has_failed(step, fault):
             return
         if step.update:
             # Here, so that the reference does not step if the sharded one raises.
@@ -123,12 +144,31 @@ class Comparison:
         self._compare_models()
         self._check_idle()
 
+    def release(self) -> None:
+        """Let backward reduce everything from now on."""
+        release(self.model)
+        self.holds = False
+
+    def _run_micro(self, number: int, position: int, micro: Micro) -> None:
+        self.where = f"step {number}, micro-batch {position}"
+        self._draw_anew(number, 1 + position)
+        self.holds = hold(self.model, micro)
+        self._compare_losses(micro.loss)
+        for event in micro.after:
+            happen(event, self)
+
+    def _draw_anew(self, number: int, position: int = 0) -> None:
+        """Seed batches and turns, for ranks that leave a step early have drawn less."""
+        self.batches.manual_seed(1000 * self.case.seed + number + 10**6 * position)
+        self._set_turns(number + position)
+
     def _has_failed(self, step: Step, fault: Fault) -> bool:
         """Train with a fault; afterwards it is as if a step that failed had never been."""
         kept = [None if q.grad is None else q.grad.clone() for q in self.reference.parameters()]
         # Where it steps in backward, the reference may have gone on before another rank raised.
         states = copy.deepcopy((self.reference.state_dict(), self.optimizers[0].state_dict()))
         failed, num_problems = False, len(self.problems)
+        was_holding, complete = self.is_holding, self.hooks.state()
         with arm(fault, self.model, self.optimizers[1]) as trigger:
             try:
                 with sw.transaction(self.model, self.optimizers[1]):
@@ -147,6 +187,8 @@ class Comparison:
         self.optimizers[0].load_state_dict(states[1])
         for parameter, gradient in zip(self.reference.parameters(), kept, strict=True):
             parameter.grad = gradient
+        self.is_holding = was_holding
+        self.hooks.restore(complete)
         self._compare_models()
         return True
 
@@ -154,7 +196,9 @@ class Comparison:
         mesh = runtime_of(self.model).mesh
         locals_ = [_bits(_local(parameter).cpu()) for parameter in self.model.parameters()]
         shard = self.replicas.own * mesh.size + mesh.rank
-        return Report(tuple(self.problems), shard, zlib.crc32(b"".join(locals_)))
+        return Report(
+            tuple(self.problems), tuple(self.refused), shard, zlib.crc32(b"".join(locals_))
+        )
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -165,13 +209,13 @@ class Comparison:
         if step.clip is not None:
             wanted = nn.utils.clip_grad_norm_(self.reference.parameters(), step.clip)
             self.replicas.clip(step.clip)
-            self._compare(sw.clip_grad_norm_(self.model.parameters(), step.clip), wanted, "norm")
+            self.compare(sw.clip_grad_norm_(self.model.parameters(), step.clip), wanted, "norm")
         if step.update and not self.case.in_backward:
             self.optimizers[1].step()
             self.optimizers[1].zero_grad(set_to_none=step.set_to_none)
 
     def _compare_outputs_by(self, kind: str) -> None:
-        batch = self._batch()
+        batch = self.batch()
         match kind:
             case "evaluate":
                 with torch.no_grad():
@@ -185,7 +229,8 @@ class Comparison:
             case "copy":
                 self._compare_outputs(copy.deepcopy(self.model), batch)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Halve all parameters by `sw.gathered`."""
         with sw.gathered(self.model, write_back=True):
             _shrink(self.model)
         _shrink(self.reference)
@@ -194,20 +239,60 @@ class Comparison:
 
     def _compare_losses(self, kind: str) -> None:
         own, ranks = dist.get_rank(), self.replicas.ranks(self.replicas.own)
-        batches = [self._batch(), self._batch()]
+        batches = [self.batch(), self.batch()]
         parts = [[part.clone() for part in batch.chunk(dist.get_world_size())] for batch in batches]
         sharded = [partial(losses_of, self.model, [part[own].to(self.device)]) for part in parts]
         whole = [partial(losses_of, self.reference, [part[r] for r in ranks]) for part in parts]
         pairs = zip(backwards(kind, sharded), self._unseen(backwards(kind, whole)), strict=True)
+        where = self.where
+        self._begin_reference()
         for number, (found, expected) in enumerate(pairs):
-            self.where += f", {kind} loss {number}" if not number else ""
+            self.where = f"{where}, {kind} loss {number}"
             with self.unseen():
-                self._compare(found.parts[0], expected.parts[ranks.index(own)], "loss")
-            if self.case.in_backward:
-                self._step_reference()
+                self.compare(found.parts[0], expected.parts[ranks.index(own)], "loss")
+            self._end_reference()
             self._compare_models()
         self.replicas.run_others(kind, parts, self.model)
-        self.where = self.where.partition(",")[0]
+        self.where = where
+
+    def run_reference_alone(self, batch: Tensor) -> None:
+        """Backward of what the sharded model has had already."""
+        parts = [part.clone() for part in batch.chunk(dist.get_world_size())]
+        self._begin_reference()
+        losses_of(self.reference, parts)[0].total.backward()  # type: ignore[no-untyped-call]
+        self._end_reference()
+        self._compare_models()
+
+    def _begin_reference(self) -> None:
+        self.hooks.before_backward(self.reference.parameters(), is_holding=self.is_holding)
+
+    def _end_reference(self) -> None:
+        self.is_holding = self.holds
+        if self.is_holding:
+            return
+        self.hooks.run()
+        if self.case.in_backward:
+            self._step_reference()
+
+    def run_in_backward(self) -> None:
+        """A micro-batch in whose backward the optimizer steps, unlike in the others."""
+        batch = self.batch()
+        losses_of(self.model, [self.part(batch)])[0].total.backward()  # type: ignore[no-untyped-call]
+        parts = [part.clone() for part in batch.chunk(dist.get_world_size())]
+        self._begin_reference()
+        losses_of(self.reference, parts)[0].total.backward()  # type: ignore[no-untyped-call]
+        self._end_reference()
+        self._step_reference()
+        self._compare_models()
+
+    def compare_copy(self, copied: Net, batch: Tensor) -> None:
+        """Compare a copy of the model after its first backward, of ``batch``."""
+        parts = [part.clone() for part in batch.chunk(dist.get_world_size())]
+        expected = copy.deepcopy(self.reference)
+        losses_of(expected, parts)[0].total.backward()  # type: ignore[no-untyped-call]
+        is_holding, self.is_holding = self.is_holding, False
+        self._compare_pairs(copied, expected)
+        self.is_holding = is_holding
 
     def _step_reference(self) -> None:
         if self.case.sharding.unused == "zeros":
@@ -222,7 +307,7 @@ class Comparison:
         found = outputs_of(model, part.to(self.device))
         with self.unseen():
             for one, other in zip(found, outputs_of(self.reference, part), strict=True):
-                self._compare(one, other, "output")
+                self.compare(one, other, "output")
 
     def _unseen(self, losses: Iterator[Loss]) -> Iterator[Loss]:
         """``losses`` of the reference, under `unseen`."""
@@ -237,15 +322,16 @@ class Comparison:
 
     def _compare_models(self) -> None:
         with self.unseen():
-            self._compare_pairs()
+            self._compare_pairs(self.model, self.reference)
 
-    def _compare_pairs(self) -> None:
-        pairs = zip(self.model.named_parameters(), self.reference.named_parameters(), strict=True)
+    def _compare_pairs(self, model: Net, reference: Net) -> None:
+        pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
         for (name, parameter), (expected_name, expected) in pairs:
             if name != expected_name or parameter.requires_grad != expected.requires_grad:
                 self._report(f"{name}: expected {expected_name}, {expected.requires_grad=}")
-            self._compare_gradients(name, parameter, expected)
-            self._compare(parameter.detach(), expected.detach(), name)
+            if not self.is_holding:
+                self._compare_gradients(name, parameter, expected)
+            self.compare(parameter.detach(), expected.detach(), name)
 
     def _compare_gradients(self, name: str, parameter: Tensor, expected: Tensor) -> None:
         found = parameter.grad
@@ -255,9 +341,9 @@ class Comparison:
             wanted = "None" if expected.grad is None else "a gradient"
             self._report(f"gradient of {name}: expected {wanted}, got {found}")
         elif found is not None and expected.grad is not None:
-            self._compare(found, expected.grad, f"gradient of {name}")
+            self.compare(found, expected.grad, f"gradient of {name}")
 
-    def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
+    def compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
             self._report(f"{what}: expected {expected.shape} {expected.dtype}, got {found}")
             return
@@ -268,7 +354,7 @@ class Comparison:
         exact = torch.complex128 if expected.is_complex() else torch.float64
         error = (_local(found).to(exact) - expected.detach().to(exact)).norm().item()
         scale = max(1.0, expected.detach().to(exact).norm().item())
-        if not error <= TOLERANCE * scale:
+        if not error <= self.tolerance * scale:
             self._report(f"{what}: off by {error:.2e} of {scale:.2e}")
 
     def _check_idle(self) -> None:
@@ -285,7 +371,11 @@ class Comparison:
 
     # -- data ------------------------------------------------------------------------------------
 
-    def _batch(self) -> Tensor:
+    def part(self, batch: Tensor) -> Tensor:
+        """This rank's rows."""
+        return batch.chunk(dist.get_world_size())[dist.get_rank()].clone().to(self.device)
+
+    def batch(self) -> Tensor:
         """The global batch [ranks * rows, width]."""
         rows = self.case.rows * dist.get_world_size()
         shape = (rows, self.case.model.width)

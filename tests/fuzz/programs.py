@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from shardwise.plan.strategy import STRATEGIES
 
 __all__ = [
+    "EVENTS",
     "OF_MATRICES",
     "OPTIMIZERS",
     "SEARCH",
@@ -26,6 +27,7 @@ __all__ = [
     "Conv",
     "Detached",
     "Dropped",
+    "Event",
     "Fault",
     "Gru",
     "Hidden",
@@ -34,6 +36,7 @@ __all__ = [
     "Listed",
     "Lookup",
     "Manual",
+    "Micro",
     "Mlp",
     "Model",
     "NoGrad",
@@ -294,6 +297,26 @@ class Fault(Described):
 
 
 @dataclass(frozen=True, repr=False)
+class Event(Described):
+    """Something that happens between micro-batches; `tests.fuzz.events` has them by ``kind``."""
+
+    kind: str
+    target: int = 0  # counts what the event chooses from, modulo how many there are
+    variant: bool = False
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Micro(Described):
+    """A micro-batch of which units hold back what other ranks get, and what happens after it."""
+
+    loss: str = "plain"
+    holds: str = "gradients"  # or "sums" over an axis of two, "both" or "nothing"
+    units: tuple[int, ...] = ()  # only these hold, modulo how many there are; without any, all
+    after: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
 class Step(Described):
     """Some losses and their backwards, and then perhaps an update."""
 
@@ -303,6 +326,7 @@ class Step(Described):
     update: bool = True
     set_to_none: bool = True
     fault: Fault | None = None
+    micros: tuple[Micro, ...] = ()  # before the losses, which reduce what was held
 
 
 @dataclass(frozen=True, repr=False)
@@ -329,6 +353,13 @@ FAULTS = (
     "before forward", "after forward", "activation", "parameter", "accumulated", "optimizer",
     "stepped",
 )  # fmt: skip
+EVENTS = (
+    "zero_grad", "model zero_grad", "module zero_grad", "grad is None",
+    "raise in forward", "raise in evaluation", "raise in backward", "raise and reduce",
+    "transaction", "freeze", "thaw", "convert", "to cpu", "train",
+    "save", "load", "gathered", "copy", "step in backward", "clip", "hook",
+)  # fmt: skip
+HOLDS = ("gradients", "gradients", "sums", "both", "nothing")
 GRANULARITIES = ("element", "row", "tensor", "dim")
 MAX_DEPTH = 3
 
@@ -430,6 +461,12 @@ FAULT = st.builds(
     nth=st.integers(1, 3),
     rank=st.none() | st.integers(0, 3),
 )
+WHERE = {  # faults by the kind of an event
+    "raise in forward": ("before forward", "after forward"),
+    "raise in evaluation": ("before forward", "after forward"),
+    "raise in backward": ("activation", "activation", "parameter", "accumulated"),
+    "raise and reduce": ("activation", "activation", "parameter", "accumulated"),
+}
 STEP = st.builds(
     Step,
     losses=st.lists(st.sampled_from(LOSSES), min_size=1, max_size=3).map(tuple),
@@ -461,6 +498,49 @@ SLOW = st.builds(
     delay=st.integers(0, 2),
     mixing=st.sampled_from([0.0, 0.5]),
 )
+
+
+def events(kinds: tuple[str, ...]) -> st.SearchStrategy[Event]:
+    return st.builds(
+        Event,
+        kind=st.sampled_from(kinds),
+        target=NUMBERS,
+        variant=st.booleans(),
+        fault=FAULT,
+    ).map(_described)
+
+
+def _described(event: Event) -> Event:
+    """Without the fault where it has no meaning; one that is caught hits all ranks."""
+    if event.kind == "transaction":
+        return event
+    if not event.kind.startswith("raise"):
+        return replace(event, fault=None)
+    assert event.fault is not None
+    place = WHERE[event.kind][event.target % len(WHERE[event.kind])]
+    return replace(event, fault=replace(event.fault, where=place, rank=None))
+
+
+def accumulating(
+    step: st.SearchStrategy[Step], kinds: tuple[str, ...], *, in_backward: bool
+) -> st.SearchStrategy[Step]:
+    """``step`` after micro-batches with events of these kinds between them."""
+    micro = st.builds(
+        Micro,
+        loss=st.sampled_from(ONE_BACKWARD if in_backward else LOSSES),
+        holds=st.sampled_from(HOLDS),
+        # Where it steps in backward, units that are reduced would step without the others.
+        units=st.just(())
+        if in_backward
+        else st.just(()) | st.lists(NUMBERS, max_size=3).map(tuple),
+        after=st.lists(events(kinds), max_size=2).map(tuple),
+    )
+    micros = st.lists(micro, min_size=1, max_size=3).map(tuple)
+    if "transaction" not in kinds:
+        step = step.map(lambda drawn: replace(drawn, fault=None))
+    return st.builds(lambda step, micros: replace(step, micros=micros), step, micros)
+
+
 OPTIMIZERS = ("sgd", "adamw loop", "adamw foreach", "adamw fused")
 OF_MATRICES = ("muon", "soap")
 
@@ -479,7 +559,9 @@ def cases(
     draw: st.DrawFn,
     optimizers: tuple[str, ...] = OPTIMIZERS,
     outers: st.SearchStrategy[Slow | None] | None = None,
+    kinds: tuple[str, ...] = (),
 ) -> Case:
+    """``kinds`` of events happen between micro-batches; without any there are no micro-batches."""
     model = draw(MODELS)
     sharding = draw(shardings())
     is_complex = "omplex" in repr(model)
@@ -487,10 +569,14 @@ def cases(
         # Recurrent layers hold their weights weakly, so these become other objects, and sharding
         # a module alone cannot see that one outside of it shares them.
         model = replace(model, ties=())
+    if kinds and "Gru" in repr(model):
+        model = replace(model, ties=())  # torch converts no parameter to which others refer weakly
     outer = None if outers is None else draw(outers)
     # A step of a replica cannot be undone, and is none of a backward.
     in_backward = outer is None and draw(st.sampled_from([False, False, True]))
     step = STEP_IN_BACKWARD if in_backward else STEP if outer is None else STEP_OF_REPLICA
+    if kinds:
+        step = accumulating(step, kinds, in_backward=in_backward)
     return Case(
         model=model,
         sharding=sharding,

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from tests.fuzz.compare import CPU
 from tests.fuzz.on_device import assert_holds_on_device
 from tests.fuzz.programs import (
+    EVENTS,
     OF_MATRICES,
     SEARCH,
     SLOW,
@@ -31,6 +32,19 @@ def test_random_programs_equal_one_process(case: Case) -> None:
 @given(cases())
 @settings(SEARCH, derandomize=True, max_examples=40)
 def test_more_random_programs_equal_one_process(case: Case) -> None:
+    assert_holds(case)
+
+
+@given(cases(kinds=EVENTS))
+@settings(SEARCH, derandomize=True, max_examples=4)
+def test_random_events_between_micro_batches_equal_one_process(case: Case) -> None:
+    assert_holds(case)
+
+
+@pytest.mark.thorough
+@given(cases(kinds=EVENTS))
+@settings(SEARCH, derandomize=True, max_examples=100)
+def test_more_random_events_between_micro_batches(case: Case) -> None:
     assert_holds(case)
 
 

@@ -10,8 +10,11 @@ DEADLINE_SECONDS = 120.0
 SHOWN = 6  # problems; one cause makes many
 
 
-def assert_holds(case: Case, deadline: float = DEADLINE_SECONDS) -> None:
+def assert_holds(case: Case, deadline: float = DEADLINE_SECONDS) -> tuple[str, ...]:
     """Run ``case`` on the ranks that it wants, for at most ``deadline`` seconds.
+
+    Returns:
+        The events that the engine refused.
 
     Raises:
         AssertionError: it differs from one process, raises, or does not end.
@@ -23,3 +26,4 @@ def assert_holds(case: Case, deadline: float = DEADLINE_SECONDS) -> None:
         assert not report.problems, f"rank {rank} differs from one process:\n{problems}"
     bits = {(report.shard, report.digest) for report in reports}
     assert len(bits) == len({report.shard for report in reports}), "replicas differ"
+    return reports[0].refused
