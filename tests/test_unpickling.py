@@ -71,8 +71,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("fsdp/collectives.py", "broadcast_object_list"): OWN_RANKS,
     ("launch/world.py", "all_gather_object"): OWN_RANKS,
     ("launch/world.py", "broadcast_object_list"): OWN_RANKS,
-    ("transport/health/monitor.py", "pickle.loads"): "to be replaced by plain data",
-    ("transport/host/handshake.py", "pickle.loads"): "to be replaced by plain data",
 }
 
 
