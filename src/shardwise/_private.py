@@ -78,10 +78,12 @@ __all__ = [
     "set_managed",
     "stage_backwards",
     "strided_shard",
+    "subclasses_of_dtensor_dispatch",
     "swap_storages",
     "symmetric_tensor",
     "tensor_allocator",
     "use_foreach_for",
+    "use_own_operators",
     "will_execute",
     "without_tensor_functions",
     "without_torch_functions",
@@ -152,6 +154,57 @@ def new_dtensor(
     """A new instance of ``cls``; ``DTensor.__new__`` cannot make instances of a subclass."""
     made: D = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
     return made
+
+
+def new_empty_subclass(
+    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of the subclass ``cls`` of Tensor, without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def subclasses_of_dtensor_dispatch() -> bool:
+    """Whether operators call the ``__torch_dispatch__`` of a subclass of DTensor.
+
+    New in torch 2.12. In torch 2.11 they run those of DTensor itself, in C++.
+    """
+
+    class Probe(DTensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_args: Any, **_kwargs: Any) -> Tensor:
+            return torch.ones(1)
+
+    probe = new_empty_subclass(Probe, torch.Size((1,)), torch.float32, torch.device("cpu"))
+    try:
+        return type(probe.detach()) is Tensor
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def use_own_operators(cls: type[DTensor]) -> None:
+    """Make operators call the ``__torch_dispatch__`` of ``cls`` even in torch 2.11.
+
+    There, a mode intercepts the operators of each function that is called from Python. Operators
+    that autograd runs in a backward are not intercepted.
+    """
+    if subclasses_of_dtensor_dispatch():
+        return
+
+    class OwnOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if cls not in types:
+                return func(*args, **(kwargs or {}))
+            with torch._C._EnableTorchFunction():  # the operators of `cls` may use others
+                dispatch: Any = cls.__torch_dispatch__
+                return dispatch(func, types, args, kwargs or {})
+
+    def call(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_tensor_functions(), OwnOperators():  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
+
+    cls.__torch_function__ = classmethod(call)  # type: ignore[assignment]
 
 
 def strided_shard(dim: int, num_inner: int) -> Placement:
@@ -280,13 +333,6 @@ without_torch_functions = torch._C.DisableTorchFunction
 
 # A context in which functions of a Tensor subclass do not reach its ``__torch_function__``.
 without_tensor_functions = torch._C.DisableTorchFunctionSubclass
-
-
-def new_empty_subclass(
-    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A tensor of the subclass ``cls`` of Tensor, without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def run_backward(loss: Tensor) -> None:

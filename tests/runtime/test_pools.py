@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from shardwise._private import swap_storages
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.runtime import memory
+from shardwise.runtime import buffers, memory
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Arena, Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
@@ -97,6 +98,11 @@ def test_no_bytes_are_memory_too() -> None:
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60)
 
 
+needs_swap = pytest.mark.skipif(
+    not HAS_SWAP, reason="before torch 2.13, buffers get memory from the allocator, not the arena"
+)
+
+
 def perform(pool: Pool, steps: list[tuple[bool, int]], name: str = "") -> None:
     """(True, n) allocates n lines; (False, n) frees the n-th of them; then all are freed."""
     allocated: list[torch.UntypedStorage] = []
@@ -129,6 +135,7 @@ def test_a_pool_holds_no_more_than_was_allocated_at_once(
         assert pool.held_bytes <= pool.peak_bytes * (1 + 1 / 64)
 
 
+@needs_swap
 @settings(deadline=None)
 @given(STEPS)
 def test_a_step_that_repeats_allocates_nothing(steps: list[tuple[bool, int]]) -> None:
@@ -145,6 +152,7 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
     return allocate(0, device)
 
 
+@needs_swap
 def test_a_step_that_was_planned_allocates_once() -> None:
     arena = Arena(CPU)
     arena.expect("a", LINE * 40)
@@ -171,6 +179,7 @@ def test_a_step_that_was_planned_allocates_once() -> None:
     assert (arena.held_bytes, arena.peak_bytes) == (LINE * 60, LINE * 60)
 
 
+@needs_swap
 def test_steps_that_take_turns_allocate_nothing() -> None:
     """As an evaluation between training steps does."""
     arena = Arena(CPU)
@@ -184,6 +193,7 @@ def test_steps_that_take_turns_allocate_nothing() -> None:
         perform(arena, evaluate, "evaluate")
 
 
+@needs_swap
 def test_an_allocation_that_was_not_planned_gets_a_block_of_its_own() -> None:
     arena = Arena(CPU)
     arena.expect("a", LINE * 50)
@@ -235,8 +245,11 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
             pytest.skip(f"torch {torch.__version__} has no UntypedStorage._swap_data_ptr_")
         yield request.param
         return
-    # Shadows the builtin only in that file: an attribute of a C type cannot be removed.
-    with mock.patch.object(memory, "hasattr", return_value=False, create=True):
+    with (
+        mock.patch.object(memory, "CAN_SWAP", False),
+        mock.patch.object(buffers, "CAN_SWAP", False),
+    ):
+        assert not memory.CAN_SWAP
         yield request.param
 
 
@@ -266,6 +279,39 @@ def test_a_released_buffer_has_no_memory() -> None:
 
 def bytes_of(buffer: FlatBuffer) -> int:
     return buffer.flat.untyped_storage().nbytes()
+
+
+def test_resizing_uses_the_allocator(way: str) -> None:
+    with mock.patch.object(memory, "swap_storages", side_effect=swap_storages) as swap:
+        buffer, _ = two_in_turn()
+        buffer.acquire()
+        buffer.release()
+    assert bool(swap.call_count) == (way == "swapped")
+
+
+@pytest.mark.usefixtures("way")
+def test_an_arena_gets_its_memory_back() -> None:
+    arena = Arena(CPU)
+    pair = [FlatBuffer(layout((n, 4)), arena, owner_suffix=str(n)) for n in (3, 5)]
+    for _ in range(3):
+        for buffer in pair:
+            fill(buffer, 1.0)
+        for buffer in pair:
+            buffer.release()
+        assert arena.allocated_bytes == 0
+
+
+@pytest.mark.usefixtures("way")
+def test_a_buffer_takes_what_another_holds() -> None:
+    first, second = two_in_turn()
+    fill(first, 4.0)
+    second.take(first)
+    assert all(bool((view == 4.0).all()) for view in second.views)
+    if first.is_acquired:  # its memory could not be moved
+        first.release()
+    fill(first, 5.0)
+    assert all(bool((view == 4.0).all()) for view in second.views)
+    second.release()
 
 
 @pytest.mark.usefixtures("way")

@@ -191,7 +191,7 @@ class Arena(Pool):
         self._num_steps = 0  # a step begins when nothing is allocated
         self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
-        self._alive: dict[int, str] = {}  # owners, by the address of their memory
+        self._alive: dict[int, str] = {}  # owners, by `_id_of` their memory
 
     @property
     def held_bytes(self) -> int:
@@ -220,12 +220,12 @@ class Arena(Pool):
             storage = super()._take(num_bytes, owner)
         else:
             storage = self._range(owner, offset, num_bytes)
-        self._alive[storage.data_ptr()] = owner
+        self._alive[_id_of(storage)] = owner
         return storage
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        del self._alive[address]
+        del self._alive[_id_of(storage)]
         start = 0 if self._whole is None else self._whole.data_ptr()
         if not start <= address < start + self._arena_bytes:
             super()._give_back(storage)
@@ -323,6 +323,12 @@ def is_shared(tensor: Tensor, own_references: int) -> bool:
     storage = tensor.untyped_storage()
     # The variable `storage` is one more reference.
     return num_storage_references(storage) > own_references + 1
+
+
+def _id_of(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage, whose address changes if memory cannot be swapped."""
+    identity: int = storage._cdata
+    return identity
 
 
 def aligned(num_bytes: int) -> int:
