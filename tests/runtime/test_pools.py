@@ -16,11 +16,11 @@ from shardwise.runtime import buffers, memory
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Arena, Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
+from tests.versions import needs_swap
 
 CPU = torch.device("cpu")
 LINE = 64  # bytes, of which all sizes are multiples
 allocate = memory._allocate
-HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def layout(*shapes: tuple[int, ...], dtype: str = "float32", itemsize: int = 4) -> Layout:
@@ -96,11 +96,6 @@ def test_no_bytes_are_memory_too() -> None:
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60)
-
-
-needs_swap = pytest.mark.skipif(
-    not HAS_SWAP, reason="before torch 2.13, buffers get memory from the allocator, not the arena"
-)
 
 
 def perform(pool: Pool, steps: list[tuple[bool, int]], name: str = "") -> None:
@@ -237,12 +232,10 @@ def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
 # -- FlatBuffer ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["swapped", "resized"])
+@pytest.fixture(params=[pytest.param("swapped", marks=needs_swap), "resized"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways in which a Storage gets memory; only torch 2.13 has the first."""
+    """Both ways in which a Storage gets memory; torch 2.11 has only the second."""
     if request.param == "swapped":
-        if not HAS_SWAP:
-            pytest.skip(f"torch {torch.__version__} has no UntypedStorage._swap_data_ptr_")
         yield request.param
         return
     with (
@@ -302,6 +295,29 @@ def test_an_arena_gets_its_memory_back() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_a_buffer_that_numpy_has_viewed_is_released() -> None:
+    arena = Arena(CPU)
+    buffer = FlatBuffer(layout((5, 4)), arena)
+    for value in (1.0, 2.0, 3.0):
+        fill(buffer, value)
+        assert (buffer.views[0].numpy() == value).all()
+        buffer.release()
+        assert arena.allocated_bytes == 0
+
+
+@pytest.mark.usefixtures("way")
+def test_memory_of_a_released_buffer_is_held_once() -> None:
+    pool = Pool(CPU)
+    buffer = FlatBuffer(layout((5, 4)), pool)
+    for _ in range(3):
+        buffer.acquire()
+        assert bytes_of(buffer) == pool.held_bytes
+        buffer.release()
+        assert bytes_of(buffer) == 0
+        assert pool.held_bytes == (pool.peak_bytes if memory.CAN_SWAP else 0)
+
+
+@pytest.mark.usefixtures("way")
 def test_a_buffer_takes_what_another_holds() -> None:
     first, second = two_in_turn()
     fill(first, 4.0)
@@ -350,9 +366,8 @@ def test_a_buffer_is_one_storage_for_life() -> None:
         assert storages() == {before}
 
 
+@needs_swap
 def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
-    if not HAS_SWAP:
-        pytest.skip("resize_ goes through the allocator, which may choose other memory")
     buffers = two_in_turn()
     buffers[0].acquire()
     buffers[0].release()  # from now on the pool has enough memory
@@ -376,9 +391,9 @@ def test_the_pool_counts_a_buffer_while_it_is_acquired() -> None:
         assert (pool.held_bytes, pool.peak_bytes) == (2 * num_bytes, 2 * num_bytes)
         for buffer in buffers[:2]:
             buffer.release()
-        assert pool.held_bytes == 2 * num_bytes, "idle"
+        assert pool.held_bytes == (2 * num_bytes if memory.CAN_SWAP else 0), "idle"
         buffers[2].acquire()
-        assert pool.held_bytes == 2 * num_bytes
+        assert pool.held_bytes == (2 * num_bytes if memory.CAN_SWAP else num_bytes)
         buffers[2].release()
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise._private import subclasses_of_dtensor_dispatch
 from tests.models import Stack, Tiny, build
 from tests.ranks import on_ranks
+from tests.versions import needs_own_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,10 +171,7 @@ def test_versions_are_counted() -> None:
     assert sharded._version >= before + 2
 
 
-@pytest.mark.skipif(
-    not subclasses_of_dtensor_dispatch(),
-    reason="torch 2.11 runs its own operators for DTensors in a backward",
-)
+@needs_own_operators
 @on_ranks(2)
 def test_penalty_on_sharded_parameters() -> None:
     models = [build("stack"), build("stack")]

@@ -133,7 +133,8 @@ class FlatBuffer:
         else:
             swap_memory(self._storage, self._memory)
         if self._is_from_pool:
-            self._pool.free(self._memory)
+            # Without swapping, the allocator reuses the memory; an idle block would be one more.
+            self._pool.free(self._memory, reuse=CAN_SWAP)
         self._pool.acquired_keys ^= self._key
         self._memory = None
 

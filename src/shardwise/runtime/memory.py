@@ -111,10 +111,13 @@ class Pool(PeakCounter):
                 storage, 0, (num_elements,), (1,)
             )
 
-    def free(self, storage: torch.UntypedStorage) -> None:
+    def free(self, storage: torch.UntypedStorage, *, reuse: bool = True) -> None:
+        """Take back an allocated block, for later allocations if ``reuse``."""
         if storage.nbytes():
             self.add(-storage.nbytes())
             self._give_back(storage)
+            if not reuse:
+                self._idle = [idle for idle in self._idle if idle is not storage]
             self._trim()
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
@@ -345,8 +348,11 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     if CAN_SWAP:
         swap_storages(one, other)
         return
-    # The same through the allocator, without the content.
-    num_bytes = max(one.nbytes(), other.nbytes())
+    # The same through the allocator, without the content. A storage that NumPy has viewed cannot be
+    # resized. It keeps its memory, and then neither of the two is empty.
     full, empty = (one, other) if one.nbytes() else (other, one)
-    full.resize_(0)
-    empty.resize_(num_bytes)
+    if not empty.nbytes():
+        num_bytes = full.nbytes()
+        if full.resizable():
+            full.resize_(0)
+        empty.resize_(num_bytes)
