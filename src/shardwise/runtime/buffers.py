@@ -133,8 +133,9 @@ class FlatBuffer:
         else:
             swap_memory(self._storage, self._memory)
         if self._is_from_pool:
-            # Without swapping, the allocator reuses the memory; an idle block would be one more.
-            self._pool.free(self._memory, reuse=CAN_SWAP)
+            # Without swapping, acquiring an idle block would free it and allocate another.
+            free = self._pool.free if CAN_SWAP else self._pool.free_to_allocator
+            free(self._memory)
         self._pool.acquired_keys ^= self._key
         self._memory = None
 

@@ -111,14 +111,16 @@ class Pool(PeakCounter):
                 storage, 0, (num_elements,), (1,)
             )
 
-    def free(self, storage: torch.UntypedStorage, *, reuse: bool = True) -> None:
-        """Take back an allocated block, for later allocations if ``reuse``."""
+    def free(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
             self.add(-storage.nbytes())
             self._give_back(storage)
-            if not reuse:
-                self._idle = [idle for idle in self._idle if idle is not storage]
             self._trim()
+
+    def free_to_allocator(self, storage: torch.UntypedStorage) -> None:
+        """Free an allocated block, but do not keep it for later allocations."""
+        self.free(storage)
+        self._idle = [idle for idle in self._idle if idle is not storage]
 
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """Memory of the device outside the pool."""
