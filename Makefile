@@ -1,7 +1,10 @@
 # Everything below builds what it needs in .venv first; python 3.11 or newer, pip and make suffice.
+# With TORCH=2.11.0, it does so with that version of PyTorch in .venv-2.11.0.
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OLDEST_TORCH := 2.11.0
 
 # Each process takes one half of the files, in order, and then what the other has left: what a
 # module's tests share is made once. With PART=3/20, that part of `make thorough` as well.
@@ -13,12 +16,13 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(PART),--part $(PA
 train: $(READY)  ## train a small model on the standard library's source, on this machine
 	$(BIN)/shardwise train configs/stdlib.toml
 
-test: $(READY)  ## every property once (tests/README.md)
-	$(PYTEST) $(if $(PART),-m "thorough or not thorough")
+test: $(READY)  ## every property once (tests/README.md); TESTS=tests/tensor for some of them
+	$(PYTEST) $(if $(PART),-m "thorough or not thorough") $(TESTS)
 
 thorough: $(READY)  ## the combinations and examples that `make test` leaves out; PART=3/20 for some of them
 	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
 	$(if $(PART),,$(BIN)/python -m tests.journey)
+	$(if $(PART)$(TORCH),,$(MAKE) test TORCH=$(OLDEST_TORCH) TESTS="tests/tensor tests/runtime")
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -52,11 +56,12 @@ conformance: $(READY)  ## PyTorch's own FSDP tests; CONFORMANCE=DIR has their ru
 	done
 
 clean:  ## runs/ stays: it is yours
-	rm -rf .venv build dist .hypothesis .*_cache
+	rm -rf .venv .venv-* build dist .hypothesis .*_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python 3.11 or newer is needed: make PYTHON=...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs,plot,test]'
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs,plot,test]'
 	touch $@

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.tensor import debug
 
 from shardwise.runtime import unit
 from shardwise.transport import communicator
@@ -73,7 +74,7 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
         # DTensor keeps meshes, whose groups are gone now, by what they look like.
-        torch._C._clear_DTensor_sharding_propagator_cache()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"groups{self.num_groups}", self.store),

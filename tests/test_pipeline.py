@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -315,3 +316,11 @@ def test_mixed_precision_equals_one_process(kind: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     policy = sw.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     check_training(kind, mesh, torch.float32, mp_policy=policy, granularity="dim")
+
+
+@on_ranks(4)
+def test_backwards_that_torch_would_divide_wrongly_stay_whole() -> None:
+    """As before torch 2.13."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with mock.patch("shardwise.pipeline.can_divide_backwards", return_value=False):
+        check_training(pipelining.ScheduleInterleavedZeroBubble, mesh, steps=1)

@@ -8,7 +8,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -36,7 +36,10 @@ from torch.utils import (
     _pytree as pytree,  # torch's own containers; there is no public module
 )
 from torch.utils._foreach_utils import _foreach_supported_types as _in_clipping
-from torch.utils._python_dispatch import TorchDispatchMode  # its public alias has no c10d operators
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # its public alias has no c10d operators
+    _disable_current_modes,
+)
 
 __all__ = [
     "COMPOSABLE_FSDP",
@@ -50,6 +53,7 @@ __all__ = [
     "TorchShardedTensor",
     "accumulated_gradient_hooks",
     "at_all_levels",
+    "can_divide_backwards",
     "can_swap_storages",
     "current_graph_task",
     "default_store",
@@ -74,6 +78,7 @@ __all__ = [
     "node_number",
     "num_storage_references",
     "num_tensor_references",
+    "own_operators",
     "pytree",
     "queue_callback",
     "register_fully_shard",
@@ -85,10 +90,12 @@ __all__ = [
     "stage_backwards",
     "storage_id",
     "strided_shard",
+    "subclasses_of_dtensor_dispatch",
     "swap_storages",
     "symmetric_tensor",
     "tensor_allocator",
     "use_foreach_for",
+    "use_own_operators",
     "will_execute",
     "without_tensor_functions",
     "without_torch_functions",
@@ -114,6 +121,8 @@ REQUIRED = (
     "torch._C._autograd._unsafe_set_version_counter",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch._C._EnableTorchFunction",
+    "torch._C._len_torch_dispatch_stack",
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
@@ -141,7 +150,7 @@ REQUIRED = (
     "torch.distributed._make_nccl_premul_sum",
 )
 COMPOSABLE_FSDP = "torch.distributed._composable.fsdp"  # where older programs import FSDP2 from
-OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.13; `resize_` does the same, slower
+OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.12; `resize_` does the same, slower
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -172,6 +181,84 @@ def new_dtensor(
     """A new instance of ``cls``; ``DTensor.__new__`` cannot make instances of a subclass."""
     made: D = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
     return made
+
+
+def new_empty_subclass(
+    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of the subclass ``cls`` of Tensor, without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def subclasses_of_dtensor_dispatch() -> bool:
+    """Whether operators call the ``__torch_dispatch__`` of a subclass of DTensor.
+
+    New in torch 2.12. In torch 2.11 they run those of DTensor itself, in C++.
+    """
+
+    class Probe(DTensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_args: Any, **_kwargs: Any) -> Tensor:
+            return torch.ones(1)
+
+    probe = new_empty_subclass(Probe, torch.Size((1,)), torch.float32, torch.device("cpu"))
+    try:
+        return type(probe.detach()) is Tensor
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+_HAS_OWN_OPERATORS = subclasses_of_dtensor_dispatch()
+
+
+class _OwnOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls the ``__torch_dispatch__`` of ``cls`` for operators on its instances."""
+
+    def __init__(self, cls: type[DTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cls = cls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._cls not in types:
+            return func(*args, **(kwargs or {}))
+        with torch._C._EnableTorchFunction():  # these operators may use others of `cls`
+            dispatch: Any = self._cls.__torch_dispatch__
+            return dispatch(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def own_operators(cls: type[DTensor]) -> Iterator[None]:
+    """Within it, operators call the ``__torch_dispatch__`` of ``cls`` even in torch 2.11.
+
+    Modes that are active see them first, as they do in later versions.
+    """
+    if _HAS_OWN_OPERATORS:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_tensor_functions())
+        active = stack.enter_context(_disable_current_modes())
+        for mode in (_OwnOperators(cls), *reversed(active)):
+            stack.enter_context(mode)
+        yield
+
+
+def use_own_operators(cls: type[DTensor]) -> None:
+    """Use `own_operators` in each function of ``cls`` that is called from Python.
+
+    Operators that autograd runs in a backward do not call ``cls`` in torch 2.11.
+    """
+    if _HAS_OWN_OPERATORS:
+        return
+
+    def call(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            with own_operators(cls):
+                return func(*args, **(kwargs or {}))
+        with without_tensor_functions(), _OwnOperators(cls):  # the same, faster
+            return func(*args, **(kwargs or {}))
+
+    cls.__torch_function__ = classmethod(call)  # type: ignore[assignment]
 
 
 def strided_shard(dim: int, num_inner: int) -> Placement:
@@ -308,13 +395,6 @@ without_torch_functions = torch._C.DisableTorchFunction
 without_tensor_functions = torch._C.DisableTorchFunctionSubclass
 
 
-def new_empty_subclass(
-    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A tensor of the subclass ``cls`` of Tensor, without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-
 def run_backward(loss: Tensor) -> None:
     """``loss.backward()``, but with every `TorchFunctionMode` active; the method disables them."""
     Variable._execution_engine.run_backward(
@@ -425,6 +505,22 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """The hooks registered with `Tensor.register_post_accumulate_grad_hook`."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+@cache
+def can_divide_backwards() -> bool:
+    """Whether the halves of `stage_backwards` compute the right gradients of weights.
+
+    New in torch 2.13. Before, they add some parts twice if a weight is used several times.
+    """
+    x = torch.tensor(2.0, requires_grad=True)
+    weight = torch.nn.Parameter(torch.tensor(3.0))
+    y = (x * weight).sin() * weight
+    (expected,) = torch.autograd.grad(y, weight, retain_graph=True)
+    halves = stage_backwards()
+    _, groups = halves.stage_backward_input([y], [torch.tensor(1.0)], [x], iter([weight]))
+    halves.stage_backward_weight(iter([weight]), groups)
+    return weight.grad is not None and torch.equal(weight.grad, expected)
 
 
 def stage_backwards() -> Any:

@@ -18,11 +18,12 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed import pipelining
 
-from shardwise._private import stage_backwards
+from shardwise._private import can_divide_backwards, stage_backwards
 from shardwise.errors import PlanError, StepError
 from shardwise.runtime.module import FSDPModule, runtime_of_root, runtimes_in
 from shardwise.runtime.scheduler import Scheduler
@@ -94,7 +95,9 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> None:
         """Run the backward of one micro-batch, or only the half that reaches the inputs."""
         if self.has_backward and not full_backward:
-            self._is_divisible = _all_reach(*self.fwd_cache[bwd_chunk_id])
+            self._is_divisible = can_divide_backwards() and _all_reach(
+                *self.fwd_cache[bwd_chunk_id]
+            )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_maybe_with_nosync(
@@ -127,6 +130,12 @@ class PipelineStage(pipelining.PipelineStage):
             (outputs,) = outputs  # the loss
         # There is nothing left for the second half to do.
         return backwards.stage_backward(outputs, gradients, inputs), []
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 connects a stage to its neighbors first. In V schedules, one of them is on this
+        # rank, and Gloo cannot send to its own rank.
+        here = dist.get_rank()
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != here]
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """End a step and divide its gradients."""

@@ -120,7 +120,9 @@ def test_optimizer_states_of_frameworks_call_nothing(where: str, tmp_path: Path)
     else:
         optimizer.param_groups[0]["lr"] = Calling(os.mkdir, str(mark))
         save_optimizers(tmp_path / "x", model, [optimizer])
-    with pytest.raises(CheckpointException, match=r"\.metadata: not metadata|lr: cannot be read"):
+    # torch 2.11 does not say why it has no metadata.
+    reason = r"\.metadata: not metadata|lr: cannot be read|metadata is None"
+    with pytest.raises(CheckpointException, match=reason):
         load_optimizers(tmp_path / "x", model, [other])
     assert not mark.exists()
 

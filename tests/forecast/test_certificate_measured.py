@@ -22,6 +22,7 @@ from shardwise.forecast.transformer import Shape, build
 from shardwise.optim.owner_optimizer import local_part
 from tests.forecast.test_wires import peak_of
 from tests.ranks import on_ranks
+from tests.versions import needs_swap
 
 LLAMA = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
 GPT = Shape(
@@ -31,6 +32,7 @@ BASE = Configuration(shard_size=2, micro_batch=4, sequence=64, compute_dtype=tor
 TOLERANCE = 0.05
 
 
+@needs_swap
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("shape", "mode", "options"),

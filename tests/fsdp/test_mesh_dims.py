@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
 import shardwise.fsdp
+from shardwise.fsdp import DataParallelMeshDims
 from tests.fsdp.both import DEADLINE, run_both
 from tests.ranks import on_ranks
 from tests.runtime.one_process import full
@@ -18,7 +19,7 @@ from tests.runtime.one_process import full
 WIDTH, BATCH = 6, 8
 THOROUGH = pytest.mark.thorough
 # The mesh, its dims for data parallelism, and whether the last is for tensor parallelism.
-CASES: dict[str, tuple[dict[str, int], DataParallelMeshDims]] = {
+CASES: dict[str, tuple[dict[str, int], Any]] = {
     "shard": ({"dp": 4}, DataParallelMeshDims(shard="dp")),
     "shard x tp": ({"dp": 2, "tp": 2}, DataParallelMeshDims(shard="dp")),
     "replicate and shard": ({"rep": 2, "dp": 2}, DataParallelMeshDims("dp", "rep")),
@@ -81,6 +82,10 @@ def train(engine: Any, case: str) -> Any:
     ]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
+    reason="the FSDP2 of torch 2.11 has no dp_mesh_dims",
+)
 @on_ranks(4, deadline=DEADLINE)
 @pytest.mark.parametrize(
     "case",
@@ -88,6 +93,22 @@ def train(engine: Any, case: str) -> Any:
 )
 def test_training_is_that_of_fsdp2(case: str) -> None:
     run_both(train, {"case": case})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(None, ()), ("a", ("a",)), (("a", "b"), ("a", "b"))],
+)
+def test_names_of_dims(names: Any, expected: tuple[str, ...]) -> None:
+    dims = DataParallelMeshDims(names, "r")
+    assert (dims.shard_names, dims.replicate_names) == (expected, ("r",))
+    dims = DataParallelMeshDims("s", replicate=names)
+    assert (dims.shard_names, dims.replicate_names) == (("s",), expected)
+
+
+def test_no_dims_are_refused() -> None:
+    with pytest.raises(ValueError, match="DataParallelMeshDims"):
+        DataParallelMeshDims()
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import runtime_of, world_size
 from tests.runtime.towers import SHAPES
+from tests.versions import needs_swap
 
 PRESETS = {strategy.name: strategy for strategy in STRATEGIES.values()}
 
@@ -35,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@needs_swap
 @on_ranks()
 @pytest.mark.parametrize(
     ("preset", "variant", "world_size"),

@@ -17,6 +17,7 @@ from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part, runtime_of, world_size
+from tests.versions import needs_swap
 from tests.waiting import eventually
 
 
@@ -135,6 +136,7 @@ def test_gradients_live_as_long_as_somebody_holds_them() -> None:
         assert torch.equal(before.to_local(), now.to_local()), "a gradient that is held stays"
 
 
+@needs_swap
 @on_ranks(2)
 def test_data_parallel_gradients_are_reduced_where_they_are() -> None:
     model = nn.Sequential(*(Block(16) for _ in range(4)))

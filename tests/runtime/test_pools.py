@@ -9,17 +9,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from shardwise._private import swap_storages
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.runtime import memory
+from shardwise.runtime import buffers, memory
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Arena, Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
+from tests.versions import needs_swap
 
 CPU = torch.device("cpu")
 LINE = 64  # bytes, of which all sizes are multiples
 allocate = memory._allocate
-HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def layout(*shapes: tuple[int, ...], dtype: str = "float32", itemsize: int = 4) -> Layout:
@@ -129,6 +130,7 @@ def test_a_pool_holds_no_more_than_was_allocated_at_once(
         assert pool.held_bytes <= pool.peak_bytes * (1 + 1 / 64)
 
 
+@needs_swap
 @settings(deadline=None)
 @given(STEPS)
 def test_a_step_that_repeats_allocates_nothing(steps: list[tuple[bool, int]]) -> None:
@@ -145,6 +147,7 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
     return allocate(0, device)
 
 
+@needs_swap
 def test_a_step_that_was_planned_allocates_once() -> None:
     arena = Arena(CPU)
     arena.expect("a", LINE * 40)
@@ -171,6 +174,7 @@ def test_a_step_that_was_planned_allocates_once() -> None:
     assert (arena.held_bytes, arena.peak_bytes) == (LINE * 60, LINE * 60)
 
 
+@needs_swap
 def test_steps_that_take_turns_allocate_nothing() -> None:
     """As an evaluation between training steps does."""
     arena = Arena(CPU)
@@ -184,6 +188,7 @@ def test_steps_that_take_turns_allocate_nothing() -> None:
         perform(arena, evaluate, "evaluate")
 
 
+@needs_swap
 def test_an_allocation_that_was_not_planned_gets_a_block_of_its_own() -> None:
     arena = Arena(CPU)
     arena.expect("a", LINE * 50)
@@ -227,16 +232,17 @@ def test_a_pool_that_keeps_nothing_has_no_more_idle_than_lent() -> None:
 # -- FlatBuffer ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["swapped", "resized"])
+@pytest.fixture(params=[pytest.param("swapped", marks=needs_swap), "resized"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways in which a Storage gets memory; only torch 2.13 has the first."""
+    """Both ways in which a Storage gets memory; torch 2.11 has only the second."""
     if request.param == "swapped":
-        if not HAS_SWAP:
-            pytest.skip(f"torch {torch.__version__} has no UntypedStorage._swap_data_ptr_")
         yield request.param
         return
-    # Shadows the builtin only in that file: an attribute of a C type cannot be removed.
-    with mock.patch.object(memory, "hasattr", return_value=False, create=True):
+    with (
+        mock.patch.object(memory, "CAN_SWAP", False),
+        mock.patch.object(buffers, "CAN_SWAP", False),
+    ):
+        assert not memory.CAN_SWAP
         yield request.param
 
 
@@ -266,6 +272,62 @@ def test_a_released_buffer_has_no_memory() -> None:
 
 def bytes_of(buffer: FlatBuffer) -> int:
     return buffer.flat.untyped_storage().nbytes()
+
+
+def test_resizing_uses_the_allocator(way: str) -> None:
+    with mock.patch.object(memory, "swap_storages", side_effect=swap_storages) as swap:
+        buffer, _ = two_in_turn()
+        buffer.acquire()
+        buffer.release()
+    assert bool(swap.call_count) == (way == "swapped")
+
+
+@pytest.mark.usefixtures("way")
+def test_an_arena_gets_its_memory_back() -> None:
+    arena = Arena(CPU)
+    pair = [FlatBuffer(layout((n, 4)), arena, owner_suffix=str(n)) for n in (3, 5)]
+    for _ in range(3):
+        for buffer in pair:
+            fill(buffer, 1.0)
+        for buffer in pair:
+            buffer.release()
+        assert arena.allocated_bytes == 0
+
+
+@pytest.mark.usefixtures("way")
+def test_a_buffer_that_numpy_has_viewed_is_released() -> None:
+    arena = Arena(CPU)
+    buffer = FlatBuffer(layout((5, 4)), arena)
+    for value in (1.0, 2.0, 3.0):
+        fill(buffer, value)
+        assert (buffer.views[0].numpy() == value).all()
+        buffer.release()
+        assert arena.allocated_bytes == 0
+
+
+@pytest.mark.usefixtures("way")
+def test_memory_of_a_released_buffer_is_held_once() -> None:
+    pool = Pool(CPU)
+    buffer = FlatBuffer(layout((5, 4)), pool)
+    for _ in range(3):
+        buffer.acquire()
+        assert bytes_of(buffer) == pool.held_bytes
+        buffer.release()
+        assert bytes_of(buffer) == 0
+        assert pool.held_bytes == (pool.peak_bytes if memory.CAN_SWAP else 0)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_buffer_takes_what_another_holds() -> None:
+    first, second = two_in_turn()
+    fill(first, 4.0)
+    second.take(first)
+    assert all(bool((view == 4.0).all()) for view in second.views)
+    if first.is_acquired:  # its memory could not be moved
+        first.release()
+    fill(first, 5.0)
+    assert all(bool((view == 4.0).all()) for view in second.views)
+    second.release()
 
 
 @pytest.mark.usefixtures("way")
@@ -304,9 +366,8 @@ def test_a_buffer_is_one_storage_for_life() -> None:
         assert storages() == {before}
 
 
+@needs_swap
 def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
-    if not HAS_SWAP:
-        pytest.skip("resize_ goes through the allocator, which may choose other memory")
     buffers = two_in_turn()
     buffers[0].acquire()
     buffers[0].release()  # from now on the pool has enough memory
@@ -330,9 +391,9 @@ def test_the_pool_counts_a_buffer_while_it_is_acquired() -> None:
         assert (pool.held_bytes, pool.peak_bytes) == (2 * num_bytes, 2 * num_bytes)
         for buffer in buffers[:2]:
             buffer.release()
-        assert pool.held_bytes == 2 * num_bytes, "idle"
+        assert pool.held_bytes == (2 * num_bytes if memory.CAN_SWAP else 0), "idle"
         buffers[2].acquire()
-        assert pool.held_bytes == 2 * num_bytes
+        assert pool.held_bytes == (2 * num_bytes if memory.CAN_SWAP else num_bytes)
         buffers[2].release()
 
 

@@ -21,7 +21,7 @@ from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import Arena, Pool
+from shardwise.runtime.memory import CAN_SWAP, Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
@@ -53,6 +53,7 @@ ROWS = [
     (preset, variant)
     for preset, variant in product(PRESETS, VARIANTS)
     if not (variant == "tied, holds" and PRESETS[preset].inner is Level.OPTIMIZER)
+    and (CAN_SWAP or preset != "ddp")  # gradients are not reduced in place
 ]
 
 

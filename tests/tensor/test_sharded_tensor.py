@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.models import Stack, Tiny, build
 from tests.ranks import on_ranks
+from tests.versions import needs_own_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,6 +171,7 @@ def test_versions_are_counted() -> None:
     assert sharded._version >= before + 2
 
 
+@needs_own_operators
 @on_ranks(2)
 def test_penalty_on_sharded_parameters() -> None:
     models = [build("stack"), build("stack")]

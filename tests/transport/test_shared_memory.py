@@ -34,6 +34,7 @@ from tests.covering import leaving
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, runtime_of, world_size
+from tests.versions import needs_swap
 from tests.waiting import eventually
 
 CPU = torch.device("cpu")
@@ -42,6 +43,7 @@ CPU = torch.device("cpu")
 # -- between processes ---------------------------------------------------------------------------
 
 
+@needs_swap
 @on_ranks(2, 3)
 def test_a_gathered_unit_is_in_memory_once() -> None:
     buffers = Buffers(1000, 30_000)
@@ -59,6 +61,7 @@ def test_a_gathered_unit_is_in_memory_once() -> None:
     assert (sum(taken) > 0) == (rank() == 0)
 
 
+@needs_swap
 @pytest.mark.parametrize("keeping", [0, 1, 2])
 @on_ranks(3)
 def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None:
@@ -85,6 +88,7 @@ def test_memory_that_one_rank_still_uses_is_not_written_to(keeping: int) -> None
         buffers.free(1)
 
 
+@needs_swap
 @pytest.mark.parametrize("seed", leaving(range(1, 4), range(4)))
 @on_ranks(3)
 def test_ranks_that_free_at_different_times(seed: int) -> None:
@@ -122,6 +126,7 @@ def test_ranks_that_free_at_different_times(seed: int) -> None:
     assert num_apart > 10
 
 
+@needs_swap
 @on_ranks(2)
 def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
     buffers = Buffers(5000, 5000)
@@ -143,6 +148,7 @@ def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
     assert buffers.is_shared(1)
 
 
+@needs_swap
 @on_ranks(3)
 def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
     buffers = Buffers(1000, 1000)
@@ -165,6 +171,7 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         buffers.free(1)
 
 
+@needs_swap
 @on_ranks(3)
 def test_ranks_recover_after_some_did_not_take_part() -> None:
     buffers = Buffers(1000, 1000)
@@ -213,6 +220,7 @@ def test_units_that_a_subgroup_gathers_again_are_not_shared() -> None:
         assert (flat._pool.shared is None) == bool(flat._plan.subgroup)
 
 
+@needs_swap
 @on_ranks(2)
 def test_small_units_are_sent_inline() -> None:
     with mock.patch.object(unit, "SMALL_BYTES", 4096):
@@ -224,6 +232,7 @@ def test_small_units_are_sent_inline() -> None:
     assert [flat._pool.shared is None for flat in flats] == [True, True, False, False]
 
 
+@needs_swap
 @on_ranks(2)
 def test_more_units_than_files() -> None:
     num_units = 3 * _MAX_SEGMENTS
@@ -241,6 +250,7 @@ def test_more_units_than_files() -> None:
             buffers.free(number)
 
 
+@needs_swap
 @on_ranks(3)
 def test_memory_is_freed_with_the_model() -> None:
     gc.collect()

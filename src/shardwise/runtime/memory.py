@@ -117,6 +117,11 @@ class Pool(PeakCounter):
             self._give_back(storage)
             self._trim()
 
+    def free_to_allocator(self, storage: torch.UntypedStorage) -> None:
+        """Free an allocated block, but do not keep it for later allocations."""
+        self.free(storage)
+        self._idle = [idle for idle in self._idle if idle is not storage]
+
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """Memory of the device outside the pool."""
         return _allocate(num_bytes, self.device)
@@ -191,7 +196,7 @@ class Arena(Pool):
         self._num_steps = 0  # a step begins when nothing is allocated
         self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
-        self._alive: dict[int, str] = {}  # owners, by the address of their memory
+        self._alive: dict[int, str] = {}  # owners, by `_id_of` their memory
 
     @property
     def held_bytes(self) -> int:
@@ -220,12 +225,12 @@ class Arena(Pool):
             storage = super()._take(num_bytes, owner)
         else:
             storage = self._range(owner, offset, num_bytes)
-        self._alive[storage.data_ptr()] = owner
+        self._alive[_id_of(storage)] = owner
         return storage
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        del self._alive[address]
+        del self._alive[_id_of(storage)]
         start = 0 if self._whole is None else self._whole.data_ptr()
         if not start <= address < start + self._arena_bytes:
             super()._give_back(storage)
@@ -325,6 +330,12 @@ def is_shared(tensor: Tensor, own_references: int) -> bool:
     return num_storage_references(storage) > own_references + 1
 
 
+def _id_of(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage, whose address changes if memory cannot be swapped."""
+    identity: int = storage._cdata
+    return identity
+
+
 def aligned(num_bytes: int) -> int:
     """``num_bytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -339,8 +350,11 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     if CAN_SWAP:
         swap_storages(one, other)
         return
-    # The same through the allocator, without the content.
-    num_bytes = max(one.nbytes(), other.nbytes())
+    # The same through the allocator, without the content. A storage that NumPy has viewed cannot be
+    # resized. It keeps its memory, and then neither of the two is empty.
     full, empty = (one, other) if one.nbytes() else (other, one)
-    full.resize_(0)
-    empty.resize_(num_bytes)
+    if not empty.nbytes():
+        num_bytes = full.nbytes()
+        if full.resizable():
+            full.resize_(0)
+        empty.resize_(num_bytes)

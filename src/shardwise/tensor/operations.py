@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise._private import OpOverload, pytree
+from shardwise._private import OpOverload, own_operators, pytree
 from shardwise.errors import ShardedTensorError
 from shardwise.tensor.reductions import across, combine, norms
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
@@ -63,7 +63,8 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 def _decompose(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """In inference mode torch calls this with operations that it otherwise decomposes before."""
-    result = func.decompose(*args, **kwargs)
+    with own_operators(ShardedTensor):
+        result = func.decompose(*args, **kwargs)
     return _refuse(func, args, kwargs) if result is NotImplemented else result
 
 

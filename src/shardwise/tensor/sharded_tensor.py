@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from shardwise._private import OpOverload, new_dtensor, use_foreach_for
+from shardwise._private import OpOverload, new_dtensor, use_foreach_for, use_own_operators
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of
 from shardwise.plan.granularity import Dim
@@ -228,6 +228,7 @@ class ShardedTensor(AssignableDTensor):
 
 
 use_foreach_for(ShardedTensor)
+use_own_operators(ShardedTensor)
 
 
 def sharding_for(

@@ -153,7 +153,8 @@ def rotary_table(shape: Shape) -> Tensor:
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate each pair (i, i + head_width / 2) of ``x`` by its position's angle."""
-    cosines, sines = rotations.unbind()
+    # A cast only if a block is recomputed under the FSDP2 of torch 2.11, which forgets to cast.
+    cosines, sines = rotations.to(x.dtype).unbind()
     left, right = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-right, left], dim=-1) * sines
 

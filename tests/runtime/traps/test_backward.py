@@ -27,6 +27,7 @@ from tests.runtime.one_process import (
     assert_equal_training,
     own_part,
 )
+from tests.versions import needs_swap
 
 
 @on_ranks(2)
@@ -169,6 +170,7 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
         _train_in_many_ways()
 
 
+@needs_swap
 @on_ranks(2, thorough=(4,))
 def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
     """Memory is overwritten before it is filled, long enough for other ranks to read it."""

@@ -1,0 +1,16 @@
+"""Marks for tests of what a version of torch does not have (docs/frameworks.md)."""
+
+import pytest
+
+from shardwise._private import subclasses_of_dtensor_dispatch
+from shardwise.runtime.memory import CAN_SWAP
+
+__all__ = ["needs_own_operators", "needs_swap"]
+
+needs_swap = pytest.mark.skipif(
+    not CAN_SWAP, reason="torch 2.11 cannot swap storages: buffers get memory from the allocator"
+)
+needs_own_operators = pytest.mark.skipif(
+    not subclasses_of_dtensor_dispatch(),
+    reason="torch 2.11 runs its own operators for DTensors in a backward",
+)
