@@ -348,5 +348,9 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     # The same through the allocator, without the content.
     num_bytes = max(one.nbytes(), other.nbytes())
     full, empty = (one, other) if one.nbytes() else (other, one)
-    full.resize_(0)
-    empty.resize_(num_bytes)
+    _resize(full, 0)
+    _resize(empty, num_bytes)
+
+
+def _resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    storage.resize_(num_bytes)
