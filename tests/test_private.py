@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -72,3 +74,15 @@ def test_each_level_has_a_graph_of_its_own() -> None:
     compute(x)
     in_jvp = [False, False]  # the output and its tangent
     assert found == [[True, False], in_jvp, [False], in_jvp, [False]]
+
+
+def test_symmetric_memory_uses_the_device_that_is_asked_for() -> None:
+    """A barrier without it would use the current device, which may be another rank's."""
+    group, device = mock.Mock(), torch.device("cuda", 3)
+    with (
+        mock.patch("torch.distributed._symmetric_memory") as symmetric,
+        mock.patch.object(dist, "barrier") as barrier,
+    ):
+        _private.symmetric_tensor(64, group, device)
+    barrier.assert_called_once_with(group=group, device_ids=[3])
+    assert symmetric.empty.call_args == mock.call(64, dtype=torch.uint8, device=device)
