@@ -83,6 +83,7 @@ def fuzz(
     @settings(
         SEARCH,
         max_examples=num_cases,
+        report_multiple_bugs=False,
         phases=SEARCH.phases if shrink else [Phase.generate],
     )
     @given(drawn)

@@ -43,7 +43,7 @@ def halve_gradients(net: nn.Module, hooked: Sequence[int]) -> None:
         )
 
 
-def settle_forks(sharded: nn.Module, reference: nn.Module) -> None:
+def settle_forks(sharded: nn.Module, reference: nn.Module, *, all_forks: bool = False) -> None:
     """Let forks go by turns where ranks that take different ways would enter different units.
 
     Also where a non-reentrant checkpoint encloses several units: it stops to recompute when it
@@ -53,7 +53,9 @@ def settle_forks(sharded: nn.Module, reference: nn.Module) -> None:
         several = isinstance(module, Checkpointed) and _units_in(module) > 1
         is_early = several and not module.reentrant
         for path, fork in module.named_modules() if is_early else [("", module)]:
-            if isinstance(fork, Fork) and (is_early or _units_in(fork, strictly=True)):
+            if not isinstance(fork, Fork):
+                continue
+            if all_forks or is_early or _units_in(fork, strictly=True):
                 twin = reference.get_submodule(".".join(filter(None, (name, path))))
                 assert isinstance(twin, Fork)
                 fork.by_data = twin.by_data = False

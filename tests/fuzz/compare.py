@@ -25,7 +25,7 @@ from shardwise.schedule.sequencer import UnitState
 from shardwise.tensor.sharded_tensor import own_part_of
 from shardwise.tensor.sharding import local_of
 from tests.fuzz.build import Fork, Net, build, halve_gradients, settle_forks, trainable
-from tests.fuzz.events import Undefined, happen, hold, release
+from tests.fuzz.events import happen, holding, release
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.hooks import HooksOnSums
 from tests.fuzz.losses import Loss, backwards, losses_of, outputs_of
@@ -85,13 +85,14 @@ class Comparison:
         self.refused: list[str] = []
         self.tolerance = TOLERANCE
         self.holds = False  # a backward now reduces less than all gradients
+        self.is_whole = False  # the last micro-batch held in all units
         self.is_holding = False  # some gradients are not in ``.grad`` yet
         self.hooks = HooksOnSums()  # of the reference
         self.where = "start"
         self.reference = build(case.model, case.seed)
         mesh = mesh_of_replicas(case)
         self.model = shard(self.place(build(case.model, case.seed)), case.sharding, mesh)
-        settle_forks(self.model, self.reference)
+        settle_forks(self.model, self.reference, all_forks=_raises_everywhere(case))
         for net in (self.reference, self.model):
             halve_gradients(net, case.model.hooked)
         self.optimizers = [
@@ -108,9 +109,8 @@ class Comparison:
 
     def run(self) -> Report:
         """All steps."""
-        with contextlib.suppress(Undefined):
-            for number, step in enumerate(self.case.steps):
-                self.run_step(number, step)
+        for number, step in enumerate(self.case.steps):
+            self.run_step(number, step)
         return self.report()
 
     @property
@@ -152,8 +152,10 @@ class Comparison:
     def _run_micro(self, number: int, position: int, micro: Micro) -> None:
         self.where = f"step {number}, micro-batch {position}"
         self._draw_anew(number, 1 + position)
-        self.holds = hold(self.model, micro)
-        self._compare_losses(micro.loss)
+        self.is_whole = not micro.units and micro.holds != "nothing"
+        with holding(self.model, micro) as self.holds:
+            self._compare_losses(micro.loss)
+        self.holds &= micro.holds != "no_sync"  # from now on, not those of the micro-batch
         for event in micro.after:
             happen(event, self)
 
@@ -180,7 +182,9 @@ class Comparison:
         flags = torch.tensor([trigger.has_fired, failed], dtype=torch.int64)
         dist.all_reduce(flags)
         if flags[1] != (dist.get_world_size() if flags[0] else 0):
-            self._report(f"{flags[0]} ranks hit the fault and {flags[1]} raised: {failed=} here")
+            self.report_problem(
+                f"{flags[0]} ranks hit the fault and {flags[1]} raised: {failed=} here"
+            )
         if not flags[1]:
             return False
         self.reference.load_state_dict(states[0])
@@ -328,7 +332,7 @@ class Comparison:
         pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
         for (name, parameter), (expected_name, expected) in pairs:
             if name != expected_name or parameter.requires_grad != expected.requires_grad:
-                self._report(f"{name}: expected {expected_name}, {expected.requires_grad=}")
+                self.report_problem(f"{name}: expected {expected_name}, {expected.requires_grad=}")
             if not self.is_holding:
                 self._compare_gradients(name, parameter, expected)
             self.compare(parameter.detach(), expected.detach(), name)
@@ -339,13 +343,13 @@ class Comparison:
             expected.grad = torch.zeros_like(expected)
         if (found is None) != (expected.grad is None):
             wanted = "None" if expected.grad is None else "a gradient"
-            self._report(f"gradient of {name}: expected {wanted}, got {found}")
+            self.report_problem(f"gradient of {name}: expected {wanted}, got {found}")
         elif found is not None and expected.grad is not None:
             self.compare(found, expected.grad, f"gradient of {name}")
 
     def compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
-            self._report(f"{what}: expected {expected.shape} {expected.dtype}, got {found}")
+            self.report_problem(f"{what}: expected {expected.shape} {expected.dtype}, got {found}")
             return
         part = own_part_of(found)
         if part is not None:
@@ -355,7 +359,7 @@ class Comparison:
         error = (_local(found).to(exact) - expected.detach().to(exact)).norm().item()
         scale = max(1.0, expected.detach().to(exact).norm().item())
         if not error <= self.tolerance * scale:
-            self._report(f"{what}: off by {error:.2e} of {scale:.2e}")
+            self.report_problem(f"{what}: off by {error:.2e} of {scale:.2e}")
 
     def _check_idle(self) -> None:
         runtime = runtime_of(self.model)
@@ -364,9 +368,9 @@ class Comparison:
         gathered = [name for i, name in enumerate(labels) if state(i) is not UnitState.SHARDED]
         held = runtime.scheduler.ledger.gathered_bytes
         if gathered or held:
-            self._report(f"{gathered} are gathered still, {held} bytes")
+            self.report_problem(f"{gathered} are gathered still, {held} bytes")
 
-    def _report(self, problem: str) -> None:
+    def report_problem(self, problem: str) -> None:
         self.problems.append(f"{self.where}: {problem}")
 
     # -- data ------------------------------------------------------------------------------------
@@ -393,6 +397,12 @@ class Comparison:
 
 
 # -- pieces -------------------------------------------------------------------------------------
+
+
+def _raises_everywhere(case: Case) -> bool:
+    """Whether all ranks have to reach the place of an exception."""
+    events = [event for step in case.steps for micro in step.micros for event in micro.after]
+    return any(event.kind.startswith("raise") for event in events)
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.fsdp import FullyShardedDataParallel
 from tests.fuzz.build import EXACT
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.losses import backwards, losses_of
@@ -25,18 +26,26 @@ from tests.fuzz.programs import Event, Micro, Step
 if TYPE_CHECKING:
     from tests.fuzz.compare import Comparison
 
-__all__ = ["Undefined", "happen", "hold", "release"]
+__all__ = ["happen", "holding", "release"]
 
+# Where gradients are reduced and nothing was held, a backward that raises leaves in ``.grad`` what
+# it has added, as in one process. True demands that it adds nothing there, either.
+FAILED_REDUCTIONS_ADD_NOTHING = False
 LOOSE = 1e-5  # the tolerance after parts of sums were rounded to float32
 
 
-class Undefined(Exception):  # noqa: N818 (it is no error)
-    """From here on it is not defined what is right, so that a program ends."""
-
-
-def hold(model: nn.Module, micro: Micro) -> bool:
-    """Let units hold as ``micro`` says. Returns whether any does."""
+@contextmanager
+def holding(model: nn.Module, micro: Micro) -> Iterator[bool]:
+    """Let units hold as ``micro`` says, and find out whether any does."""
     release(model)
+    if micro.holds != "no_sync":
+        yield _hold(model, micro)
+        return
+    with FullyShardedDataParallel(model).no_sync():  # around a model that is sharded already
+        yield True
+
+
+def _hold(model: nn.Module, micro: Micro) -> bool:
     units = [module for module in model.modules() if isinstance(module, sw.FSDPModule)]
     chosen = [units[number % len(units)] for number in micro.units]
     for unit in chosen or units[:1]:
@@ -57,11 +66,7 @@ def release(model: nn.Module) -> None:
 
 
 def happen(event: Event, of: "Comparison") -> None:
-    """Let an event happen to both models.
-
-    Raises:
-        Undefined: ranks differ in whether they raised.
-    """
+    """Let an event happen to both models."""
     where = of.where
     of.where += f", {event.kind}"
     _EVENTS[event.kind](event, of)
@@ -110,8 +115,9 @@ def _raise_and_reduce(event: Event, of: "Comparison") -> None:
 
 def _try_micro(event: Event, of: "Comparison", *, is_grad: bool) -> None:
     """A micro-batch that the fault ends on all ranks or on none: then it counts."""
-    if is_grad and of.case.in_backward and not of.holds:
-        return  # half a step would stay
+    reduces = is_grad and not (of.holds and of.is_whole)
+    if reduces and not _adds_nothing(of):
+        return
     batch = of.batch()
     own = partial(losses_of, of.model, [of.part(batch)])
     fault, failed = event.fault, False
@@ -124,22 +130,24 @@ def _try_micro(event: Event, of: "Comparison", *, is_grad: bool) -> None:
                 own()
         except (Boom, sw.PeerAborted):
             failed = True
-    if _on_all(failed or trigger.has_fired) or not is_grad:
-        return
-    of.run_reference_alone(batch)
+    if failed is not trigger.has_fired:
+        of.report_problem(f"{failed=}, and the fault was hit: {trigger.has_fired}")
+    if is_grad and not failed:
+        of.run_reference_alone(batch)
+    elif reduces and not FAILED_REDUCTIONS_ADD_NOTHING:
+        for parameter, expected in zip(
+            of.model.parameters(), of.reference.parameters(), strict=True
+        ):
+            if expected.grad is None:
+                parameter.grad = None  # only what was held is not added to
 
 
-def _on_all(flag: bool) -> bool:
-    """Whether ``flag`` is true on all ranks.
-
-    Raises:
-        Undefined: it is on some of them.
-    """
-    total = torch.tensor(int(flag))
-    dist.all_reduce(total)
-    if total not in (0, dist.get_world_size()):
-        raise Undefined
-    return flag
+def _adds_nothing(of: "Comparison") -> bool:
+    """Whether a backward that reduces and raises has to leave all gradients as they were."""
+    if of.case.in_backward:
+        return False  # half a step would stay
+    has_forks = any(word in repr(of.case.model) for word in ("Skip(", "Branch("))
+    return FAILED_REDUCTIONS_ADD_NOTHING or (of.is_holding and of.is_whole and not has_forks)
 
 
 def _transaction(event: Event, of: "Comparison") -> None:

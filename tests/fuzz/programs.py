@@ -311,7 +311,7 @@ class Micro(Described):
     """A micro-batch of which units hold back what other ranks get, and what happens after it."""
 
     loss: str = "plain"
-    holds: str = "gradients"  # or "sums" over an axis of two, "both" or "nothing"
+    holds: str = "gradients"  # or "sums" over an axis of two, "both", "no_sync", "nothing"
     units: tuple[int, ...] = ()  # only these hold, modulo how many there are; without any, all
     after: tuple[Event, ...] = ()
 
@@ -359,7 +359,7 @@ EVENTS = (
     "transaction", "freeze", "thaw", "convert", "to cpu", "train",
     "save", "load", "gathered", "copy", "step in backward", "clip", "hook",
 )  # fmt: skip
-HOLDS = ("gradients", "gradients", "sums", "both", "nothing")
+HOLDS = ("gradients", "gradients", "sums", "both", "no_sync", "nothing")
 GRANULARITIES = ("element", "row", "tensor", "dim")
 MAX_DEPTH = 3
 
