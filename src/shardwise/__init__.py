@@ -4,7 +4,10 @@
 including the exceptions, are public as well.
 """
 
+import ast
+import pkgutil
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +41,25 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and the engine when a name is first used, so that ``--help`` is fast."""
-    if not name.startswith("_"):  # `from shardwise import _private` imports a module
-        with _counted_for_its_budget() if name == "fit" else nullcontext():
-            public = import_module("shardwise.public")
-        globals().update({known: getattr(public, known) for known in public.__all__})
-    if name not in globals():
+    """Import the module of a name when it is first used.
+
+    ``--help`` is fast then, and sharding imports neither pydantic nor the libraries of checkpoints.
+    """
+    module = _modules_of_names().get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[name]
+    with _counted_for_its_budget() if name == "fit" else nullcontext():
+        found = import_module(f"{__name__}.{name}") if module == __name__ else import_module(module)
+    return globals().setdefault(name, found if module == __name__ else getattr(found, name))
+
+
+@cache
+def _modules_of_names() -> dict[str, str]:
+    """The module of each public name, read from the imports of `shardwise.public`."""
+    source = pkgutil.get_data(__name__, "public.py")
+    assert source is not None
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
 
 def _counted_for_its_budget() -> AbstractContextManager[None]:
@@ -55,4 +69,4 @@ def _counted_for_its_budget() -> AbstractContextManager[None]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *import_module("shardwise.public").__all__})
+    return sorted({*globals(), *_modules_of_names()})
