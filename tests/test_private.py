@@ -2,6 +2,10 @@
 
 import re
 from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
 
 import shardwise
 from shardwise import _private
@@ -30,3 +34,15 @@ def test_a_missing_name_is_found() -> None:
     assert _private.missing(_private.REQUIRED) == []
     assert _private.missing(["torch.Tensor._no_such_name"]) == ["torch.Tensor._no_such_name"]
     assert _private.missing(["torch._no_such.module"]) == ["torch._no_such.module"]
+
+
+def test_symmetric_memory_uses_the_device_that_is_asked_for() -> None:
+    """A barrier without it would use the current device, which may be another rank's."""
+    group, device = mock.Mock(), torch.device("cuda", 3)
+    with (
+        mock.patch("torch.distributed._symmetric_memory") as symmetric,
+        mock.patch.object(dist, "barrier") as barrier,
+    ):
+        _private.symmetric_tensor(64, group, device)
+    barrier.assert_called_once_with(group=group, device_ids=[3])
+    assert symmetric.empty.call_args == mock.call(64, dtype=torch.uint8, device=device)

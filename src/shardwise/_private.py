@@ -490,7 +490,8 @@ def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.dev
 
     if symmetric.get_backend(device) != "NCCL":
         symmetric.set_backend("NCCL")
-    dist.barrier(group=group)  # creates the communicator, which must exist
+    # Creates the communicator, which must exist; on the current device if no other is passed.
+    dist.barrier(group=group, device_ids=[device.index])
     made = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     symmetric.rendezvous(made, group)
     return made

@@ -52,6 +52,7 @@ from shardwise.runtime.module import (
 from shardwise.runtime.optimizers import restore_ties
 from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
+from shardwise.transport.device import make_current
 
 __all__ = ["fully_shard"]
 
@@ -304,6 +305,8 @@ def _build(
     planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
     ignored = [p for name, p in named_parameters(root) if name not in planned]
     device = device_for(root, mesh, ignored, device or _offloaded_from(root))
+    if mesh.accelerator is not None:
+        make_current(device)
     check_same_plan(plan, mesh, warns=warns)
     if init is None:
         check_same_values(root, plan, mesh, warns=warns)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise._private import can_swap_storages
 from shardwise.plan.strategy import PRESETS
+from shardwise.transport.registered_memory import MemoryKind
 from tests.covering import cover, pairwise
 from tests.streams.checker import check, check_ranks
 from tests.streams.programs import Program
@@ -85,6 +87,8 @@ def test_nothing_is_found_with_any_options(row: tuple[object, ...], on_both: boo
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found(name: str) -> None:
     bug = BUGS[name]
+    if bug.program.memory is not MemoryKind.OWN and not can_swap_storages():
+        pytest.skip("torch before 2.13 has no registered memory")
     if bug.problem is Problem.ORDER:
         verdicts = check_ranks(bug.program, bug.num_ranks, bug.install)
         assert all(bug.problem in verdict.problems for verdict in verdicts)

@@ -1,7 +1,9 @@
 """Each axis has two strict process groups, created once, whatever other ranks do."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.models import Block, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_equal_models
 from tests.streams.install import simulated
+from tests.streams.models import build
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Problem, Simulation
 
@@ -101,3 +104,13 @@ def test_groups_of_two_axes(strategy: str) -> None:
     made = Counter(ranks for ranks, _ in simulation.groups)
     assert made.keys() <= {row, column, (0, 1, 2, 3)}
     assert max(made.values()) == 2, "one for gathers and one for reductions"
+
+
+@on_ranks(2)
+def test_sharding_makes_the_device_of_the_rank_current() -> None:
+    """Otherwise each event of torch would switch to the device of another rank and back."""
+    simulation = Simulation()
+    own = {"LOCAL_RANK": str(DEVICE.index)}
+    with simulated(simulation), mock.patch.dict(os.environ, own):
+        sw.fully_shard(build("small").to(DEVICE))
+        assert simulation.current_device == DEVICE.index

@@ -2,6 +2,7 @@
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise._private import can_swap_storages
 from shardwise.errors import PlanError, StepError
+from shardwise.transport import registered_memory
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.process_group import ProcessGroupCollectives
@@ -23,6 +26,9 @@ from tests.streams.programs import DEVICE, Program, assert_trains_as_in_one_proc
 from tests.streams.simulation import Problem, Simulation
 
 REGISTERED, SYMMETRIC = MemoryKind.REGISTERED, MemoryKind.SYMMETRIC
+pytestmark = pytest.mark.skipif(
+    not can_swap_storages(), reason="torch before 2.13 has no registered memory"
+)
 LARGE = 200  # bytes; flags, norms and checks are smaller
 
 
@@ -116,3 +122,13 @@ def shard(model: nn.Module) -> sw.FSDPModule:
     sharded = sw.fully_shard(model, units=Block)
     assert isinstance(sharded, sw.FSDPModule)
     return sharded
+
+
+@on_ranks(2)
+def test_such_memory_needs_storages_that_can_be_swapped() -> None:
+    model = shard(Stack(depth=1))
+    with (
+        mock.patch.object(registered_memory, "can_swap_storages", return_value=False),
+        pytest.raises(PlanError, match=r"registered memory .* needs torch 2\.13"),
+    ):
+        model.set_allocate_memory_from_process_group_for_comm(True)

@@ -21,10 +21,12 @@ from shardwise.transport.device import (
     DeviceStream,
     ThreadStream,
     local_device,
+    make_current,
     num_local_accelerators,
     own_device,
     peak_memory_bytes,
     random_states,
+    run_together,
     set_random_states,
 )
 from shardwise.transport.process_group import accelerator_type, rank_device
@@ -278,6 +280,22 @@ def test_ranks_of_devices_without_collectives_compute_on_the_cpu(
     _with_accelerators(monkeypatch, kind, 1, 0)
     assert local_device() == CPU
     assert num_local_accelerators() == 0
+
+
+@pytest.mark.parametrize(("current", "sets"), [(0, True), (3, False)])
+def test_a_device_is_made_current_if_another_one_is(
+    monkeypatch: pytest.MonkeyPatch, current: int, sets: bool
+) -> None:
+    set_index = _with_accelerators(monkeypatch, "cuda", 8, current)
+    make_current(torch.device("cuda", 3))
+    make_current(CPU)
+    assert set_index.mock_calls == ([mock.call(3)] if sets else [])
+
+
+def test_actions_that_wait_for_each_other_run_together() -> None:
+    met = threading.Barrier(3)
+    run_together([met.wait] * 3)
+    assert not met.broken
 
 
 def test_the_device_of_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

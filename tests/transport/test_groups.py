@@ -23,11 +23,13 @@ from shardwise.transport import communicator as module, process_group
 from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import Collectives, communicator, make_collectives
 from shardwise.transport.device import DeviceStream
+from shardwise.transport.health.monitor import Patience
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.models import Gpt, GptBlock
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, options_of, runtime_of
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 CPU = torch.device("cpu")
 
@@ -226,3 +228,27 @@ def test_a_gather_passes_few_frames() -> None:
 
 def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_all_groups_are_aborted_at_the_same_time() -> None:
+    """The abort of one may end only after that of another has begun."""
+    queue = ProcessGroupCollectives(RankGroup((0,), 0), torch.device("cpu"), "fake", "queue")
+    met = threading.Barrier(2)
+    groups = [mock.Mock(abort=lambda: met.wait(PATIENCE_SECONDS)) for _ in range(2)]
+    queue._groups = {bytes([number]): group for number, group in enumerate(groups)}
+    queue.stop()
+    assert not met.broken
+
+
+@on_ranks(2)
+def test_the_heartbeat_thread_is_on_the_device_of_the_rank() -> None:
+    with mock.patch.object(module, "make_current") as made:
+        made.side_effect = lambda _device: callers.add(threading.current_thread())
+        callers: set[threading.Thread] = set()
+        world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
+        kept = module.Communicator(world, torch.device("cpu"), Patience(beat_seconds=0.02))
+        assert eventually(lambda: len(callers) == 1)
+        assert threading.main_thread() not in callers
+        assert made.call_args == mock.call(torch.device("cpu"))
+        dist.barrier()
+        del kept

@@ -30,6 +30,7 @@ from shardwise.checkpoint.slices import TensorSlice, assign_slice, slice_to_read
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import normal_tensors
+from shardwise.transport.device import wait_for_device
 
 __all__ = ["Loaded", "load"]
 
@@ -117,6 +118,7 @@ def load(
                     plan.add(name, value)
             plan.report.check(where, selection)
         ranks.agree(mesh, device, f"load {plan.names} of {where}")
+        wait_for_device(device)  # threads read into tensors, and know none of its streams
         with ranks.raises_together("read"):
             plan.read()
         parts = ranks.all_gather(encode_parts(opened.unchecked))

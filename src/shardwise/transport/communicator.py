@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, PlanError, StepError
 from shardwise.transport.api import RankGroup, Work
-from shardwise.transport.device import ThreadStream
+from shardwise.transport.device import ThreadStream, make_current, run_together
 from shardwise.transport.health.history import Comparison
 from shardwise.transport.health.monitor import (
     POLL_SECONDS,
@@ -92,6 +92,7 @@ class Communicator:
     def __init__(
         self, world: RankGroup, device: torch.device, patience: Patience | None = None
     ) -> None:
+        self._device = device
         self.num_ranks = world.size
         self.rank = world.own_rank
         self.patience = patience = patience or usual_patience(device)
@@ -223,7 +224,11 @@ class Communicator:
         self._entered.clear()
 
     def _synchronize(self) -> None:
-        """Exchange reports with all ranks, and end collectives that only some of them began."""
+        """Exchange reports with all ranks, and end collectives that only some of them began.
+
+        It runs on a thread.
+        """
+        make_current(self._device)
         assert self._monitor is not None
         reports = self._monitor.meet(self._report())
         for number, queue in enumerate(self._monitored):
@@ -296,8 +301,7 @@ class Communicator:
             for one in (error, agreed):
                 if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
                     self._lost = one
-            for queue in self._monitored:
-                queue.stop()
+            run_together([queue.stop for queue in self._monitored])
         return agreed
 
     def _with_table(self, error: BaseException) -> BaseException:
@@ -315,6 +319,7 @@ class Communicator:
         monitor = self._monitor
         if monitor is None:
             return  # the constructor has not returned
+        make_current(self._device)
         report = self._report()
         histories = [q.history for q in self._monitored if isinstance(q, ProcessGroupCollectives)]
         marks = tuple(history.marks.copy() for history in histories)

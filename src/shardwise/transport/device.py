@@ -41,11 +41,13 @@ __all__ = [
     "device_of",
     "is_accelerator",
     "local_device",
+    "make_current",
     "name_of",
     "num_local_accelerators",
     "own_device",
     "peak_memory_bytes",
     "random_states",
+    "run_together",
     "seed_generators",
     "set_random_states",
     "total_memory_bytes",
@@ -282,6 +284,15 @@ def _work(jobs: "SimpleQueue[Work | None]") -> None:
         del work  # an idle stream keeps no tensor alive
 
 
+def run_together(actions: Sequence[Callable[[], object]]) -> None:
+    """Run each action on a thread of its own, and return when all have ended."""
+    threads = [threading.Thread(target=action, daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 # -- copies --------------------------------------------------------------------------------------
 
 
@@ -325,6 +336,17 @@ def local_device() -> torch.device:
     device = own_device()
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current device of the calling thread.
+
+    New threads begin with the first device. Events and streams of torch switch to their own device
+    and back, and switching to a device creates a context on it, which takes hundreds of megabytes
+    of another rank's memory.
+    """
+    if is_accelerator(device) and torch.accelerator.current_device_index() != device.index:
+        torch.accelerator.set_device_index(device.index)
 
 
 def own_device() -> torch.device:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ from shardwise.transport.api import (
     Work,
 )
 from shardwise.transport.backends import capabilities_of
-from shardwise.transport.device import DeviceStream, DeviceWork, copy_scaled_, own_device
+from shardwise.transport.device import (
+    DeviceStream,
+    DeviceWork,
+    copy_scaled_,
+    own_device,
+    run_together,
+)
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.history import History, Mark
 from shardwise.transport.health.status import QueueState
@@ -336,9 +343,9 @@ class ProcessGroupCollectives:
             with contextlib.suppress(OSError):  # the error is more important than the record
                 self._write_flight_record(prefix)
         self._is_stopped = True
-        for group in list(self._groups.values()):
-            with contextlib.suppress(RuntimeError):  # already aborted, or not supported
-                group.abort()
+        # NCCL aborts a communicator when its kernels have ended, which may wait for those of other
+        # communicators of the device (pytorch/pytorch#119797).
+        run_together([partial(_abort, group) for group in list(self._groups.values())])
 
     def _write_flight_record(self, prefix: str) -> None:
         with self._lock:
@@ -359,6 +366,11 @@ class ProcessGroupCollectives:
             self._epoch += 1
             self._is_stopped = False
             self._issued = max(state.issued for state in states)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):  # already aborted, or not supported
+        group.abort()
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:

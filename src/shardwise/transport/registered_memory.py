@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import torch
 
-from shardwise._private import has_symmetric_memory, tensor_allocator
+from shardwise._private import can_swap_storages, has_symmetric_memory, tensor_allocator
 from shardwise.errors import PlanError
 from shardwise.transport.api import RankGroup
 
@@ -32,6 +32,11 @@ def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> No
     """
     if kind is MemoryKind.OWN or world.parent is None:
         return
+    if not can_swap_storages():
+        raise PlanError(
+            f"{kind} memory of collectives needs torch 2.13: torch {torch.__version__} cannot put "
+            "it into tensors; leave the call out, or update torch"
+        )
     backend = world.parent.name()
     if kind is MemoryKind.REGISTERED and tensor_allocator(world.parent, device) is None:
         raise PlanError(
