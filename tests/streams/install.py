@@ -137,6 +137,17 @@ class Simulated:
 
         return run
 
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Replaces `swap_storages` where storages cannot be swapped."""
+        simulation = self.simulation
+        place = simulation.memory.place_of(storage)
+        if place is None:
+            storage.resize_(num_bytes)
+            return
+        simulation.memory.resize(storage, num_bytes, simulation.timeline_for([place]))
+        if simulation.is_late:
+            poison_bytes(storage.data_ptr(), num_bytes)
+
     def read(self, tensor: Tensor, what: str) -> None:
         """Record that the host reads ``tensor`` without an operator."""
         if type(tensor) not in _PLAIN:
@@ -280,6 +291,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     original_swap = vars(runtime_memory)["swap_storages"]
     patch.setattr(runtime_memory, "_allocate", allocate)
     patch.setattr(runtime_memory, "swap_storages", swap)
+    patch.setattr(runtime_memory, "_resize", installed.resize)
     patch.setattr(transport_device, "torch", torch_on(installed))
     # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())

@@ -131,6 +131,19 @@ class Memory:
         a, b = one._cdata, other._cdata
         self._held[a], self._held[b] = self._held.get(b), self._held.get(a)
 
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int, owner: Timeline) -> None:
+        """Give ``storage`` other memory, of the stream that is current, or none."""
+        key = storage._cdata
+        block, place = self._held.pop(key, None), self._places[key]
+        if block is not None:
+            self._remove(block)
+            self._on_free(block)
+        storage.resize_(num_bytes)
+        start, self._held[key] = storage.data_ptr(), None
+        if num_bytes:
+            block = Block(start, start + num_bytes, place, owner, "a resized storage")
+            self._held[key] = self._insert(block)
+
     def close(self) -> None:
         """Ignore frees from now on."""
         for finalizer in self._finalizers:

@@ -356,5 +356,9 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     if not empty.nbytes():
         num_bytes = full.nbytes()
         if full.resizable():
-            full.resize_(0)
-        empty.resize_(num_bytes)
+            _resize(full, 0)
+        _resize(empty, num_bytes)
+
+
+def _resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    storage.resize_(num_bytes)
