@@ -10,7 +10,7 @@ OLDEST_TORCH := 2.11.0
 # module's tests share is made once. With PART=3/20, that part of `make thorough` as well.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(PART),--part $(PART))
 
-.PHONY: train test thorough check docs bench fuzz soak journey gallery conformance clean
+.PHONY: train test thorough check docs bench fuzz gpu soak journey gallery conformance clean
 .DELETE_ON_ERROR:
 
 train: $(READY)  ## train a small model on the standard library's source, on this machine
@@ -38,6 +38,9 @@ bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
 
 fuzz: $(READY)  ## random models and programs against one process, until one differs
 	$(BIN)/python -m tests.fuzz
+
+gpu: $(READY)  ## what a GPU has to show, in less than nine minutes; DEVICE=cpu or simulated without one
+	$(BIN)/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE))
 
 soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
 	$(BIN)/python -m tests.soak

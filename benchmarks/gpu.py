@@ -26,7 +26,7 @@ waits for a stream or an event of the device.
 import gc
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,15 +35,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import make_parser
 from benchmarks.gpu_figures import (
-    WARM_UP,
+    count_flops,
     device_figures,
     gigabytes,
     milliseconds,
-    seconds_each,
+    product_flops,
     step_figures,
 )
 from benchmarks.gpu_models import MODELS, make_work
@@ -57,8 +56,6 @@ from shardwise.launch.world import World, join_world
 
 BASE = "fsdp2"
 COMPARED = {BASE: "fsdp2", "shardwise": "shardwise-fsdp"}  # rows of `shardwise bench`
-PRODUCT = {"cuda": 8192, "cpu": 256}  # width of the matrices whose product measures the peak
-PRODUCTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +167,6 @@ def measure(task: Task) -> Figures:
     }
     dist.destroy_process_group()
     return figures
-
-
-def count_flops(step: Callable[[], object]) -> int:
-    """Count FLOPs of all matrix products in a step; on a CPU, without fused attention."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    total: int = counter.get_total_flops()
-    return total
-
-
-def product_flops(device: torch.device) -> float:
-    """Measure FLOP/s of the product of two bfloat16 matrices."""
-    width = PRODUCT[device.type]
-    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
-    seconds_each(lambda: matrix @ matrix, WARM_UP, device)
-    return 2 * width**3 / seconds_each(lambda: matrix @ matrix, PRODUCTS, device)
 
 
 # -- several GPUs ----------------------------------------------------------------------------------

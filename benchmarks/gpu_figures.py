@@ -6,12 +6,25 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.bench.harness import Figures
+__all__ = [
+    "WARM_UP",
+    "count_flops",
+    "device_figures",
+    "gigabytes",
+    "milliseconds",
+    "product_flops",
+    "seconds_each",
+    "step_figures",
+    "summarize",
+    "synchronize",
+]
 
-__all__ = ["WARM_UP", "device_figures", "gigabytes", "milliseconds", "seconds_each", "step_figures"]
-
+Figures = dict[str, float]  # as in the harness, which this must not import: it needs rich
 WARM_UP = 3  # calls
+PRODUCT = {"cuda": 8192, "cpu": 256}  # width of the matrices whose product measures the peak
+PRODUCTS = 20
 Span = tuple[float, float]  # begin and end
 _COUNTED = ("allocator_calls", "device_allocations")
 # NCCL's kernels, and its copies between devices by copy engines.
@@ -114,6 +127,22 @@ def total(spans: Iterable[Span]) -> float:
         length += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return length
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """Count FLOPs of all matrix products in a step; on a CPU, without fused attention."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def product_flops(device: torch.device) -> float:
+    """Measure FLOP/s of the product of two bfloat16 matrices."""
+    width = PRODUCT[device.type]
+    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    seconds_each(lambda: matrix @ matrix, WARM_UP, device)
+    return 2 * width**3 / seconds_each(lambda: matrix @ matrix, PRODUCTS, device)
 
 
 def gigabytes(num_bytes: float) -> str:
