@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from shardwise.diagnose.replicas import SharedParameters, names_in_fragments
 from tests.fuzz.build import Fork, Net, build, halve_gradients, trainable
 from tests.fuzz.losses import backwards, losses_of
 from tests.fuzz.optimizers import make_optimizer
@@ -41,6 +40,12 @@ class Replicas:
         if case.outer is None or mesh is None:
             self._shared = None
             return
+        # Imported here because it needs pydantic, and few cases need it.
+        from shardwise.diagnose.replicas import (  # noqa: PLC0415
+            SharedParameters,
+            names_in_fragments,
+        )
+
         row = _row(case.outer, model)
         self.handle = sw.outer_optimizer(model, optimizer, row, group=mesh.get_group(0))
         parameters = [dict(net.named_parameters()) for net in nets]
