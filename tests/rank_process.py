@@ -74,7 +74,7 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
         # DTensor keeps meshes, whose groups are gone now, by what they look like.
-        debug._clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"groups{self.num_groups}", self.store),

@@ -2,6 +2,7 @@
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +88,17 @@ def test_ranks_that_allocate_other_symmetric_memory_raise() -> None:
             return
         with pytest.raises(StepError, match=r"offsets {'c': 0}.* rank 0 .*offsets {'b': 0}"):
             queue.allocate(64, world, "offsets {'c': 0}")
+
+
+@on_ranks(2)
+def test_memory_that_cannot_be_swapped_in_is_refused_at_the_call() -> None:
+    model = shard(Stack(depth=1))
+    with mock.patch("shardwise.transport.registered_memory.can_swap_storages", return_value=False):
+        with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):
+            model.set_symm_mem_for_comm()
+    model(torch.randn(3, 6)).sum().backward()
 
 
 @on_ranks(2)
