@@ -39,6 +39,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _in_clipping
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its public alias has no c10d operators
     _disable_current_modes,
+    _pop_mode_temporarily,
 )
 
 __all__ = [
@@ -221,6 +222,11 @@ class _OwnOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._cls not in types:
             return func(*args, **(kwargs or {}))
+        if torch._C._len_torch_dispatch_stack():  # see `own_operators`
+            with _pop_mode_temporarily() as mode:
+                result = mode.__torch_dispatch__(func, types, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         with torch._C._EnableTorchFunction():  # these operators may use others of `cls`
             dispatch: Any = self._cls.__torch_dispatch__
             return dispatch(func, types, args, kwargs or {})
@@ -230,7 +236,8 @@ class _OwnOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def own_operators(cls: type[DTensor]) -> Iterator[None]:
     """Within it, operators call the ``__torch_dispatch__`` of ``cls`` even in torch 2.11.
 
-    Modes that are active see them first, as they do in later versions.
+    Modes that are active see them first, as they do in later versions. A mode may call an operator,
+    which the mode below it sees, or return NotImplemented, after which torch would ignore that one.
     """
     if _HAS_OWN_OPERATORS:
         yield
@@ -238,7 +245,7 @@ def own_operators(cls: type[DTensor]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_tensor_functions())
         active = stack.enter_context(_disable_current_modes())
-        for mode in (_OwnOperators(cls), *reversed(active)):
+        for mode in (_OwnOperators(cls), *reversed(active), _OwnOperators(cls)):
             stack.enter_context(mode)
         yield
 

@@ -96,6 +96,17 @@ def test_ranks_that_allocate_other_symmetric_memory_raise() -> None:
 
 
 @on_ranks(2)
+def test_memory_that_cannot_be_swapped_in_is_refused_at_the_call() -> None:
+    model = shard(Stack(depth=1))
+    with mock.patch("shardwise.transport.registered_memory.can_swap_storages", return_value=False):
+        with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):
+            model.set_symm_mem_for_comm()
+    model(torch.randn(3, 6)).sum().backward()
+
+
+@on_ranks(2)
 def test_a_backend_without_such_memory_is_named_at_the_call() -> None:
     model = shard(Stack(depth=1))
     with pytest.raises(PlanError, match=r"gloo allocates no tensors on cpu.*leave the call out"):

@@ -7,8 +7,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,6 +28,9 @@ _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 # Time for a checkpoint after a signal; a second signal kills the ranks at once.
 STOP_SECONDS = 600
+# torch 2.11 has no such option; it waits for 30 s.
+_HAS_SHUTDOWN = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
+_SHUTDOWN: dict[str, Any] = {"shutdown_timeout": STOP_SECONDS} if _HAS_SHUTDOWN else {}
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
@@ -96,7 +100,7 @@ def _launch_config(num_ranks: int, logs: Path) -> LaunchConfig:
         rdzv_endpoint="localhost:0",  # any free port
         local_addr="localhost",  # the host name may not resolve
         max_restarts=0,
-        shutdown_timeout=STOP_SECONDS,
+        **_SHUTDOWN,
     )
 
 

@@ -28,7 +28,7 @@ def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> No
     """Raise an error if the backend of ``world`` does not have memory of this kind.
 
     Raises:
-        PlanError: names the backend and what to do.
+        PlanError: names the backend, or what torch lacks, and what to do.
     """
     if kind is MemoryKind.OWN or world.parent is None:
         return
@@ -38,6 +38,11 @@ def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> No
             "it into tensors; leave the call out, or update torch"
         )
     backend = world.parent.name()
+    if not can_swap_storages():
+        raise PlanError(
+            f"memory that {backend} allocates cannot be used with torch {torch.__version__}, which "
+            "cannot swap the memory of storages: install torch 2.12 or newer, or leave the call out"
+        )
     if kind is MemoryKind.REGISTERED and tensor_allocator(world.parent, device) is None:
         raise PlanError(
             f"set_allocate_memory_from_process_group_for_comm(True): {backend} allocates no "
