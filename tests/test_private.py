@@ -80,7 +80,7 @@ def test_symmetric_memory_uses_the_device_that_is_asked_for() -> None:
     """A barrier without it would use the current device, which may be another rank's."""
     group, device = mock.Mock(), torch.device("cuda", 3)
     with (
-        mock.patch("torch.distributed._symmetric_memory") as symmetric,
+        mock.patch("torch.distributed._symmetric_memory", create=True) as symmetric,
         mock.patch.object(dist, "barrier") as barrier,
     ):
         _private.symmetric_tensor(64, group, device)

@@ -227,7 +227,9 @@ def test_verify_names_expert_gradients_times_ep() -> None:
 
     found = verify(4)
     assert found.ok, found.explanation
-    cause = "is 2 times what is expected, the size of ep: divide experts' gradients by"
+    cause = (
+        "is 2 times what is expected; possible causes: gradients of experts that are not divided"
+    )
     with pytest.raises(sw.VerificationError, match=rf"\.moe\.experts\.\w+ in step 0 {cause}"):
         verify(2).raise_for_difference()
 
