@@ -1,4 +1,4 @@
-"""Before torch 2.13, storages cannot be swapped: buffers get memory from the allocator."""
+"""Before torch 2.12, storages cannot be swapped: buffers get memory from the allocator."""
 
 from contextlib import ExitStack
 from unittest import mock
