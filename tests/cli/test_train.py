@@ -165,8 +165,10 @@ def test_the_traceback_of_a_failed_rank_is_printed(tiny: Path, tmp_path: Path) -
     lines = [line for line in finished.stderr.splitlines() if "[Gloo]" not in line]
     assert re.fullmatch("shardwise: rank 0 failed:", lines[0])
     assert lines[1] == "Traceback (most recent call last):"
-    assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", lines[-1])
-    assert re.search(r"\d+ of \d+ gradients are not finite\. The first in backward: ", lines[-1])
+    error, advice = lines[-2:]
+    assert re.match(r"FloatingPointError: step \d+: loss .*; lower train\.lr", error)
+    assert re.search(r"\d+ of \d+ gradients are not finite\. The first in backward: ", error)
+    assert advice.startswith("no checkpoint was saved; the metrics so far are in runs/tiny-")
     assert "ChildFailedError" not in finished.stderr, "the launcher's own traceback is not shown"
     assert [line for line in lines if line.startswith("Traceback")] == [lines[1]]
 

@@ -12,7 +12,6 @@ from torch import nn
 import shardwise as sw
 from shardwise._private import can_swap_storages
 from shardwise.errors import PlanError, StepError
-from shardwise.transport import registered_memory
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.process_group import ProcessGroupCollectives
@@ -133,13 +132,3 @@ def shard(model: nn.Module) -> sw.FSDPModule:
     sharded = sw.fully_shard(model, units=Block)
     assert isinstance(sharded, sw.FSDPModule)
     return sharded
-
-
-@on_ranks(2)
-def test_such_memory_needs_storages_that_can_be_swapped() -> None:
-    model = shard(Stack(depth=1))
-    with (
-        mock.patch.object(registered_memory, "can_swap_storages", return_value=False),
-        pytest.raises(PlanError, match=r"registered memory .* needs torch 2\.13"),
-    ):
-        model.set_allocate_memory_from_process_group_for_comm(True)

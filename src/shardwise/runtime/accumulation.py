@@ -92,6 +92,9 @@ class UnreducedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnreducedGradient({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, _spec: str) -> str:
+        return repr(self)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.refuse("pickle")
 

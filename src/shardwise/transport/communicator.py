@@ -367,7 +367,10 @@ class Communicator:
         """Publish when the main thread is inside a collective of torch, and when it has left it."""
         parent = None if self._parent is None else self._parent()
         inside = set(collective_of(self._thread))
-        members = dist.get_process_group_ranks(parent) if inside and parent is not None else []
+        members: list[int] = []
+        if inside and parent is not None:
+            with contextlib.suppress(KeyError):  # the program has destroyed the group
+                members = dist.get_process_group_ranks(parent)
         ranks = tuple(i for i, rank in enumerate(members) if rank in inside and i != self.rank)
         looks = self._torch_looks.look((ranks, report.queues))
         if ranks:

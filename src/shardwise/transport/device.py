@@ -345,7 +345,8 @@ def make_current(device: torch.device) -> None:
     and back, and switching to a device creates a context on it, which takes hundreds of megabytes
     of another rank's memory.
     """
-    if is_accelerator(device) and torch.accelerator.current_device_index() != device.index:
+    has_others = is_accelerator(device) and device.index is not None
+    if has_others and torch.accelerator.current_device_index() != device.index:
         torch.accelerator.set_device_index(device.index)
 
 

@@ -32,11 +32,6 @@ def check_memory(kind: MemoryKind, world: RankGroup, device: torch.device) -> No
     """
     if kind is MemoryKind.OWN or world.parent is None:
         return
-    if not can_swap_storages():
-        raise PlanError(
-            f"{kind} memory of collectives needs torch 2.13: torch {torch.__version__} cannot put "
-            "it into tensors; leave the call out, or update torch"
-        )
     backend = world.parent.name()
     if not can_swap_storages():
         raise PlanError(
