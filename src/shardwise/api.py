@@ -50,6 +50,7 @@ from shardwise.runtime.module import (
     set_managed,
 )
 from shardwise.runtime.optimizers import restore_ties
+from shardwise.runtime.structure import HANDLE
 from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 from shardwise.transport.device import make_current
@@ -369,9 +370,18 @@ def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]
 
 
 def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
-    """The specs of parameters that earlier calls have sharded."""
+    """The specs of parameters that earlier calls have sharded.
+
+    Where ``root`` itself was sharded before it was converted, parameters that have been frozen
+    since count as trainable: the layouts, and so the shards of optimizer states, stay the same.
+    """
+    is_converted = HANDLE in vars(root)
     shardings = {name: sharding_of(p) for name, p in named_parameters(root)}
-    return {name: s.extent.parameter for name, s in shardings.items() if s is not None}
+    specs = {name: s.extent.parameter for name, s in shardings.items() if s is not None}
+    return {
+        name: replace(spec, trainable=is_converted and spec.trainable)
+        for name, spec in specs.items()
+    }
 
 
 def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:

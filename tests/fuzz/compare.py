@@ -87,6 +87,7 @@ class Comparison:
         self.holds = False  # a backward now reduces less than all gradients
         self.is_whole = False  # the last micro-batch held in all units
         self.is_holding = False  # some gradients are not in ``.grad`` yet
+        self.held: set[nn.Parameter] = set()  # of the reference: trainable when it held
         self.hooks = HooksOnSums()  # of the reference
         self.where = "start"
         self.reference = build(case.model, case.seed)
@@ -170,7 +171,7 @@ class Comparison:
         # Where it steps in backward, the reference may have gone on before another rank raised.
         states = copy.deepcopy((self.reference.state_dict(), self.optimizers[0].state_dict()))
         failed, num_problems = False, len(self.problems)
-        was_holding, complete = self.is_holding, self.hooks.state()
+        was_holding, held, complete = self.is_holding, set(self.held), self.hooks.state()
         with arm(fault, self.model, self.optimizers[1]) as trigger:
             try:
                 with sw.transaction(self.model, self.optimizers[1]):
@@ -191,7 +192,7 @@ class Comparison:
         self.optimizers[0].load_state_dict(states[1])
         for parameter, gradient in zip(self.reference.parameters(), kept, strict=True):
             parameter.grad = gradient
-        self.is_holding = was_holding
+        self.is_holding, self.held = was_holding, held
         self.hooks.restore(complete)
         self._compare_models()
         return True
@@ -273,6 +274,7 @@ class Comparison:
     def _end_reference(self) -> None:
         self.is_holding = self.holds
         if self.is_holding:
+            self.held.update(trainable(self.reference))
             return
         self.hooks.run()
         if self.case.in_backward:
@@ -300,9 +302,10 @@ class Comparison:
 
     def _step_reference(self) -> None:
         if self.case.sharding.unused == "zeros":
-            for parameter in trainable(self.reference):
+            for parameter in {*trainable(self.reference), *self.held}:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        self.held.clear()
         self.optimizers[0].step()
         self.optimizers[0].zero_grad()
 
@@ -402,7 +405,7 @@ class Comparison:
 def _raises_everywhere(case: Case) -> bool:
     """Whether all ranks have to reach the place of an exception."""
     events = [event for step in case.steps for micro in step.micros for event in micro.after]
-    return any(event.kind.startswith("raise") for event in events)
+    return any(event.kind.startswith("raise") or event.kind == "clip" for event in events)
 
 
 def _bits(tensor: Tensor) -> bytes:

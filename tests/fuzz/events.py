@@ -188,11 +188,11 @@ def _set_requires_grad(event: Event, of: "Comparison", *, requires_grad: bool) -
 
 
 def _convert(event: Event, of: "Comparison") -> None:
-    if event.variant:
-        for net in of.nets:
-            net.double()
-        return
     with _refused(of):
+        if event.variant:
+            of.model.double()
+            of.reference.double()
+            return
         of.model.float()
         of.model.double()
         of.reference.float().double()

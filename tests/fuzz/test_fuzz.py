@@ -10,16 +10,59 @@ from tests.fuzz.programs import (
     OF_MATRICES,
     SEARCH,
     SLOW,
+    Branch,
     Case,
     Chain,
+    Classes,
+    Detached,
+    Event,
+    Fault,
+    Lookup,
+    Micro,
     Mlp,
     Model,
+    Norm,
     Sharding,
+    Skip,
     Step,
+    Tiny,
     cases,
 )
 from tests.fuzz.verdict import assert_holds
 from tests.ranks import run_on
+
+FROZEN_NEXT = Step(micros=(Micro(after=(Event("freeze", target=1),)),))
+SUMS_THEN_FROZEN = Step(micros=(Micro(holds="sums", after=(Event("freeze"),)),))
+
+# What the fuzzer has found, as small as it became.
+FOUND = {
+    "frozen while only another rank holds a gradient": Case(
+        Model(Skip(Norm())), steps=(FROZEN_NEXT, Step())
+    ),
+    "frozen while no rank holds a gradient": Case(
+        Model(Detached(Norm()), root_gain=False), steps=(SUMS_THEN_FROZEN,)
+    ),
+    "frozen while no rank holds a gradient, and zeros for unused": Case(
+        Model(Detached(Norm())), Sharding(unused="zeros"), steps=(FROZEN_NEXT,), in_backward=True
+    ),
+    "converted after a parameter was frozen": Case(
+        Model(Norm()), steps=(FROZEN_NEXT, Step(micros=(Micro(after=(Event("convert"),)),)))
+    ),
+    "a forward hook added to a unit that shows a tied weight": Case(
+        Model(Mlp(hidden=3), ties=((1, 1),)),
+        Sharding(units=Classes(("Linear",))),
+        steps=(Step(fault=Fault("activation", target=23, nth=1, rank=None)),),
+    ),
+    "a unit whose parameters have no elements": Case(
+        Model(Chain((Lookup(rows=1), Branch(Tiny(), Tiny()))), ties=((4, 1),)),
+        Sharding(units=Classes(("Tiny", "Branch"))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_equals_one_process(name: str) -> None:
+    assert_holds(FOUND[name])
 
 
 @given(cases())

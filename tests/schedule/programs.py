@@ -248,7 +248,8 @@ class Monitor:
         self.waited.discard(unit.label)
 
     def _reduce(self, unit: UnitPlan, event: Event, _: set[str]) -> None:
-        assert event.bytes == unit.gradient_bytes > 0
+        assert unit.is_trainable
+        assert event.bytes == unit.gradient_bytes
         assert len(self.reducing) < 2, f"{event}: two are outstanding"
         assert unit.label not in self.reducing, f"{event}: its last reduction is under way"
         self.reducing.append(unit.label)
@@ -471,7 +472,7 @@ class Driver:
         expected = Counter[str]()
         for of in dict.fromkeys(ran.call.forward_pass for ran in arrivals):
             units = {self.plan.units[call.unit] for call in of.calls if call.is_differentiable}
-            expected.update(unit.label for unit in units if unit.gradient_bytes)
+            expected.update(unit.label for unit in units if unit.is_trainable)
         return expected
 
     def _perform(self, events: list[Event], *beginning: Ran) -> None:

@@ -66,6 +66,11 @@ class UnitFigures:
         same = {f.name: getattr(unit, f.name) for f in fields(cls) if f.name not in own}
         return cls(**own, **same)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it has gradients to exchange."""
+        return self.gradient_bytes > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Header:

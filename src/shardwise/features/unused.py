@@ -53,11 +53,11 @@ class UsedParameterSync:
         self, units: Iterable[Unit], comm: Communicator, device: torch.device, label: str
     ) -> None:
         self._gradients = gradients_of(units)
-        # Parameters that have been frozen since count as used.
+        # Frozen parameters get no gradient and count as used.
         self._own = [
-            is_used or not parameter.sharded.requires_grad
+            is_used or not each.gets_gradient(position)
             for each in self._gradients
-            for parameter, is_used in zip(each.parameters, each.used, strict=True)
+            for position, is_used in enumerate(each.used)
         ]
         self._flags = _flags(self._own, device)
         self._pending = None

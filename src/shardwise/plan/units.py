@@ -122,6 +122,11 @@ class UnitPlan(UnitOptions):
     def trainable_layouts(self) -> tuple[Layout, ...]:
         return tuple(layout for layout in self.layouts if layout.trainable)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter gets a gradient, be it one without elements."""
+        return bool(self.trainable_layouts)
+
     @cached_property
     def gradient_bytes(self) -> int:
         """Size of the unreduced gradients on one rank."""
@@ -149,7 +154,7 @@ def plan_units(
         world_size: number of ranks to shard over.
         granularity: where parameters may be cut.
         settled: the specs of parameters that were sharded before, by name. They keep their dtypes,
-            and their granularity unless it was "element".
+            their granularity unless it was "element", and their room for gradients.
         ignored: names of parameters that are not sharded.
 
     Raises:
@@ -177,7 +182,10 @@ def plan_units(
         # half() or another conversion has changed the dtype since.
         keeps = options[owner].precision.master_dtype == "keep"
         cast = spec.cast if keeps or spec.cast is not None else before.cast
-        owned[owner].append(replace(spec, shape=before.shape, granularity=chosen, cast=cast))
+        trainable = spec.trainable or before.trainable
+        owned[owner].append(
+            replace(spec, shape=before.shape, granularity=chosen, cast=cast, trainable=trainable)
+        )
     granularizer.check_all_matched([spec.name for specs in owned.values() for spec in specs])
     root_label = type(root).__name__
     root_label += " (root)" * (root_label in options)

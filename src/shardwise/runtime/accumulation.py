@@ -185,6 +185,9 @@ class AccumulatedGradients:
         self._gradients: list[UnreducedGradient | None] = [None] * len(layout.extents)
         self._is_held = [False] * len(layout.extents)  # ``p.grad`` was set to the one above
         self.is_active = False  # whether it was for any
+        # A parameter was trainable in a backward since the last complete reduction, so any rank
+        # may have accumulated a gradient for it, even if it has been frozen since. All ranks agree.
+        self.is_awaited = [False] * len(layout.extents)
         # Of the backward that is running:
         self._is_taken = False  # a reduction includes `whole`
         self._sums: Tensor | None = None  # the partial sums that the next reduction adds
@@ -239,7 +242,12 @@ class AccumulatedGradients:
         self._handed_over[position] = self._parameters[position].sharded.grad
 
     def commit(
-        self, fresh: FlatBuffer | None, written: Sequence[bool], used: Sequence[bool]
+        self,
+        fresh: FlatBuffer | None,
+        written: Sequence[bool],
+        used: Sequence[bool],
+        *,
+        is_complete: bool,
     ) -> None:
         """End a backward.
 
@@ -247,7 +255,13 @@ class AccumulatedGradients:
             fresh: the gradients that it leaves; it may be released.
             written: their positions.
             used: the parameters that this rank has used since the last complete reduction.
+            is_complete: it has reduced all gradients.
         """
+        if not is_complete:
+            pairs = zip(self.is_awaited, self._parameters, strict=True)
+            self.is_awaited = [awaited or one.sharded.requires_grad for awaited, one in pairs]
+        elif any(self.is_awaited):
+            self.is_awaited = [False] * len(self.is_awaited)
         if fresh is None and self._sums is None and not self.is_active:
             return
         if self._is_taken:
@@ -292,10 +306,11 @@ class AccumulatedGradients:
             if gradient is not None and parameter.sharded.grad is gradient:
                 parameter.sharded.grad = gradient.reduced
         self._drop_all()
+        self.is_awaited = [False] * len(self.is_awaited)
 
     def snapshot(self) -> "Accumulated | None":
-        """Return a copy; None if nothing is accumulated."""
-        if self.is_empty:
+        """Return a copy; None if no rank has accumulated anything."""
+        if self.is_empty and not any(self.is_awaited):
             return None
         return Accumulated(
             list(self._written),
@@ -303,6 +318,7 @@ class AccumulatedGradients:
             None if self._partial is None else self._partial.clone(),
             list(self.used),
             list(self._is_held),
+            list(self.is_awaited),
             [
                 None if not is_held or one is None or one.reduced is None else one.reduced.clone()
                 for is_held, one in zip(self._is_held, self._gradients, strict=True)
@@ -323,6 +339,7 @@ class AccumulatedGradients:
             self._sums = self.pool.allocate_tensor(size, dtype, owner).copy_(copy.partial)
             self._partial = self._sums
         self._written, self._is_held = list(copy.written), list(copy.is_held)
+        self.is_awaited = list(copy.is_awaited)
         for position, parameter in enumerate(self._parameters):
             if copy.is_held[position]:
                 parameter.sharded.grad = copy.reduced[position]
@@ -410,6 +427,7 @@ class Accumulated:
     partial: Tensor | None  # [world_size * S / row]
     used: list[bool]
     is_held: list[bool]
+    is_awaited: list[bool]
     reduced: list[Tensor | None]  # of each `UnreducedGradient`
 
 

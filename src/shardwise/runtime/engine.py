@@ -121,7 +121,7 @@ class Runtime:
         if task != hooks.NO_TASK:
             scheduler.join_backward(task)
         elif not scheduler.in_gathered:
-            self._structures[index].check(module)
+            self._structures[index].check(module, self._is_dense)
         with _private.without_transforms():
             call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:
@@ -189,6 +189,9 @@ class Runtime:
         """The names of parameters that were frozen when they were sharded and no longer are."""
         names = [one.name for one in self._frozen if one.sharded.requires_grad]
         return names if self.scheduler.is_between_steps else []
+
+    def _is_dense(self, tensor: Tensor) -> bool:
+        return any(one.dense is tensor for unit in self.units for one in unit.parameters)
 
     def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
         """Make forward refuse parameters that are added from now on, or warn about them."""

@@ -84,6 +84,11 @@ class GradientShard:
         """Whether the reduce buffer may use this shard's memory."""
         return not self._steps_in_backward and self.is_empty
 
+    def gets_gradient(self, position: int) -> bool:
+        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
+        is_trained = self.parameters[position].sharded.requires_grad
+        return is_trained or self._accumulated.is_awaited[position]
+
     def memory(self) -> Tensor:
         """Return memory [S] for the gradients of this backward."""
         size = self._layout.shard_elements
@@ -197,7 +202,7 @@ class GradientShard:
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
                 is_accumulated = has_accumulated and self._accumulated.begin_hand_over(position)
-                if not (parameter.sharded.requires_grad or is_accumulated):
+                if not self.gets_gradient(position):
                     continue
                 run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()

@@ -208,7 +208,8 @@ class GradientBuffer:
         if is_left:
             self._evict_all()
         fresh = self._buffer.whole if is_left else None
-        self.accumulated.commit(fresh, self._written, self.shard.used)
+        is_complete = self._settings.reduces_fully
+        self.accumulated.commit(fresh, self._written, self.shard.used, is_complete=is_complete)
         if is_left:
             self._forget_written()
             self._close()

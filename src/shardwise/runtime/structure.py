@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
@@ -35,14 +35,21 @@ class Structure:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watch_hooked(module)
         self._seen = self._fingerprint(module)
-        self._ignored = set(self._unsharded(module))
+        self._ignored = {name for name, _ in self._unsharded(module)}
 
-    def check(self, module: nn.Module) -> None:
-        """Raise a PlanError that names parameters that no unit manages, or warn about them."""
+    def check(self, module: nn.Module, is_dense: Callable[[Tensor], bool]) -> None:
+        """Raise a PlanError that names parameters that no unit manages, or warn about them.
+
+        ``is_dense`` tells dense parameters, which units around this one show at this time.
+        """
         found = self._fingerprint(module)
         if found == self._seen:
             return
-        added = [name for name in self._unsharded(module) if name not in self._ignored]
+        added = [
+            name
+            for name, parameter in self._unsharded(module)
+            if not (name in self._ignored or is_dense(parameter))
+        ]
         if added:
             message = (
                 f"{', '.join(added)}: added or replaced after fully_shard, so gradients would not "
@@ -71,9 +78,9 @@ class Structure:
             found += (id(inner), len(inner._parameters), len(inner._forward_hooks))
         return found
 
-    def _unsharded(self, module: nn.Module) -> list[str]:
+    def _unsharded(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         named = module.named_parameters(self._name)
-        return [name for name, parameter in named if sharding_of(parameter) is None]
+        return [(name, parameter) for name, parameter in named if sharding_of(parameter) is None]
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -51,6 +51,8 @@ class ScheduledUnit(Protocol):
     @property
     def kept_bytes(self) -> int: ...
     @property
+    def is_trainable(self) -> bool: ...
+    @property
     def gradient_bytes(self) -> int: ...
     @property
     def gradient_shard_bytes(self) -> int: ...
@@ -389,7 +391,7 @@ class Sequencer:
             reduces_fully = self._settings[unit].reduces_fully
             accumulates = self._units[unit].two_level_gather and not reduces_fully
             self._free(unit, to_subgroup=not is_last or accumulates)
-        if self._units[unit].gradient_bytes and is_last and backward.reduces:
+        if self._units[unit].is_trainable and is_last and backward.reduces:
             self._status[unit].calls_left -= backward.num_calls[unit]
             if self._settings[unit].reduce_grads:
                 self._reduce(unit)
@@ -563,7 +565,7 @@ def _simulate_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
         for inner, other in enumerate(plan.units):
             if other.parent == index:
                 run(inner)
-        trained = trained or unit.gradient_bytes > 0
+        trained = trained or unit.is_trainable
         events.extend(sequencer.exit(call, Outcome.DIFFERENTIABLE if trained else Outcome.DETACHED))
         exited.append(call)
 
