@@ -29,6 +29,7 @@ from tests.fuzz.events import happen, holding, release
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.hooks import HooksOnSums
 from tests.fuzz.losses import Loss, backwards, losses_of, outputs_of
+from tests.fuzz.mutants import mutated
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.programs import Case, Fault, Micro, Step
 from tests.fuzz.replicas import Replicas
@@ -51,9 +52,9 @@ class Report:
     digest: int
 
 
-def check(case: Case) -> Report:
+def check(case: Case, mutant: str | None = None) -> Report:
     """Train ``case`` on the ranks of the pool and compare."""
-    with prepared(case):
+    with prepared(case), mutated(mutant):
         return Comparison(case).run()
 
 

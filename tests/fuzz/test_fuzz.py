@@ -1,9 +1,10 @@
 """Random models and programs train as in one process; ``python -m tests.fuzz`` tries many more."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from tests.fuzz.compare import CPU
+from tests.fuzz.mutants import MUTANTS
 from tests.fuzz.on_device import assert_holds_on_device
 from tests.fuzz.programs import (
     EVENTS,
@@ -17,6 +18,7 @@ from tests.fuzz.programs import (
     Detached,
     Event,
     Fault,
+    Gru,
     Lookup,
     Micro,
     Mlp,
@@ -47,6 +49,21 @@ FOUND = {
     ),
     "converted after a parameter was frozen": Case(
         Model(Norm()), steps=(FROZEN_NEXT, Step(micros=(Micro(after=(Event("convert"),)),)))
+    ),
+    "a recurrent layer is converted": Case(
+        Model(Gru(hidden=1)), steps=(Step(micros=(Micro(after=(Event("convert"),)),)),)
+    ),
+    "thawed after an evaluation in inference mode": Case(
+        Model(Mlp(hidden=1), frozen=(1,)),
+        Sharding(offload="but parameters"),
+        steps=(
+            Step(
+                before="inference",
+                fault=Fault("parameter", target=0, nth=1, rank=None),
+                micros=(Micro(after=(Event("thaw"),)),),
+            ),
+            Step(),
+        ),
     ),
     "a forward hook added to a unit that shows a tied weight": Case(
         Model(Mlp(hidden=3), ties=((1, 1),)),
@@ -89,6 +106,18 @@ def test_random_events_between_micro_batches_equal_one_process(case: Case) -> No
 @settings(SEARCH, derandomize=True, max_examples=100)
 def test_more_random_events_between_micro_batches(case: Case) -> None:
     assert_holds(case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_finds_the_faults_that_there_were(mutant: str) -> None:
+    @given(cases(kinds=EVENTS))
+    @settings(SEARCH, derandomize=True, max_examples=200, phases=[Phase.generate])
+    def holds(case: Case) -> None:
+        assert_holds(case, mutant=mutant)
+
+    with pytest.raises(AssertionError, match=r"differs from one process|Error"):
+        holds()
 
 
 @pytest.mark.thorough

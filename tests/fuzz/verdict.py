@@ -10,8 +10,12 @@ DEADLINE_SECONDS = 120.0
 SHOWN = 6  # problems; one cause makes many
 
 
-def assert_holds(case: Case, deadline: float = DEADLINE_SECONDS) -> tuple[str, ...]:
+def assert_holds(
+    case: Case, deadline: float = DEADLINE_SECONDS, mutant: str | None = None
+) -> tuple[str, ...]:
     """Run ``case`` on the ranks that it wants, for at most ``deadline`` seconds.
+
+    With a ``mutant``, the engine has that fault.
 
     Returns:
         The events that the engine refused.
@@ -20,7 +24,7 @@ def assert_holds(case: Case, deadline: float = DEADLINE_SECONDS) -> tuple[str, .
         AssertionError: it differs from one process, raises, or does not end.
     """
     run_on(case.sharding.ranks, warm_up, deadline=START_SECONDS)
-    reports = run_on(case.sharding.ranks, check, case, deadline=deadline)
+    reports = run_on(case.sharding.ranks, check, case, mutant, deadline=deadline)
     for rank, report in enumerate(reports):
         problems = "\n".join(report.problems[:SHOWN])
         assert not report.problems, f"rank {rank} differs from one process:\n{problems}"

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +129,16 @@ def test_a_parameter_in_chunks_is_pickled_as_a_dtensor() -> None:
     assert type(loaded) is DTensor
     assert loaded.requires_grad
     assert torch.equal(full(loaded.detach()), full(parameter.detach()))
+
+
+@on_ranks(1)
+def test_a_weak_reference_that_would_leave_optimizers_with_old_parameters_is_refused() -> None:
+    model = build("stack").requires_grad_(False)
+    next(model.parameters()).requires_grad_(True)
+    sw.fully_shard(model)
+    by_parameter: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+    by_parameter.update({p: name for name, p in model.named_parameters()})
+    model.requires_grad_(True)
+    with pytest.raises(PlanError, match="holds a weak reference to this parameter"):
+        model(torch.randn(BATCH, WIDTH).double())
+    assert by_parameter

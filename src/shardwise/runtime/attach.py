@@ -180,7 +180,17 @@ def put_sharded(
     """Put ``payload`` in place of ``original``. Returns its owners and the new parameter."""
     optimizers.watch_optimizers()
     owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
+    for owner in owners:
+        owner.drop_weak_references()
+    is_again = sharding_of(original) is not None
     sharded = replace_parameter(original, payload)
+    if is_again and sharded is not original:
+        raise PlanError(
+            f"{sharding.name}: other code holds a weak reference to this parameter, perhaps in a "
+            "WeakKeyDictionary, so a conversion or requires_grad_(True) would replace it, and "
+            "optimizers would go on with the old one; drop the reference, or do it before "
+            "fully_shard"
+        )
     sharding.mark(sharded)
     for owner in owners:
         owner.put(sharded)

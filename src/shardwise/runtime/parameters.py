@@ -49,6 +49,15 @@ class ParameterOwner:
             )
         return parameter
 
+    def drop_weak_references(self) -> None:
+        """Make a recurrent layer forget its weak references, which prevent a swap of tensors.
+
+        It uses them to find out that its weights were replaced, which `put` tells it.
+        """
+        module = self._module()
+        if module is not None and (references := vars(module).get("_flat_weight_refs")):
+            module._flat_weight_refs = [None] * len(references)
+
     def put(self, parameter: nn.Parameter) -> None:
         module = self._module()
         if module is None:

@@ -305,7 +305,9 @@ class Scheduler:
         try:
             for settings, _ in before:
                 settings.reduce_grads = settings.all_reduce_grads = True
-            self.finish_accumulation()
+            # The gradients would otherwise be inference tensors, to which nothing can be added.
+            with torch.inference_mode(mode=False):
+                self.finish_accumulation()
         finally:
             for settings, kept in before:
                 settings.reduce_grads = kept.reduce_grads
