@@ -56,7 +56,7 @@ class ParameterOwner:
         """
         module = self._module()
         if module is not None and (references := vars(module).get("_flat_weight_refs")):
-            module._flat_weight_refs = [None] * len(references)
+            vars(module)["_flat_weight_refs"] = [None] * len(references)
 
     def put(self, parameter: nn.Parameter) -> None:
         module = self._module()
