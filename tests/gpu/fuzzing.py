@@ -31,7 +31,7 @@ def programs(ranks: int) -> list[Any]:
 
 for ranks in (2, 4):
     for part in range(PARTS):
-        options = {"ranks": ranks, "group": "monitored", "kinds": ("cuda", "cpu")}
+        options = {"ranks": ranks, "group": "monitored"}
         values = {"ranks": ranks, "part": part}
 
         @check(FUZZ, f"programs {part} of {PARTS}, {ranks} ranks", options, values)
@@ -48,13 +48,21 @@ def run_programs(context: Context, cases: list[Any]) -> None:
     class OnCard(Comparison):
         loses_results = True
 
+    def compare(case: Any) -> tuple[str, ...]:
+        if context.simulation is None:
+            return OnCard(case, context.device).run().problems
+        from tests.streams.random_programs import OnDevice  # noqa: PLC0415
+
+        return OnDevice(case, context.simulation).run().problems
+
     problems = []
-    for number in range(ROUNDS if context.kind == "cuda" else 1):
+    rounds = ROUNDS if context.kind == "cuda" else 1
+    for number in range(rounds):
         for index, case in enumerate(cases):
             context.report("last program", [number, index])
             other = replace(case, seed=case.seed + 1000 * number)
             with prepared(other):
-                found = OnCard(other, context.device).run().problems
+                found = compare(other)
             problems += [f"{problem} in {other!r}" for problem in found[:SHOWN]]
-    context.report("programs", len(cases) * ROUNDS)
+    context.report("programs", len(cases) * rounds)
     assert not problems, "\n".join(problems)

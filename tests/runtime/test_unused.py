@@ -105,7 +105,12 @@ def test_frozen_parameters_are_not_read() -> None:
 
 
 def _gradients(used: list[bool]) -> mock.Mock:
-    return mock.Mock(parameters=[mock.Mock() for _ in used], used=used)
+    parameters = [mock.Mock() for _ in used]
+    return mock.Mock(
+        parameters=parameters,
+        used=used,
+        gets_gradient=lambda position: parameters[position].sharded.requires_grad,
+    )
 
 
 def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:
