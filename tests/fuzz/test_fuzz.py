@@ -24,6 +24,7 @@ from tests.fuzz.programs import (
     Mlp,
     Model,
     Norm,
+    Odd,
     Sharding,
     Skip,
     Step,
@@ -63,6 +64,16 @@ FOUND = {
                 micros=(Micro(after=(Event("thaw"),)),),
             ),
             Step(),
+        ),
+    ),
+    "thawed before a transaction that is undone": Case(
+        Model(Odd(dtype="complex128")),
+        steps=(
+            Step(
+                fault=Fault("after forward", target=1, nth=1, rank=1),
+                micros=(Micro(after=(Event("thaw"),)),),
+            ),
+            Step(micros=(Micro(),)),
         ),
     ),
     "a forward hook added to a unit that shows a tied weight": Case(

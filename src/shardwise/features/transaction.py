@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from shardwise.errors import PeerAborted, PlanError, StepError
 from shardwise.features.snapshot import AccumulationSnapshot, ModelSnapshot, OptimizerSnapshot
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.device import wait_for_device
@@ -68,6 +68,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
             "transaction: expected each argument after the model to be a torch.optim.Optimizer, "
             f"got {wrong[0]}"
         )
+    _check_idle(runtime_of_root(model).scheduler)
+    make_room_for_unfrozen(model)
     runtime = runtime_of_root(model)
     _begin(runtime.scheduler)
     step = _Step(runtime)
@@ -84,13 +86,16 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         runtime.scheduler.is_in_transaction = False
 
 
-def _begin(scheduler: Scheduler) -> None:
+def _check_idle(scheduler: Scheduler) -> None:
     if scheduler.is_in_transaction:
         raise StepError(
             "a transaction of this model is open already; put the whole step into a single "
             "`with sw.transaction(...)`"
         )
     scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
+
+
+def _begin(scheduler: Scheduler) -> None:
     scheduler.recover()
     scheduler.report("a transaction")
     scheduler.is_in_transaction = True

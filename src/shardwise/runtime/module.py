@@ -6,7 +6,7 @@ ignored.
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ __all__ = [
     "handle_of",
     "keeping_gradients",
     "ledger",
+    "make_room_for_unfrozen",
     "mark",
     "normal_tensors",
     "register_forward_method",
@@ -477,9 +478,7 @@ def _call_unit(
     paused = compiler.pause()
     try:
         handle = handle_of(module)
-        if handle.index == 0 and (names := handle.runtime.unfrozen()):
-            with _private.without_transforms():
-                _unfreeze(module, names)
+        if handle.index == 0 and make_room_for_unfrozen(module):
             handle = handle_of(module)
         if paused is not None:
             forward = partial(compiler.run_resumed, paused, forward)
@@ -492,13 +491,18 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__bases__[1])
 
 
-def _unfreeze(root: nn.Module, names: Collection[str]) -> None:
-    """Shard again with room for gradients of the parameters ``names``, which were frozen."""
+def make_room_for_unfrozen(root: nn.Module) -> bool:
+    """If parameters were frozen and no longer are, shard again with room for their gradients."""
     runtime = handle_of(root).runtime
-    runtime.scheduler.prepare_conversion()
+    names = runtime.unfrozen()
+    if not names:
+        return False
     # The new parameters would otherwise be inference tensors, which cannot be trained.
-    with torch.inference_mode(mode=False), keeping_gradients(root):
-        _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
+    with _private.without_transforms(), torch.inference_mode(mode=False):
+        runtime.scheduler.prepare_conversion()
+        with keeping_gradients(root):
+            _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
+    return True
 
 
 def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:

@@ -230,6 +230,7 @@ class Scheduler:
         self.observer.step_end(backward)
         for unit in self.units:
             unit.end_backward()
+        self.sequencer.commit()
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
@@ -349,14 +350,19 @@ class Scheduler:
     @property
     def needs_preparation(self) -> bool:
         """Whether `prepare_conversion` does anything."""
-        return self.has_accumulated or self.steps_in_backward
+        return self.has_accumulated or self.steps_in_backward or self.is_in_transaction
 
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
 
         Raises:
-            PlanError: units step in backward.
+            PlanError: units step in backward, or a transaction is open.
         """
+        if self.is_in_transaction:
+            raise PlanError(
+                "the model was converted to another dtype or device, or parameters were unfrozen, "
+                "inside sw.transaction, which could not undo it; do it outside of the block"
+            )
         if self.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "

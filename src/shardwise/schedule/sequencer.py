@@ -248,10 +248,14 @@ class Sequencer:
                 self._step(unit)
             if not self.steps_in_backward:
                 status.calls_left = 0
-            status.awaited_before = status.awaits_reduction
         self._is_accumulating = not all(one.reduces_fully for one in self._settings)
         self._free_all()
         return self._flush()
+
+    def commit(self) -> None:
+        """The events of `finish_backward` were performed: `abandon` cannot undo them any more."""
+        for status in self._status:
+            status.awaited_before = status.awaits_reduction
 
     def abandon(self) -> list[Event]:
         """Drop the state of a pass that failed; reductions in flight count as finished.
