@@ -144,7 +144,8 @@ class Comparison:
             self.optimizers[0].zero_grad(set_to_none=step.set_to_none)
             self.replicas.step(set_to_none=step.set_to_none)
         self._compare_models()
-        self._check_idle()
+        if not self.holds:  # else units may stay for the next micro-batch
+            self._check_idle()
 
     def release(self) -> None:
         """Let backward reduce everything from now on."""
