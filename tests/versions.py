@@ -1,14 +1,20 @@
 """Marks for tests of what a version of torch does not have (docs/frameworks.md)."""
 
 import pytest
+from torch.autograd import Function
+from torch.utils import checkpoint
 
 from shardwise._private import subclasses_of_dtensor_dispatch
 from shardwise.runtime.memory import CAN_SWAP
 
-__all__ = ["needs_own_operators", "needs_swap"]
+__all__ = ["needs_dual_checkpoints", "needs_own_operators", "needs_swap"]
 
 needs_swap = pytest.mark.skipif(
     not CAN_SWAP, reason="torch 2.11 cannot swap storages: buffers get memory from the allocator"
+)
+needs_dual_checkpoints = pytest.mark.skipif(
+    getattr(getattr(checkpoint, "_NoopSaveInputs", None), "jvp", None) is Function.jvp,
+    reason="torch 2.11 cannot checkpoint in forward-mode differentiation",
 )
 needs_own_operators = pytest.mark.skipif(
     not subclasses_of_dtensor_dispatch(),

@@ -76,6 +76,16 @@ FOUND = {
             Step(micros=(Micro(),)),
         ),
     ),
+    "a hook that raises on one rank while gradients are reduced for a thaw": Case(
+        Model(Odd(dtype="complex128")),
+        steps=(
+            Step(
+                fault=Fault("parameter", target=1, nth=1, rank=1),
+                micros=(Micro(after=(Event("thaw"),)),),
+            ),
+            Step(),
+        ),
+    ),
     "a forward hook added to a unit that shows a tied weight": Case(
         Model(Mlp(hidden=3), ties=((1, 1),)),
         Sharding(units=Classes(("Linear",))),

@@ -30,6 +30,7 @@ from tests.runtime.one_process import (
     runtime_of,
     world_size,
 )
+from tests.versions import needs_dual_checkpoints
 
 WIDTH, SAMPLES = 4, 8
 ONE_AXIS = [name for name, strategy in STRATEGIES.items() if strategy.num_axes == 1]
@@ -279,6 +280,7 @@ def test_transforms_gather_and_reduce_no_more_than_needed() -> None:
     assert [reduces for _, reduces in counts] == [num_units] * 3
 
 
+@needs_dual_checkpoints
 @pytest.mark.parametrize("program", ["slope", "tangent_of_jvp", "dual_numbers", "mapped"])
 @on_ranks(2)
 def test_checkpoints_work_where_torch_supports_them(program: str) -> None:

@@ -29,7 +29,7 @@ from shardwise.transport.communicator import (
     communicator,
     note_place,
 )
-from shardwise.transport.device import device_of
+from shardwise.transport.device import device_of, wait_for_device
 
 __all__ = ["Scheduler"]
 
@@ -208,8 +208,11 @@ class Scheduler:
         """The call whose backward shows only when the unit's parameters receive gradients."""
         return None if self.units[index].expects_gradients else self._calls.get(index)
 
-    def finish_backward(self, task: int) -> None:
-        """Complete the backward of ``task``, whose last node autograd has run."""
+    def finish_backward(self, task: int, *, agrees: bool = False) -> None:
+        """Complete the backward of ``task``, whose last node autograd has run.
+
+        With ``agrees``, gradients are reduced on all ranks or on none: a hook may raise on one.
+        """
         self._tasks.discard(task)
         self._finishing = task
         self.report("end of backward")
@@ -228,12 +231,23 @@ class Scheduler:
         self._perform(events[after_reduces:])
         self._finish_offload()
         self.observer.step_end(backward)
+        if agrees:
+            self._await_all_ranks()
         for unit in self.units:
             unit.end_backward()
         self.sequencer.commit()
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
+
+    def _await_all_ranks(self) -> None:
+        """Return when all ranks have called this, or raise what one of them has raised instead."""
+        comm, device = self._comm, self._device.torch_device
+        if comm.num_ranks > 1:
+            flag = torch.zeros(1, dtype=torch.uint8, device=device)
+            comm.wait(comm.reduce.all_reduce_max(flag, comm.world, "agree on the conversion"))
+            wait_for_device(device)
+            comm.raise_found()
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
         """Clean up after a graph task that raised. On a device, autograd's thread calls this."""
@@ -279,12 +293,12 @@ class Scheduler:
             self._shows_dense = False
         self._use_sharded(range(len(self.units)))
 
-    def finish_accumulation(self) -> None:
+    def finish_accumulation(self, *, agrees: bool = False) -> None:
         """Reduce accumulated gradients as the end of a backward would, and free all units."""
         with self.guarded():
             self.drop_replaced_gradients()
             if self.sequencer.has_unreduced_gradients:
-                self.finish_backward(hooks.NO_TASK)
+                self.finish_backward(hooks.NO_TASK, agrees=agrees)
             else:
                 self._perform(self.sequencer.request(EventKind.FREE, range(len(self.units))))
 
@@ -308,7 +322,7 @@ class Scheduler:
                 settings.reduce_grads = settings.all_reduce_grads = True
             # The gradients would otherwise be inference tensors, to which nothing can be added.
             with torch.inference_mode(mode=False):
-                self.finish_accumulation()
+                self.finish_accumulation(agrees=True)
         finally:
             for settings, kept in before:
                 settings.reduce_grads = kept.reduce_grads
