@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -225,8 +226,14 @@ def _chosen(trained: Trained, name: str) -> Any:
 def test_full_state_dicts(writer: Kind, reader: Kind) -> None:
     saved, loaded = Trained(writer, seed=0, steps=1), Trained(reader, seed=3, steps=0)
     whole: Any = get_model_state_dict(saved.model, options=WHOLE)
-    expected = {key: x for key, x in saved.values().items() if "/" not in key}
+    values = saved.values()
+    expected = {key: x for key, x in values.items() if "/" not in key}
     _assert_equal(whole, expected, tolerance=0.0)
+    states: Any = get_optimizer_state_dict(saved.model, saved.optimizer, options=WHOLE)["state"]
+    found = {
+        f"{clean_name(name)}/{key}": x for name, own in states.items() for key, x in own.items()
+    }
+    _assert_equal(found, {key: x for key, x in values.items() if "/" in key}, tolerance=0.0)
     if reader[0] == "fsdp2":  # torch's function cannot cut tensors into runs of elements
         set_model_state_dict(loaded.model, whole, options=WHOLE)
     else:

@@ -3,9 +3,11 @@
 In shardwise, parameters are DTensors, and so are their optimizer states. FSDP1 programs save
 ``optimizer.state_dict()`` on each rank and compare it with the results of FSDP1's functions. The
 state dicts of an optimizer that steps parameters of an FSDP1 module therefore contain plain
-tensors, and ``load_state_dict`` accepts them.
+tensors, and ``load_state_dict`` accepts them. Torch's ``get_optimizer_state_dict`` gets DTensors: it
+would take one rank's part for the whole.
 """
 
+import sys
 import weakref
 from functools import cache
 from typing import Any, NoReturn
@@ -96,8 +98,20 @@ def _wrap_local_states(optimizer: Optimizer) -> None:
 
 
 def _unwrap_states(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if _is_called_by_torchs_state_dicts():
+        return state_dict
     states = {
         index: {key: as_local(value) for key, value in entries.items()}
         for index, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": states}
+
+
+def _is_called_by_torchs_state_dicts() -> bool:
+    """Whether a function of `torch.distributed.checkpoint.state_dict` is running."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        if caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = caller
+    return False
