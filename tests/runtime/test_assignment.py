@@ -142,3 +142,21 @@ def test_a_weak_reference_that_would_leave_optimizers_with_old_parameters_is_ref
     with pytest.raises(PlanError, match="holds a weak reference to this parameter"):
         model(torch.randn(BATCH, WIDTH).double())
     assert by_parameter
+
+
+@on_ranks(2)
+def test_a_parameter_in_chunks_its_gradient_and_a_state_dict_are_copied() -> None:
+    model = sw.fully_shard(build("stack"), granularity="dim")
+    model(own_part(torch.randn(BATCH, WIDTH).double())).sum().backward()
+    parameter = next(model.parameters())
+    copied = copy.deepcopy(parameter)
+    assert isinstance(copied, nn.Parameter)
+    assert copied.grad is not None
+    assert parameter.grad is not None
+    for one, other in ((copied, parameter), (copied.grad, parameter.grad)):
+        assert one.to_local().data_ptr() != other.to_local().data_ptr()
+        assert torch.equal(full(one.detach()), full(other.detach()))
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {DTensor}
+    for name, value in copy.deepcopy(state).items():
+        assert torch.equal(full(value), full(state[name]))

@@ -3,8 +3,8 @@
 In shardwise, parameters are DTensors, and so are their optimizer states. FSDP1 programs save
 ``optimizer.state_dict()`` on each rank and compare it with the results of FSDP1's functions. The
 state dicts of an optimizer that steps parameters of an FSDP1 module therefore contain plain
-tensors, and ``load_state_dict`` accepts them. Torch's ``get_optimizer_state_dict`` gets DTensors: it
-would take one rank's part for the whole.
+tensors, and ``load_state_dict`` accepts them. Torch's ``get_optimizer_state_dict``, which would
+take one rank's part for the whole, gets DTensors.
 """
 
 import sys
@@ -44,6 +44,10 @@ class LocalState(Tensor):
             "torch.distributed.checkpoint would save one rank's for all; pass it the result of "
             "FullyShardedDataParallel.optim_state_dict(model, optimizer), or use sw.save"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalState":
+        copied: Tensor = self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return copied.as_subclass(LocalState)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

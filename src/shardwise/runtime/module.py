@@ -25,7 +25,7 @@ from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
 from shardwise.schedule.events import EventKind
-from shardwise.tensor.sharding import sharding_of
+from shardwise.tensor.sharding import AssignableDTensor, sharding_of
 from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
@@ -183,7 +183,11 @@ class FSDPModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in `nn.Module`; also in ``torch.inference_mode``, with tensors that may be trained."""
         with normal_tensors():
-            return super().state_dict(*args, **kwargs)
+            found = super().state_dict(*args, **kwargs)
+        for name, value in found.items():
+            if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
+                found[name] = value.as_plain()
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, after waiting for the cleanup of a backward that raised."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,11 +78,27 @@ class AssignableDTensor(DTensor):
             detached.__class__ = AssignableDTensor
         return detached
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain DTensor."""
+    def as_plain(self) -> DTensor:
+        """A plain DTensor with the same memory and attributes."""
         plain = super().detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        assert isinstance(plain, DTensor)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain DTensor."""
+        return self.as_plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if type(self) is not AssignableDTensor:
+            copied: Tensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return copied
+        if id(self) not in memo:
+            copied = copy.deepcopy(self.as_plain(), memo)
+            copied.__class__ = AssignableDTensor
+            copied.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = copied
+        return cast("Tensor", memo[id(self)])
 
 
 use_foreach_for(AssignableDTensor)
