@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.fsdp import FullyShardedDataParallel, fully_shard
 from shardwise.fsdp.wrap import ModuleWrapPolicy
+from shardwise.tensor.sharding import local_of
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import BATCH, assert_equal_models, full, own_part
@@ -154,7 +155,7 @@ def test_a_parameter_in_chunks_its_gradient_and_a_state_dict_are_copied() -> Non
     assert copied.grad is not None
     assert parameter.grad is not None
     for one, other in ((copied, parameter), (copied.grad, parameter.grad)):
-        assert one.to_local().data_ptr() != other.to_local().data_ptr()
+        assert local_of(one).data_ptr() != local_of(other).data_ptr()
         assert torch.equal(full(one.detach()), full(other.detach()))
     state = model.state_dict()
     assert {type(value) for value in state.values()} == {DTensor}

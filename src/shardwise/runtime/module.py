@@ -184,9 +184,9 @@ class FSDPModule(nn.Module):
         """As in `nn.Module`; also in ``torch.inference_mode``, with tensors that may be trained."""
         with normal_tensors():
             found = super().state_dict(*args, **kwargs)
-        for name, value in found.items():
-            if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
-                found[name] = value.as_plain()
+            for name, value in found.items():
+                if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
+                    found[name] = value.as_plain()
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
