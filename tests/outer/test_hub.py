@@ -23,6 +23,7 @@ from shardwise.errors import PeerLost, PlanError
 from shardwise.outer.exchange import Decision, Progress
 from shardwise.outer.hub import Hub
 from shardwise.outer.link import HubExchange
+from shardwise.outer.members import Role
 from shardwise.outer.serving import HubThread
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -172,6 +173,8 @@ def test_a_replica_that_ends_does_not_stop_the_others_and_comes_back(
         def go_on() -> None:
             while not has_joined.is_set():
                 a.train(1)
+            # Otherwise the hub would go on without it, and it would skip steps.
+            assert eventually(lambda: hub.hub.replicas[1].role is Role.MEMBER)
             target.set_result(a.outer.local_steps + 8)
             a.train_until(target.result())
 
