@@ -1,6 +1,7 @@
 """A model of any interface and strategy loads what any other has saved, in every format."""
 
 import contextlib
+import copy
 import warnings
 from itertools import product
 from pathlib import Path
@@ -300,3 +301,12 @@ def test_one_ranks_states_of_fsdp1_are_not_saved_for_all(interface: str, tmp_pat
         {name: x for name, x in expected.items() if "/" in name},
         tolerance=0.0,
     )
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_states_of_fsdp1_are_copied() -> None:
+    state = Trained(("fsdp1", "FULL_SHARD"), seed=0, steps=1).optimizer.state_dict()["state"]
+    copied = copy.deepcopy(state)
+    for index, key in product(state, ("exp_avg", "exp_avg_sq")):
+        assert torch.equal(copied[index][key], state[index][key])
+        assert type(copied[index][key]) is type(state[index][key])

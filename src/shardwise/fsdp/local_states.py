@@ -7,6 +7,7 @@ tensors, and ``load_state_dict`` accepts them. Torch's ``get_optimizer_state_dic
 take one rank's part for the whole, gets DTensors.
 """
 
+import copy
 import sys
 import weakref
 from functools import cache
@@ -46,8 +47,8 @@ class LocalState(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalState":
-        copied: Tensor = self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return copied.as_subclass(LocalState)
+        # `copy.deepcopy` keeps what it has copied, whose address would be used again otherwise.
+        return copy.deepcopy(self.as_subclass(Tensor), memo).as_subclass(LocalState)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
