@@ -179,7 +179,9 @@ class Scheduler:
         if task in self._tasks:
             return
         hooks.at_end_of_backward(
-            partial(self.finish_backward, task), partial(self.abandon_backward, task)
+            partial(self.finish_backward, task),
+            partial(self.abandon_backward, task),
+            self._comm.cleanup.submit,
         )
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
@@ -250,7 +252,7 @@ class Scheduler:
             comm.raise_found()
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
-        """Clean up after a graph task that raised. On a device, autograd's thread calls this."""
+        """Clean up after a graph task that raised."""
         with self._abandoning:
             if task not in self._tasks and task != self._finishing:
                 return  # `abandon` was called first
