@@ -294,6 +294,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(runtime_memory, "_resize", installed.resize)
     patch.setattr(transport_device, "torch", torch_on(installed))
+    patch.setattr(transport_device, "_used_streams", {})
     # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
     patch.setattr(process_group, "new_registered_group", new_group)

@@ -29,7 +29,7 @@ from shardwise.transport.communicator import (
     communicator,
     note_place,
 )
-from shardwise.transport.device import device_of, wait_for_device
+from shardwise.transport.device import device_of, join_streams, note_stream, wait_for_device
 
 __all__ = ["Scheduler"]
 
@@ -218,6 +218,7 @@ class Scheduler:
         self._tasks.discard(task)
         self._finishing = task
         self.report("end of backward")
+        join_streams(self._device.torch_device)  # on which autograd has written gradients
         is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
         if not is_last:
@@ -504,6 +505,7 @@ class Scheduler:
             return
         self._events_incomplete = True
         clock = self.ledger.clock
+        note_stream(self._device.torch_device)
         now = clock()
         try:
             for event in events:
