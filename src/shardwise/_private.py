@@ -582,19 +582,26 @@ def has_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> bool
     return is_nccl and not missing(["torch._C._distributed_c10d._SymmetricMemory.rendezvous"])
 
 
-def symmetric_tensor(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def symmetric_tensor(
+    num_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    together: contextlib.AbstractContextManager[None] | None = None,
+) -> Tensor:
     """Allocate bytes at the same offset of a window that the ranks of ``group`` share.
 
-    This is a collective.
+    This is a collective, which other ranks enter only if ``together`` around the allocation, which
+    may fail on this rank, ends without an error on all of them.
     """
     # The whole module is private. It is imported here because it compiles operators.
     from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
 
     if symmetric.get_backend(device) != "NCCL":
         symmetric.set_backend("NCCL")
+    with together or contextlib.nullcontext():
+        made = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     # Creates the communicator, which must exist; on the current device if no other is passed.
     dist.barrier(group=group, device_ids=[device.index])
-    made = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     symmetric.rendezvous(made, group)
     return made
 
@@ -661,4 +668,19 @@ def new_nccl_group(
     group._register_backend(world.bound_device_id, kind, backend)
     group._set_group_name(options.group_name)
     _register_process_group(options.group_name, group)  # `symm_mem` looks it up by name
+    _add_to_job(group, options.group_name, store, ranks)
     return group
+
+
+def _add_to_job(
+    group: dist.ProcessGroup, name: GroupName, store: Store, ranks: Sequence[int]
+) -> None:
+    """Make an NCCL group known to torch, so that `destroy_process_group` ends it."""
+    known, tag = distributed_c10d._world, f"ptd:{name}"
+    known.pg_map[group] = (dist.Backend.NCCL, store)
+    known.pg_names[group] = name
+    known.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    known.pg_backend_config[group] = str(distributed_c10d.BackendConfig(dist.Backend("nccl")))
+    known.pg_to_tag[group] = tag
+    for one in ("", tag):
+        known.tags_to_pg.setdefault(one, []).append(group)

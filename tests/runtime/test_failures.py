@@ -28,6 +28,7 @@ from tests.models import WIDTH, Block
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import assert_close, own_part, runtime_of
+from tests.waiting import eventually
 
 EVERY = (0, 1, 2)
 
@@ -77,6 +78,35 @@ def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     _check_step(model, reference)
     late.join()
     assert not held
+    _check_step(model, reference)
+
+
+@on_ranks(2, deadline=40.0)
+def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run on any thread, also on one that holds the lock of the communicator."""
+    reference, model = _make()
+    failing = model[3]
+    assert isinstance(failing, FailingLinear)
+    _check_step(model, reference)
+    held: list[object] = []
+    original = _private.queue_callback
+
+    def queue_and_hold(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        original(callback)
+
+    failing.where = "backward"
+    monkeypatch.setattr(_private, "queue_callback", queue_and_hold)
+    with pytest.raises(ValueError, match="it hurts"):
+        model(torch.randn(4, WIDTH).double()).square().mean().backward()
+    monkeypatch.undo()
+    failing.where = ""
+    comm = runtime_of(model).scheduler._comm
+    assert not comm.is_broken
+    with comm._lock:
+        held.clear()
+        assert not comm.is_broken
+    assert eventually(lambda: comm.is_broken)
     _check_step(model, reference)
 
 
@@ -228,6 +258,7 @@ def _raise(where: str, position: int, raising: Sequence[int]) -> None:
             model(torch.randn(4, WIDTH).double()).square().mean().backward()
         failing.where = ""
         if raising == EVERY:
+            runtime_of(model).scheduler.await_abandoned()
             assert is_sharded(model)
         _check_step(model, reference)
 

@@ -294,6 +294,30 @@ def test_an_arena_gets_its_memory_back() -> None:
         assert arena.allocated_bytes == 0
 
 
+def test_memory_of_an_arena_may_come_back_at_another_address(way: str) -> None:
+    arena, resize, addresses = Arena(CPU), memory._resize, []
+    between: list[torch.UntypedStorage] = []
+
+    def resize_elsewhere(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if num_bytes:  # takes the memory that has just been freed
+            between.extend(allocate(num_bytes, CPU) for _ in range(3))
+        resize(storage, num_bytes)
+
+    with mock.patch.object(memory, "_resize", side_effect=resize_elsewhere):
+        for _ in range(3):
+            block, empty = arena.allocate(LINE * 4, "a"), arena.new_storage(0)
+            addresses.append(block.data_ptr())
+            memory.swap_memory(block, empty)
+            assert (block.nbytes(), empty.nbytes()) == (0, LINE * 4)
+            memory.swap_memory(empty, block)
+            addresses.append(block.data_ptr())
+            arena.free(block)
+            assert arena.allocated_bytes == 0
+            assert not arena._alive
+    came_back = [one == other for one, other in zip(addresses[::2], addresses[1::2], strict=True)]
+    assert came_back == [way == "swapped"] * 3
+
+
 @pytest.mark.usefixtures("way")
 def test_a_buffer_that_numpy_has_viewed_is_released() -> None:
     arena = Arena(CPU)

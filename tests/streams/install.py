@@ -281,8 +281,9 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     def tensor_allocator(_group: Any, device: torch.device) -> Callable[[int], Tensor]:
         return lambda num_bytes: register(num_bytes, device, is_symmetric=False)
 
-    def symmetric_tensor(num_bytes: int, _group: Any, device: torch.device) -> Tensor:
-        return register(num_bytes, device, is_symmetric=True)
+    def symmetric_tensor(n: int, _group: Any, device: torch.device, together: Any) -> Tensor:
+        with together:
+            return register(n, device, is_symmetric=True)
 
     def swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         original_swap(one, other)
@@ -293,6 +294,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(runtime_memory, "_resize", installed.resize)
     patch.setattr(transport_device, "torch", torch_on(installed))
+    patch.setattr(transport_device, "_used_streams", {})
     # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
     patch.setattr(process_group, "new_registered_group", new_group)
@@ -304,6 +306,7 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(process_group, "symmetric_tensor", symmetric_tensor)
     if not exchanges:
         patch.setattr(ProcessGroupCollectives, "_check_same", lambda *_: None)
+        patch.setattr(ProcessGroupCollectives, "_meet", lambda *_: None)
 
 
 def _poison_pools(patch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,18 @@ def test_ranks_that_diverge(tmp_path: Path) -> None:
         _assert_torch_finds_the_difference(tmp_path, records[0].name[:-1])
 
 
+@on_ranks(2, deadline=DEADLINE)
+def test_a_rank_that_raises_before_there_are_process_groups() -> None:
+    with training() as run:
+        if dist.get_rank() == LAST:
+            with pytest.raises(ValueError, match="no data"), sw.transaction(run.model):
+                raise ValueError("no data")
+        else:
+            assert f"rank {LAST} gave up" in run.error(sw.PeerAborted)
+        run.step()
+        assert epochs(run) == {1}
+
+
 def _assert_torch_finds_the_difference(folder: Path, prefix: str) -> None:
     # Imported here, because the import prints something.
     fr_trace = importlib.import_module("torch.distributed.flight_recorder.fr_trace")

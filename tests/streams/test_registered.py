@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise._private import can_swap_storages
 from shardwise.errors import PlanError, StepError
+from shardwise.transport import process_group
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.process_group import ProcessGroupCollectives
@@ -87,11 +88,33 @@ def test_ranks_that_allocate_other_symmetric_memory_raise() -> None:
         assert isinstance(queue, ProcessGroupCollectives)
         queue.use_memory(SYMMETRIC, only_moves=True)
         queue.allocate(64, world, "offsets {'a': 0}")
-        if world.own_rank == 0:
-            queue.allocate(64, world, "offsets {'b': 0}")
-            return
+        own = "b" if world.own_rank == 0 else "c"
         with pytest.raises(StepError, match=r"offsets {'c': 0}.* rank 0 .*offsets {'b': 0}"):
-            queue.allocate(64, world, "offsets {'c': 0}")
+            queue.allocate(64, world, f"offsets {{'{own}': 0}}")
+
+
+@on_ranks(3)
+def test_a_rank_that_cannot_allocate_symmetric_memory_keeps_no_other_waiting() -> None:
+    """In C++, where all ranks wait for each other."""
+    rendezvous = []
+
+    def allocate(_bytes: int, _group: Any, device: torch.device, together: Any) -> torch.Tensor:
+        with together:
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("no more")
+        rendezvous.append(device)
+        return torch.empty(0)
+
+    with simulated(Simulation()), mock.patch.object(process_group, "symmetric_tensor", allocate):
+        world = RankGroup((0, 1, 2), dist.get_rank(), dist.group.WORLD)
+        queue = Communicator(world, DEVICE).gather
+        assert isinstance(queue, ProcessGroupCollectives)
+        queue.use_memory(SYMMETRIC, only_moves=True)
+        error = torch.OutOfMemoryError if world.own_rank == 1 else StepError
+        match = "no more" if world.own_rank == 1 else r"rank 1 raised OutOfMemoryError\('no more'\)"
+        with pytest.raises(error, match=match):
+            queue.allocate(64, world, "offsets {}")
+    assert not rendezvous
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -95,6 +96,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         lambda world, device, name: ProcessGroupCollectives(world, device, "nccl", name),
     )
     monkeypatch.setattr(process_group, "_all_gather", lambda *_args, **_kwargs: None)
+    # Both ranks are in one thread, so neither waits for the other.
+    monkeypatch.setattr(process_group, "group_timeout", lambda _parent: timedelta())
+    monkeypatch.setattr(ProcessGroupCollectives, "_meet", lambda *_: None)
     made = Ranks()
     monkeypatch.setattr(process_group, "new_group", made.new_group)
     yield made

@@ -4,6 +4,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise import _private
 from shardwise.forecast.traffic import sent_bytes
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
@@ -252,3 +255,83 @@ def test_the_heartbeat_thread_is_on_the_device_of_the_rank() -> None:
         assert made.call_args == mock.call(torch.device("cpu"))
         dist.barrier()
         del kept
+
+
+@on_ranks(2)
+def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
+    world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
+    queue = ProcessGroupCollectives(world, CPU, "gloo", "recovered")
+    before = _num_groups()
+    for _ in range(3):
+        assert queue._process_group(world) is not None
+        assert _num_groups() == before + 1
+        queue.stop()
+        queue.restart([queue.state()])
+        assert _num_groups() == before
+
+
+@on_ranks(2)
+def test_a_group_of_a_job_that_is_bound_to_devices_ends_with_the_job() -> None:
+    """Torch would not know it by itself. Gloo stands for NCCL here."""
+    store, gloo = HashStore(), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(gloo)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    group._register_backend(CPU, gloo, backend)
+    name = dist.distributed_c10d.GroupName("bound")
+    group._set_group_name(name)
+    _private._add_to_job(group, name, store, [dist.get_rank()])
+    known = dist.distributed_c10d._world
+    assert dist.get_process_group_ranks(group) == [dist.get_rank()]
+    assert dist.get_group_rank(group, dist.get_rank()) == 0
+    assert dist.get_backend_config(group) == "cuda:nccl"
+    with mock.patch.object(dist.distributed_c10d, "_unregister_process_group") as unregistered:
+        dist.destroy_process_group(group)
+    unregistered.assert_called_once_with("bound")
+    tables = (known.pg_map, known.pg_names, known.pg_backend_config, known.pg_to_tag)
+    assert not any(group in table for table in tables)
+    assert not any(group in groups for groups in known.tags_to_pg.values())
+
+
+def test_a_group_that_is_created_while_the_ranks_are_stopped_is_aborted() -> None:
+    group = RankGroup((0, 1), 0)
+    queue = ProcessGroupCollectives(group, CPU, "gloo", "late")
+    made = mock.Mock()
+
+    def new_group(*_args: Any, **_options: Any) -> Any:
+        queue.stop()  # as the heartbeat thread does
+        return made
+
+    with (
+        mock.patch.object(process_group, "new_group", new_group),
+        pytest.raises(sw.PeerAborted, match="until the ranks have recovered"),
+    ):
+        queue._process_group(group)
+    made.abort.assert_called_once_with()
+    assert not queue._groups
+
+
+@on_ranks(2)
+def test_a_rank_does_not_create_a_group_alone() -> None:
+    """No error of another rank could end the creation."""
+    world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
+    queue = ProcessGroupCollectives(world, CPU, "gloo", "alone")
+    queue.is_monitored = True  # as on a device
+    if world.own_rank == 1:
+        dist.barrier()
+        return
+    with (
+        mock.patch.object(process_group, "new_group") as made,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        creation = thread.submit(queue._process_group, world)
+        assert eventually(lambda: queue.state().running is not None)
+        running = queue.state().running
+        assert running is not None
+        assert (running.label, running.ranks) == ("creation of a process group", (0, 1))
+        queue.stop()
+        with pytest.raises(sw.PeerAborted, match="until the ranks have recovered"):
+            creation.result(PATIENCE_SECONDS)
+    made.assert_not_called()
+    assert queue.state().running is None
+    dist.barrier()

@@ -23,7 +23,7 @@ from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
-from shardwise.transport.device import copy_, is_accelerator
+from shardwise.transport.device import copy_, is_accelerator, join_streams, note_stream
 from shardwise.transport.quantized import QuantizedSums
 
 __all__ = ["GradientBuffer", "GradientState"]
@@ -186,6 +186,7 @@ class GradientBuffer:
     def write(self, position: int, gradient: Tensor) -> None:
         """Write a gradient into its extent of the buffer, divided by the divisor before the sum."""
         self._open()
+        note_stream(self._own_pool.device)
         view = self._buffer.views[position]
         scale = 1.0 / self._divisors[0]
         if gradient.layout is not torch.strided:
@@ -232,6 +233,7 @@ class GradientBuffer:
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
+        join_streams(self._own_pool.device)  # on which autograd has written gradients
         self.write_kept()
         self._open()
         self._evict_all()

@@ -130,10 +130,16 @@ def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
 
 
 def at_end_of_backward(
-    finish: Callable[[], None], abandon: Callable[[BaseException], None]
+    finish: Callable[[], None],
+    abandon: Callable[[BaseException], None],
+    cleanup: Callable[[Callable[[], None]], object],
 ) -> None:
-    """Call ``finish`` when this thread's graph task ends, or ``abandon`` if it fails."""
-    _private.queue_callback(_End(finish, abandon))
+    """Call ``finish`` when this thread's graph task ends, or ``abandon`` if it fails.
+
+    If it fails, a destructor passes the call of ``abandon`` to ``cleanup``, which must return
+    without waiting for locks: any thread may run the destructor, while it holds some.
+    """
+    _private.queue_callback(_End(finish, abandon, cleanup))
 
 
 def check_first_order() -> None:
@@ -150,10 +156,14 @@ class _End:
     """A callback for the end of a graph task; it is deleted without a call if the task fails."""
 
     def __init__(
-        self, finish: Callable[[], None], abandon: Callable[[BaseException], None]
+        self,
+        finish: Callable[[], None],
+        abandon: Callable[[BaseException], None],
+        cleanup: Callable[[Callable[[], None]], object],
     ) -> None:
         self._finish = finish
         self._abandon = abandon
+        self._cleanup = cleanup
         self._is_over = False
 
     def __call__(self) -> None:
@@ -168,8 +178,7 @@ class _End:
 
     def __del__(self) -> None:
         if not self._is_over and not sys.is_finalizing():
-            with _private.without_transforms():
-                self._abandon(RuntimeError("an exception in backward"))
+            self._cleanup(partial(self._abandon, RuntimeError("an exception in backward")))
 
 
 def _nodes_of(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
 from shardwise.errors import StepError
 from shardwise.schedule.memory import MemoryPlan
-from shardwise.transport.device import is_accelerator
+from shardwise.transport.device import is_accelerator, join_streams
 from shardwise.transport.host.shared_memory import SharedMemory, is_offered
 from shardwise.transport.registered_memory import MemoryKind
 
@@ -100,6 +100,7 @@ class Pool(PeakCounter):
             return _allocate(0, self.device)
         storage = self._take(aligned(num_bytes), owner)
         self.add(storage.nbytes())
+        join_streams(self.device)  # any of them may have used the memory before
         return storage
 
     def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
@@ -113,6 +114,7 @@ class Pool(PeakCounter):
 
     def free(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
+            join_streams(self.device, mutually=True)
             self.add(-storage.nbytes())
             self._give_back(storage)
             self._trim()

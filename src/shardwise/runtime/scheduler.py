@@ -29,7 +29,7 @@ from shardwise.transport.communicator import (
     communicator,
     note_place,
 )
-from shardwise.transport.device import device_of, wait_for_device
+from shardwise.transport.device import device_of, join_streams, note_stream, wait_for_device
 
 __all__ = ["Scheduler"]
 
@@ -179,7 +179,9 @@ class Scheduler:
         if task in self._tasks:
             return
         hooks.at_end_of_backward(
-            partial(self.finish_backward, task), partial(self.abandon_backward, task)
+            partial(self.finish_backward, task),
+            partial(self.abandon_backward, task),
+            self._comm.cleanup.submit,
         )
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
@@ -216,6 +218,7 @@ class Scheduler:
         self._tasks.discard(task)
         self._finishing = task
         self.report("end of backward")
+        join_streams(self._device.torch_device)  # on which autograd has written gradients
         is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
         if not is_last:
@@ -250,7 +253,7 @@ class Scheduler:
             comm.raise_found()
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
-        """Clean up after a graph task that raised. On a device, autograd's thread calls this."""
+        """Clean up after a graph task that raised."""
         with self._abandoning:
             if task not in self._tasks and task != self._finishing:
                 return  # `abandon` was called first
@@ -502,6 +505,7 @@ class Scheduler:
             return
         self._events_incomplete = True
         clock = self.ledger.clock
+        note_stream(self._device.torch_device)
         now = clock()
         try:
             for event in events:

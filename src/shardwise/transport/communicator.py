@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property, partial
 from itertools import count
 
 import torch
@@ -144,6 +145,13 @@ class Communicator:
                 weakref.WeakMethod(self._beat),
                 self.place,
             )
+
+    @cached_property
+    def cleanup(self) -> ThreadStream:
+        """Runs what destructors leave to do: they may run on a thread that holds any lock."""
+        stream = ThreadStream("shardwise-cleanup")
+        stream.submit(partial(make_current, self._device))
+        return stream
 
     @property
     def step(self) -> int:

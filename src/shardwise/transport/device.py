@@ -40,9 +40,11 @@ __all__ = [
     "copy_scaled_",
     "device_of",
     "is_accelerator",
+    "join_streams",
     "local_device",
     "make_current",
     "name_of",
+    "note_stream",
     "num_local_accelerators",
     "own_device",
     "peak_memory_bytes",
@@ -58,6 +60,9 @@ _ON_HOST = ("cpu", "meta")
 # Devices return the time between events as float32 milliseconds, which after an hour is precise to
 # 1/4 ms only. So times are measured from an origin that is renewed after this many seconds.
 _ORIGIN_SECONDS = 10.0
+# By device, the streams on which a program has computed with the engine's memory: one, or several
+# if it runs units on streams of its own. (Torch's streams come from a pool of 32.)
+_used_streams: dict[torch.device, list[torch.Stream]] = {}
 _CACHED_ELEMENTS = 1 << 17  # a copy of this size stays in the processor's cache
 
 
@@ -117,8 +122,7 @@ class Accelerator(Device):
         return torch.Stream(self.torch_device, priority=-1)
 
     def current_stream(self) -> torch.Stream:
-        # Named explicitly, since another device may be the current one.
-        return torch.accelerator.current_stream(self.torch_device)
+        return _current_stream(self.torch_device)
 
     def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
         return stream
@@ -173,6 +177,35 @@ def wait_for_device(device: torch.device) -> None:
     """Make the host wait for the work that the calling thread has queued on ``device``."""
     here = device_of(device)
     here.synchronize(here.record(here.current_stream()))
+
+
+def note_stream(device: torch.device) -> None:
+    """Note that the engine's memory is used on the current stream, for `join_streams`."""
+    if is_accelerator(device):
+        used, current = _used_streams.setdefault(device, []), _current_stream(device)
+        if current not in used:
+            used.append(current)
+
+
+def join_streams(device: torch.device, *, mutually: bool = False) -> None:
+    """Make later work on the current stream wait for all streams that `note_stream` has noted.
+
+    With ``mutually``, later work on these also waits for the current one, so that a stream may get
+    the memory which the current one frees.
+    """
+    used = _used_streams.get(device)
+    if used:
+        current = _current_stream(device)
+        others = [stream for stream in used if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        for stream in others if mutually else ():
+            stream.wait_stream(current)
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    # Named explicitly, since another device may be the current one.
+    return torch.accelerator.current_stream(device)
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -5,9 +5,10 @@ import hashlib
 import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SUM = dist.ReduceOp.SUM
 _ALLOCATE_SECONDS = 60.0  # timeout of ranks that allocate symmetric memory together
+_POLL_SECONDS = 1.0  # between two looks whether the ranks have been stopped
+_ALL = "all ranks have come"
 _MAX_DESCRIPTION = 300  # characters
 # Multiplying by 2**-k is exact in these dtypes, before or after a sum. In float16 small numbers
 # would be lost (`GradientBuffer._divisors` of the runtime).
@@ -98,6 +101,7 @@ class ProcessGroupCollectives:
         self.is_monitored = self._can.is_stream_ordered and world.size > 1
         self._epoch = 0
         self._is_stopped = False
+        self._creating: CollectiveId | None = None  # stands for a group or memory
         self._issued = 0
         self._queued: deque[tuple[DeviceWork, CollectiveId, Mark]] = deque()  # oldest first
         self._ended: deque[CollectiveId] = deque(maxlen=16)
@@ -227,20 +231,37 @@ class ProcessGroupCollectives:
         All ranks of the group allocate symmetric memory together, in the same order.
 
         Raises:
-            StepError: the ranks allocate different sizes, or describe them differently (``what``).
+            StepError: the ranks allocate different sizes, or describe them differently (``what``),
+                or the allocation failed on another rank.
+            PeerAborted: another rank raised.
         """
         made = self._process_group(group)
         assert made is not None
         if self._memory_kind is MemoryKind.SYMMETRIC:
-            self._check_same(f"{num_bytes} bytes, {what}", made, group)
-            return symmetric_tensor(num_bytes, made, self._device).untyped_storage()
+            together = self._allocating(f"{num_bytes} bytes, {what}", made, group)
+            return symmetric_tensor(num_bytes, made, self._device, together).untyped_storage()
         allocate = tensor_allocator(made, self._device)
         assert allocate is not None, "`check_memory` was called"
         return allocate(num_bytes).untyped_storage()
 
-    def _check_same(self, own: str, made: dist.ProcessGroup, group: RankGroup) -> None:
+    @contextlib.contextmanager
+    def _allocating(self, own: str, made: dist.ProcessGroup, group: RankGroup) -> Iterator[None]:
+        """Run the body, which allocates, on all ranks of ``group``; raise if it raises on one.
+
+        All ranks then wait for each other in C++, which a rank that raised would never reach.
+        """
         self._allocations += 1
-        store, key = default_store(), f"{made.group_name}/memory/{self._allocations}"
+        key = f"{made.group_name}/memory/{self._allocations}"
+        try:
+            self._check_same(key, own, group)
+            yield
+        except Exception as error:
+            default_store().set(f"{key}/met", f"rank {group.own_rank} raised {error!r}")
+            raise
+        self._meet(key, group, "symmetric memory", timedelta(seconds=_ALLOCATE_SECONDS))
+
+    def _check_same(self, key: str, own: str, group: RankGroup) -> None:
+        store = default_store()
         if group.index == 0:
             store.set(key, own)
             return
@@ -306,14 +327,56 @@ class ProcessGroupCollectives:
         if group.size == 1:
             return None
         if group.digest not in self._groups:
-            if self._is_stopped:  # other ranks may never create it
-                raise PeerAborted("no process group can be created until the ranks have recovered")
-            kind = "/without kernels" if self._without_kernels else ""
-            name = f"{self.name}{kind}" + (f"/{self._epoch}" if self._epoch else "")
-            self._groups[group.digest] = new_group(
-                group, self._backend, name, without_kernels=self._without_kernels
-            )
+            self._create_group(group)
         return self._groups[group.digest]
+
+    def _create_group(self, group: RankGroup) -> None:
+        kind = "/without kernels" if self._without_kernels else ""
+        epoch = self._epoch
+        name = f"{self.name}{kind}" + (f"/{epoch}" if epoch else "")
+        if self.is_monitored:  # the creation cannot be ended, so no rank enters it alone
+            assert group.parent is not None
+            key = f"{group.parent.group_name}/{name}/{group.digest.hex()}"
+            self._meet(key, group, "a process group", group_timeout(group.parent))
+        made = new_group(group, self._backend, name, without_kernels=self._without_kernels)
+        with self._lock:
+            is_stopped = self._is_stopped or self._epoch != epoch
+            if not is_stopped:
+                self._groups[group.digest] = made
+        if is_stopped:  # `stop` did not know this group
+            _abort(made)
+            _destroy(made)
+            raise self._stopped()
+
+    def _meet(self, key: str, group: RankGroup, what: str, timeout: timedelta) -> None:
+        """Return when all ranks of ``group`` have called this with ``key``, to create ``what``.
+
+        Unlike a wait of the backend, it ends when the ranks are stopped.
+
+        Raises:
+            PeerAborted: another rank raised.
+            StepError: another rank cannot create its part, or ``timeout`` is over.
+        """
+        until, store = time.monotonic() + timeout.total_seconds(), default_store()
+        num_ranks, key = store.add(f"{key}/ranks", 1), f"{key}/met"
+        if num_ranks == group.size:
+            store.set(key, _ALL)
+        self._creating = CollectiveId(self._issued + 1, f"creation of {what}", 0, group.ranks)
+        try:
+            while not self._is_stopped and time.monotonic() < until:
+                with contextlib.suppress(dist.DistStoreError):  # not yet
+                    store.wait([key], timedelta(seconds=_POLL_SECONDS))
+                    break
+        finally:
+            self._creating = None
+        if self._is_stopped:
+            raise self._stopped()
+        reason = store.get(key).decode() if store.check([key]) else "a rank did not come in time"
+        if reason != _ALL:
+            raise StepError(f"the ranks {group.ranks} cannot create {what}: {reason}")
+
+    def _stopped(self) -> PeerAborted:
+        return PeerAborted("no process group can be created until the ranks have recovered")
 
     # -- progress, and recovery ------------------------------------------------------------------
 
@@ -334,7 +397,7 @@ class ProcessGroupCollectives:
                 _, collective, mark = self._queued.popleft()
                 self._ended.append(collective)
                 self.history.marks[collective.ranks] = mark
-            running = self._queued[0][1] if self._queued else None
+            running = self._queued[0][1] if self._queued else self._creating
             return QueueState.of(self._issued, self._issued, running, self._ended)
 
     def stop(self) -> None:
@@ -342,10 +405,12 @@ class ProcessGroupCollectives:
         if prefix := os.environ.get(PREFIX_VARIABLE):
             with contextlib.suppress(OSError):  # the error is more important than the record
                 self._write_flight_record(prefix)
-        self._is_stopped = True
+        with self._lock:
+            self._is_stopped = True
+            groups = [*self._groups.values(), *self._earlier]
         # NCCL aborts a communicator when its kernels have ended, which may wait for those of other
         # communicators of the device (pytorch/pytorch#119797).
-        run_together([partial(_abort, group) for group in list(self._groups.values())])
+        run_together([partial(_abort, group) for group in groups])
 
     def _write_flight_record(self, prefix: str) -> None:
         with self._lock:
@@ -359,8 +424,11 @@ class ProcessGroupCollectives:
 
     def restart(self, states: Sequence[QueueState]) -> None:
         """Continue with new process groups. All ranks call this."""
+        for group in (*self._groups.values(), *self._earlier):
+            _destroy(group)
         with self._lock:
             self._groups.clear()
+            self._earlier.clear()
             self._queued.clear()
             self.history = History()
             self._epoch += 1
@@ -371,6 +439,12 @@ class ProcessGroupCollectives:
 def _abort(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError):  # already aborted, or not supported
         group.abort()
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Free an aborted group, which torch would keep until the end of the job."""
+    with contextlib.suppress(ValueError, RuntimeError):  # destroyed with its job
+        dist.destroy_process_group(group)
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
