@@ -108,7 +108,7 @@ class Backward:
 Program = tuple[Forward | Backward, ...]
 
 DIFFERENTIABLE_OR_NOT = (Outcome.DIFFERENTIABLE, Outcome.DIFFERENTIABLE, Outcome.DETACHED)
-ANY_OUTCOME = (*DIFFERENTIABLE_OR_NOT, Outcome.DIFFERENTIABLE, Outcome.HIDDEN, Outcome.FAILED)
+ANY_OUTCOME = (*DIFFERENTIABLE_OR_NOT, Outcome.DIFFERENTIABLE, Outcome.UNHOOKED, Outcome.FAILED)
 
 
 def descendants(plan: Plan, unit: int) -> list[int]:

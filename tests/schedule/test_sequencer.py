@@ -164,7 +164,7 @@ def test_a_shorter_pass_frees_prefetched_units() -> None:
 
 
 def test_an_older_pass_may_be_walked_first() -> None:
-    """The last unit of forward lingers for its backward, but another backward comes first."""
+    """The last unit of forward stays for its backward, but another backward comes first."""
     driver = Driver(flat_plan(2))
     driver.run((Forward(CallSpec(1)), Forward(CallSpec(2))))
     start = len(driver.monitor.events)
@@ -235,7 +235,7 @@ def test_a_pass_ends_the_same_way_wherever_backward_leaves_it() -> None:
 def test_a_hidden_result_keeps_its_unit_gathered() -> None:
     """No hook reports when its backward begins, so its parameters must stay gathered."""
     driver = Driver(flat_plan(2))
-    inner = (CallSpec(1, Outcome.HIDDEN), CallSpec(2))
+    inner = (CallSpec(1, Outcome.UNHOOKED), CallSpec(2))
     driver.run((Forward(CallSpec(0, inner=inner)),))
     assert driver.monitor.gathered == {"u0", "u1", "u2"}
 
@@ -280,7 +280,7 @@ def test_a_backward_that_dies_leaves_nothing(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_gathered_units_are_bounded(data: st.DataObject) -> None:
-    """Without recomputation, which gathers more units, and HIDDEN outcomes, which keep units."""
+    """Without recomputation, which gathers more units, and UNHOOKED outcomes, which keep units."""
     plan = data.draw(plans(reshard_all=True))
     outcomes = (*DIFFERENTIABLE_OR_NOT, Outcome.FAILED)
     program = data.draw(programs(plan, outcomes=outcomes, recomputes=None))
@@ -322,7 +322,7 @@ def test_ranks_that_reach_different_calls_agree(data: st.DataObject) -> None:
 @given(st.data())
 def test_a_repeated_pass_gathers_ahead(data: st.DataObject) -> None:
     plan = data.draw(plans().filter(lambda plan: plan.prefetch > 0))
-    outcomes = (*DIFFERENTIABLE_OR_NOT, Outcome.HIDDEN)
+    outcomes = (*DIFFERENTIABLE_OR_NOT, Outcome.UNHOOKED)
     call = data.draw(call_specs(plan, outcomes))
     driver = Driver(plan)
     other = data.draw(st.sampled_from([(), (Backward(),), (Backward(), Forward(call))]))

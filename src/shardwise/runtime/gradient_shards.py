@@ -80,7 +80,7 @@ class GradientShard:
         return True
 
     @property
-    def can_lend_memory(self) -> bool:
+    def can_reduce_in_place(self) -> bool:
         """Whether the reduce buffer may use this shard's memory."""
         return not self._steps_in_backward and self.is_empty
 

@@ -255,16 +255,16 @@ class GradientBuffer:
         stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
         out = self._reduce_target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
-        stays_in_flat = self._pool is not self._own_pool
+        within_flat = self._pool is not self._own_pool
         if out is None:
             inner = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
             self.accumulated.keep_sums(inner)
-        elif is_cast or stays_in_flat or self._mesh.is_two_level:
+        elif is_cast or within_flat or self._mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
         scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
-        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, stays_in_flat)
+        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, within_flat)
         if self._quantized is None:
             return collectives.reduce(reduction, label)
         _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
@@ -325,7 +325,9 @@ class GradientBuffer:
         self._transition(GradientState.FILLING)
         if not self._owns_buffer:
             is_reduced = self._settings.reduce_grads and self._pool is self._own_pool
-            self._is_in_place = is_reduced and self._can_be_in_place and self.shard.can_lend_memory
+            self._is_in_place = (
+                is_reduced and self._can_be_in_place and self.shard.can_reduce_in_place
+            )
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
                 self._buffer.acquire(self.shard.memory().untyped_storage())
             else:

@@ -71,7 +71,7 @@ def outcome_of(
     only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
     if returned and not only_parameters and (trainable or _uses_trainable(module)):
         return Outcome.DIFFERENTIABLE
-    return Outcome.HIDDEN if trainable else Outcome.DETACHED
+    return Outcome.UNHOOKED if trainable else Outcome.DETACHED
 
 
 def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], None]) -> None:

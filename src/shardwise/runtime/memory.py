@@ -283,9 +283,9 @@ class Arena(Pool):
 class Pools:
     """The pools of one model on this rank.
 
-    Gathered units may be in memory that the ranks of a gather share, if all of these are known to
-    have freed what was there before. Private memory is used for small units, for units that are
-    gathered again from a part (and for the part), and for units with other ranks than the model.
+    Ranks may gather into shared memory once all of them have freed the range. Private memory is
+    used for small units, for units that are gathered again from a part (and for the part), and for
+    units with other ranks than the model.
 
     Gradients are whole only in backward. Their memory would be idle just when activations are at
     their peak, so it is allocated when backward begins and freed when it ends. Units with child

@@ -13,7 +13,7 @@ class Outcome(Enum):
     """How a unit's forward ended."""
 
     DIFFERENTIABLE = auto()  # backward may reach its output
-    HIDDEN = auto()  # backward may reach a tensor other than its output
+    UNHOOKED = auto()  # backward may reach a tensor other than its output
     DETACHED = auto()  # backward cannot reach it
     FAILED = auto()  # it raised
 
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def is_differentiable(self) -> bool:
-        return self.outcome in (Outcome.DIFFERENTIABLE, Outcome.HIDDEN)
+        return self.outcome in (Outcome.DIFFERENTIABLE, Outcome.UNHOOKED)
 
 
 class BackwardPass:

@@ -22,8 +22,8 @@ What is decided here, and why:
 - *A backward through a backward* (of `torch.func.grad`) keeps all units until its end: autograd
   may come back to any of them through tensors that are not outputs of units.
 - *At most two reductions* run at once. The root's runs alone: nothing is left to compute then.
-- *A unit lingers* after its call: it stays gathered until another unit is entered, because the
-  next call may be of the same unit, or the first one of backward.
+- *Freeing is delayed* after a call until another unit is entered, because the next call may be of
+  the same unit, or the first one of backward.
 - *With steps in backward*, a unit is updated when its gradients are complete and backward has
   visited all its calls of this step, or else at the end of backward.
 """
@@ -142,7 +142,7 @@ class Sequencer:
         self._stack: list[Call] = []
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
         self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
-        self._lingering: int | None = None
+        self._to_free: int | None = None
         self._reducing: deque[int] = deque()
         self._is_accumulating = False  # no optimizer steps before the next backward
         self._events: list[Event] = []
@@ -166,7 +166,7 @@ class Sequencer:
         if not forward_pass.on_track:
             self._free_prefetched()
         window = [unit, *self._distinct(forward_pass.upcoming, self._prefetch)]
-        self._end_lingering(keep=window)
+        self._free_delayed(keep=window)
         self._gather(unit)
         for ahead in window[1:]:
             self._gather(ahead, Reservation.PREFETCH)
@@ -183,9 +183,9 @@ class Sequencer:
         if call.forward_pass.grad and not call.forward_pass.recomputed:
             self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
         if not self._stays_after_forward(call):
-            self._end_lingering()
+            self._free_delayed()
             if call.is_differentiable:
-                self._lingering = call.unit
+                self._to_free = call.unit
             else:
                 self._free(call.unit)
         if not self._stack or self._stack[-1].forward_pass is not call.forward_pass:
@@ -355,7 +355,7 @@ class Sequencer:
         if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
             return True
         calls = call.forward_pass.by_unit[call.unit]
-        if any(other.outcome is Outcome.HIDDEN for other in calls):
+        if any(other.outcome is Outcome.UNHOOKED for other in calls):
             return True  # nothing would gather it before its backward
         chosen = self._settings[call.unit].reshard_after_forward
         if self._units[call.unit].reshard if chosen is None else chosen:
@@ -368,7 +368,7 @@ class Sequencer:
 
     def _visit(self, backward: BackwardPass, call: Call) -> None:
         window = self._window(chain((call.unit,), backward.upcoming))
-        self._end_lingering(keep=window)
+        self._free_delayed(keep=window)
         if not backward.keeps:
             for finished in backward.finish_younger(than=call.exited):
                 self._finish(backward, finished, keep=window)
@@ -509,7 +509,7 @@ class Sequencer:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
     def _free_all(self, *, keep_reserved: bool = False, even_kept: bool = False) -> None:
-        self._lingering = None
+        self._to_free = None
         for unit, status in enumerate(self._status):
             if keep_reserved and status.reservation in _FOR_THE_NEXT_PASS:
                 status.reservation = None
@@ -517,10 +517,10 @@ class Sequencer:
                 self._free(unit)
                 self._free_subgroup(unit)
 
-    def _end_lingering(self, keep: Collection[int] = ()) -> None:
-        if self._lingering is not None and self._lingering not in keep:
-            self._free(self._lingering, to_subgroup=True)
-        self._lingering = None
+    def _free_delayed(self, keep: Collection[int] = ()) -> None:
+        if self._to_free is not None and self._to_free not in keep:
+            self._free(self._to_free, to_subgroup=True)
+        self._to_free = None
 
     def _move(self, kind: EventKind, unit: int) -> None:
         status = self._status[unit]

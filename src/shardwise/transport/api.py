@@ -93,7 +93,7 @@ class Reduction:
     stages: tuple[Stage, ...]  # one or two
     scale: float = 1.0  # factor of `out`; applied in its dtype, or earlier if the bits are the same
     only_sums: bool = False  # use no other operator of the backend than SUM
-    stays_in_flat: bool = False  # no collective writes to `out`
+    reduces_within_flat: bool = False  # no collective writes to `out`
 
     @property
     def is_cast(self) -> bool:
@@ -102,7 +102,7 @@ class Reduction:
 
     def scattered(self, group: RankGroup) -> Tensor:
         """Return the memory for the result [S] of a second reduce-scatter, over ``group``."""
-        if self.out is None or self.is_cast or self.stays_in_flat:
+        if self.out is None or self.is_cast or self.reduces_within_flat:
             return self.inner.view(group.size, -1)[group.index]
         return self.out
 

@@ -164,8 +164,9 @@ class ProcessGroupCollectives:
         if not rest or work.error is not None:
             return work
         [second], began = rest, work.times[0]
-        # A process group is used on one stream only, that of all ranks on the first. A second stage
-        # is over all ranks if the first one is over a single rank.
+        # Each process group is used on one stream only:
+        #   stream          the first stage, and the group of all ranks
+        #   second stream   the second stage, unless its group is that of all ranks
         stream = self._second_stream if first.group.size > 1 else self.stream
         with stream.enqueue(after=work) as work:
             total = inner
