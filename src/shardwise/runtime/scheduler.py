@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -181,7 +181,7 @@ class Scheduler:
         hooks.at_end_of_backward(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),
-            self._comm.cleanup.submit,
+            partial(self._clean_up, threading.get_ident()),
         )
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
@@ -251,6 +251,17 @@ class Scheduler:
             comm.wait(comm.reduce.all_reduce_max(flag, comm.world, "agree on the conversion"))
             wait_for_device(device)
             comm.raise_found()
+
+    def _clean_up(self, thread: int, job: Callable[[], None]) -> None:
+        """Run ``job`` of a destructor, on another thread if it could wait for a lock here.
+
+        The garbage collector may run destructors on any thread, which may hold locks.
+        """
+        if threading.get_ident() == thread and not self._comm.is_locked:
+            with _private.without_transforms():
+                job()
+        else:
+            self._comm.cleanup.submit(job)
 
     def abandon_backward(self, task: int, error: BaseException) -> None:
         """Clean up after a graph task that raised."""

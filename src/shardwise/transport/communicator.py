@@ -154,6 +154,11 @@ class Communicator:
         return stream
 
     @property
+    def is_locked(self) -> bool:
+        """Whether a thread, perhaps this one, holds the lock that `abort` waits for."""
+        return self._lock.locked()
+
+    @property
     def step(self) -> int:
         """The step that this rank is in."""
         return self.place.step
