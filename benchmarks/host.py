@@ -308,8 +308,9 @@ class _Accelerator(transport_device.Accelerator):
     def new_stream(self) -> Any:
         return torch.cpu.Stream()
 
-    def current_stream(self) -> Any:
-        return torch.cpu.current_stream(self.torch_device)
+    @staticmethod
+    def current_stream_of(device: torch.device) -> Any:
+        return torch.cpu.current_stream(device)
 
     def use(self, stream: Any) -> Any:
         return torch.cpu.stream(stream)

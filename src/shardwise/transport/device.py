@@ -122,8 +122,12 @@ class Accelerator(Device):
         return torch.Stream(self.torch_device, priority=-1)
 
     def current_stream(self) -> torch.Stream:
-        # Named explicitly, since another device may be the current one.
-        return torch.accelerator.current_stream(self.torch_device)
+        return self.current_stream_of(self.torch_device)
+
+    @staticmethod
+    def current_stream_of(device: torch.device) -> torch.Stream:
+        """The calling thread's stream of ``device``, which may not be the current device."""
+        return torch.accelerator.current_stream(device)
 
     def use(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
         return stream
@@ -183,7 +187,7 @@ def wait_for_device(device: torch.device) -> None:
 def note_stream(device: torch.device) -> None:
     """Note that the engine's memory is used on the current stream, for `join_streams`."""
     if is_accelerator(device):
-        used, current = _used_streams.setdefault(device, []), device_of(device).current_stream()
+        used, current = _used_streams.setdefault(device, []), _current_stream(device)
         if current not in used:
             used.append(current)
 
@@ -196,12 +200,18 @@ def join_streams(device: torch.device, *, mutually: bool = False) -> None:
     """
     used = _used_streams.get(device)
     if used:
-        current = device_of(device).current_stream()
+        current = _current_stream(device)
         others = [stream for stream in used if stream != current]
         for stream in others:
             current.wait_stream(stream)
         for stream in others if mutually else ():
             stream.wait_stream(current)
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    kind = KINDS.get(device.type, Accelerator)
+    assert issubclass(kind, Accelerator)
+    return kind.current_stream_of(device)
 
 
 def is_accelerator(device: torch.device) -> bool:
