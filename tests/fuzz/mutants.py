@@ -1,6 +1,6 @@
-"""Faults that the engine had, put back: the fuzzer has to find each of them.
+"""Faults of gradients that wait for a reduction: the fuzzer has to find each of them.
 
-They are those of gradients that wait for a reduction between micro-batches.
+The engine had most of them once; the others are mistakes in what mended them.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def _restore_nothing(self: AccumulatedGradients, _copy: Any) -> None:
     self.drop()
 
 
-def _set_sums_alone_to_zero(self: AccumulatedGradients, position: int) -> None:
+def _set_all_but_sums_to_zero(self: AccumulatedGradients, position: int) -> None:
     with mock.patch.object(self, "_partial", None):
         _SET_TO_ZERO(self, position)
 
@@ -42,7 +42,7 @@ def _drop_before_conversion(self: Scheduler) -> None:
         self.drop_accumulated()
 
 
-def _drop_in_evaluation(self: Scheduler, error: BaseException) -> None:
+def _fail_and_drop(self: Scheduler, error: BaseException) -> None:
     self.drop_accumulated()
     _FAIL(self, error)
 
@@ -55,9 +55,13 @@ _FAIL = Scheduler.fail
 MUTANTS: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
     "zero_grad keeps what was held": (AccumulatedGradients, "drop_replaced", _do_nothing),
     "zero_() keeps what was held": (AccumulatedGradients, "_set_to_zero", _do_nothing),
-    "zero_() keeps partial sums": (AccumulatedGradients, "_set_to_zero", _set_sums_alone_to_zero),
+    "zero_() keeps partial sums": (
+        AccumulatedGradients,
+        "_set_to_zero",
+        _set_all_but_sums_to_zero,
+    ),
     "an exception in backward drops all": (AccumulatedGradients, "rollback", _rollback_and_drop),
-    "an exception drops all": (Scheduler, "fail", _drop_in_evaluation),
+    "an exception drops all": (Scheduler, "fail", _fail_and_drop),
     "an undone transaction drops all": (AccumulatedGradients, "restore", _restore_nothing),
     "a failed backward adds its part": (AccumulatedGradients, "rollback", _do_nothing),
     "freezing loses a gradient": (GradientShard, "gets_gradient", _gets_gradient_if_trainable),

@@ -59,14 +59,7 @@ def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     failing = model[3]
     assert isinstance(failing, FailingLinear)
     _check_step(model, reference)
-    held: list[object] = []
-    original = _private.queue_callback
-
-    def queue_and_hold(callback: Callable[[], None]) -> None:
-        held.append(callback)
-        original(callback)
-
-    monkeypatch.setattr(_private, "queue_callback", queue_and_hold)
+    held = _held_callbacks(monkeypatch)
     failing.where = "backward"
     loss = model(torch.randn(4, WIDTH).double()).square().mean()
     step = sw.transaction(model) if in_transaction else contextlib.nullcontext()
@@ -81,13 +74,8 @@ def test_the_next_step_waits_for_the_thread_of_a_backward_that_raised(
     _check_step(model, reference)
 
 
-@on_ranks(2, deadline=40.0)
-def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may run on any thread, also on one that holds the lock of the communicator."""
-    reference, model = _make()
-    failing = model[3]
-    assert isinstance(failing, FailingLinear)
-    _check_step(model, reference)
+def _held_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Hold the callbacks for the end of a backward, until the list is cleared."""
     held: list[object] = []
     original = _private.queue_callback
 
@@ -95,15 +83,26 @@ def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None
         held.append(callback)
         original(callback)
 
-    failing.where = "backward"
     monkeypatch.setattr(_private, "queue_callback", queue_and_hold)
+    return held
+
+
+@on_ranks(2, deadline=40.0)
+def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run on any thread, also on one that holds the lock of the communicator."""
+    reference, model = _make()
+    failing = model[3]
+    assert isinstance(failing, FailingLinear)
+    _check_step(model, reference)
+    held = _held_callbacks(monkeypatch)
+    failing.where = "backward"
     with pytest.raises(ValueError, match="it hurts"):
         model(torch.randn(4, WIDTH).double()).square().mean().backward()
     monkeypatch.undo()
     failing.where = ""
     comm = runtime_of(model).scheduler._comm
     assert not comm.is_broken
-    with comm._lock:
+    with comm._locked():
         held.clear()
         assert not comm.is_broken
     assert eventually(lambda: comm.is_broken)

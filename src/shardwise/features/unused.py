@@ -53,7 +53,7 @@ class UsedParameterSync:
         self, units: Iterable[Unit], comm: Communicator, device: torch.device, label: str
     ) -> None:
         self._gradients = gradients_of(units)
-        # Frozen parameters get no gradient and count as used.
+        # Parameters that get no gradient, because they are frozen, count as used.
         self._own = [
             is_used or not each.gets_gradient(position)
             for each in self._gradients

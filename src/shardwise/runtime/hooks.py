@@ -136,8 +136,8 @@ def at_end_of_backward(
 ) -> None:
     """Call ``finish`` when this thread's graph task ends, or ``abandon`` if it fails.
 
-    If it fails, a destructor passes the call of ``abandon`` to ``cleanup``, which must return
-    without waiting for locks: any thread may run the destructor, while it holds some.
+    If it fails, a destructor passes the call of ``abandon`` to ``cleanup``. Any thread may run the
+    destructor while it holds locks, for which ``cleanup`` must then not wait.
     """
     _private.queue_callback(_End(finish, abandon, cleanup))
 

@@ -253,11 +253,12 @@ class Scheduler:
             comm.raise_found()
 
     def _clean_up(self, thread: int, job: Callable[[], None]) -> None:
-        """Run ``job`` of a destructor, on another thread if it could wait for a lock here.
+        """Run ``job`` of a destructor, on another thread if it could wait for this one.
 
-        The garbage collector may run destructors on any thread, which may hold locks.
+        The garbage collector may run destructors on any thread, which may hold locks. ``thread`` is
+        that of the backward, where the cleanup has ended before ``backward`` raises.
         """
-        if threading.get_ident() == thread and not self._comm.is_locked:
+        if threading.get_ident() == thread and not self._comm.is_locked_here:
             with _private.without_transforms():
                 job()
         else:

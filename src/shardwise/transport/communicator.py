@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -124,6 +124,7 @@ class Communicator:
         self._logged_seconds = 0.0  # length of the wait when it was last logged
         # The heartbeat thread uses all that follows.
         self._lock = threading.Lock()  # held while it checks others, and by `abort`
+        self._lock_thread = 0  # the thread that holds it
         self._error: StepError | None = None  # that it found, for the main thread to raise
         self._device_looks = LookCounter()  # at collectives that run on the device
         self._torch_looks = LookCounter()  # at the main thread in a collective of torch
@@ -154,9 +155,18 @@ class Communicator:
         return stream
 
     @property
-    def is_locked(self) -> bool:
-        """Whether a thread, perhaps this one, holds the lock that `abort` waits for."""
-        return self._lock.locked()
+    def is_locked_here(self) -> bool:
+        """Whether this thread holds the lock that `abort` waits for, so that it would hang."""
+        return self._lock_thread == threading.get_ident()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            self._lock_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._lock_thread = 0
 
     @property
     def step(self) -> int:
@@ -228,7 +238,7 @@ class Communicator:
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this rank raised, so that they do not wait for it."""
-        with self._lock:
+        with self._locked():
             self._error = None  # this rank raises its own
             if self._monitor is not None and not self.is_broken:
                 place = f"step {self.step}, {self.where}"
@@ -366,7 +376,7 @@ class Communicator:
         if self.is_broken:
             marks = ()  # aborted collectives count as ended
         monitor.beat(Heartbeat(count, report, marks))
-        with self._lock:
+        with self._locked():
             if self.is_broken:
                 return
             self._report_torch_collective(monitor, report)
