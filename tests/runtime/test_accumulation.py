@@ -22,6 +22,7 @@ from tests.runtime.one_process import (
     full,
     options_of,
     own_part,
+    runtime_of,
     world_size,
 )
 
@@ -333,6 +334,22 @@ def test_a_backward_that_fails_leaves_no_gradient_where_there_was_none() -> None
     assert all(parameter.grad is None for parameter in loop.model.parameters())
     loop.backward(last=True)
     assert loop.model.extra.grad is None
+
+
+@on_ranks(2)
+def test_sums_that_a_reduction_may_still_read_are_not_freed() -> None:
+    """A transaction is undone while the reductions of its backward may be in flight."""
+    loop = Loop(shard("fsdp"), Path())
+    loop.backward(delay=DELAYS[1])
+    accumulated = next(iter(runtime_of(loop.model).units[0].gradients)).accumulated
+    sums, _ = accumulated.take_sums()  # as a reduction does
+    assert sums is not None
+    expected, pool = sums.clone(), accumulated.pool
+    in_use = pool.allocate_tensor(4 * len(sums), sums.dtype)  # so that the pool keeps idle blocks
+    accumulated.drop()
+    pool.allocate_tensor(len(sums), sums.dtype).fill_(torch.nan)
+    assert torch.equal(sums, expected)
+    pool.free(in_use.untyped_storage())
 
 
 @on_ranks(2)

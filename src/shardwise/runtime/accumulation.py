@@ -399,9 +399,12 @@ class AccumulatedGradients:
 
     def _drop_all(self) -> None:
         self._drop_whole()
-        if self._sums is not None and self._sums is not self._partial:
-            self.pool.disown(self._sums.untyped_storage())  # a collective may be writing to it
-        self._free(self._partial)
+        if self._sums is self._partial:
+            self._free(self._partial)
+        else:  # a reduction that failed may still read or write them
+            for sums in (self._sums, self._partial):
+                if sums is not None:
+                    self.pool.disown(sums.untyped_storage())
         self._partial = self._sums = None
         self._is_held = [False] * len(self._is_held)
         self.is_active = False
