@@ -318,7 +318,10 @@ class _Accelerator(transport_device.Accelerator):
     def record(self, stream: Any) -> Any:
         event: Any = _Event()
         event.record(stream)
-        return transport_device.StreamEvent(event, self._origin, self._origin_seconds)
+        return transport_device.StreamEvent(event)
+
+    def record_time(self, stream: Any) -> Any:
+        return self.record(stream)
 
 
 if __name__ == "__main__":

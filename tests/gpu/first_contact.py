@@ -30,9 +30,9 @@ def _events(context: Context) -> None:
     with device.use(stream):
         assert device.current_stream() == stream
         x = torch.randn(4096, 4096, device=context.device)
-        first = device.record(stream)
+        first = device.record_time(stream)
         x = x @ x
-        second = device.record(stream)
+        second = device.record_time(stream)
     assert device.current_stream() != stream
     device.wait(device.current_stream(), second)
     device.synchronize(second)

@@ -1,6 +1,7 @@
 """Streams run jobs in order, concurrently with the caller, and keep nothing afterwards."""
 
 import gc
+import math
 import threading
 import time
 import weakref
@@ -166,9 +167,10 @@ class _Clock:
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.time = 0.0  # in milliseconds
+        self.num_timed = 0  # events that have times
 
-    def new_event(self, device: torch.device, *, enable_timing: bool) -> mock.Mock:
-        assert enable_timing
+    def new_event(self, device: torch.device, *, enable_timing: bool = False) -> mock.Mock:
+        self.num_timed += enable_timing
         event = mock.Mock(device=device)
         event.record.side_effect = lambda stream: self._record(event, stream)
         event.elapsed_time.side_effect = lambda later: later.time - event.time
@@ -196,28 +198,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return clock
 
 
+@pytest.mark.parametrize("is_timed", [False, True])
 @pytest.mark.parametrize("name", ["cuda:0", "xpu:1"])
-def test_streams_of_any_accelerator_wait_for_each_other(clock: _Clock, name: str) -> None:
+def test_streams_of_any_accelerator_wait_for_each_other(
+    clock: _Clock, name: str, *, is_timed: bool
+) -> None:
     """They use the current stream of their own device, which may not be the current device."""
     stream = DeviceStream(torch.device(name))
     clock.log.clear()
-    work = stream.submit(lambda: clock.log.append(("job",)))
+    clock.num_timed = 0
+    with stream.enqueue(timed=is_timed) as work:
+        clock.log.append(("job",))
     assert work.wait(0.0)
+    assert clock.num_timed == 2 * is_timed
+    assert math.isnan(work.span[1] - work.span[0]) != is_timed
     own, current = f"new of {name}", f"current of {name}"
+    end = 3.0 + is_timed
     assert clock.log == [
         ("record", current, 2.0),
         ("wait", own, 2.0),
-        ("record", own, 3.0),
+        *([("record", own, 3.0)] * is_timed),
         ("job",),
-        ("record", own, 4.0),
-        ("wait", current, 4.0),
+        ("record", own, end),
+        ("wait", current, end),
     ]
 
 
 @pytest.mark.usefixtures("clock")
 def test_the_host_reads_times_of_a_device_late() -> None:
     before = time.perf_counter()
-    work = DeviceStream(torch.device("cuda", 0)).submit(lambda: None)
+    with DeviceStream(torch.device("cuda", 0)).enqueue(timed=True) as work:
+        pass
     began, ended = work.times
     assert not began.event.synchronize.called  # type: ignore[attr-defined]
     assert work.span[0] - before == pytest.approx(0.002, abs=0.1)
@@ -378,8 +389,8 @@ def test_times_of_a_device_are_precise_for_days(monkeypatch: pytest.MonkeyPatch)
     stream = device.current_stream()
     for _ in range(5_000):  # steps of 8 s
         TimedEvent.now += 8.0
-        began = device.record(stream)
+        began = device.record_time(stream)
         TimedEvent.now += 1e-3
-        ended = device.record(stream)
+        ended = device.record_time(stream)
     assert float(ended) - float(began) == pytest.approx(1e-3, abs=2e-6)
     assert float(ended) == pytest.approx(TimedEvent.now, abs=1e-2)

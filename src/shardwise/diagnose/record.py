@@ -27,7 +27,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.policies import choose_units
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.ledger import LedgerReader, Record
+from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import COMPUTE
 from shardwise.transport.device import device_of, is_accelerator, name_of
@@ -58,7 +58,8 @@ def record(
                     ...
 
     Each rank writes a file such as ``directory/recording/rank-00003.jsonl``: the totals of every
-    step, and all events and memory samples of some steps. An existing recording is replaced.
+    step, and all events and memory samples of some steps. An existing recording is replaced. On an
+    accelerator, the totals of the other steps do not tell how long communication took.
 
     Args:
         model: the sharded root. All ranks of its mesh must call this.
@@ -96,7 +97,9 @@ class Recorder(LedgerReader):
         self._sampled_step = -1
         self._tokens: tuple[int, int] | None = None
         self._pending: deque[EndedStep | EndedSpan] = deque()  # the device may not be done
+        self._forward_began: SupportsFloat = 0.0
         self.exposed_seconds = 0.0  # sum over all steps whose times are known
+        self.num_timed_steps = 0  # of these
         self._closing = ExitStack()
         clock = measure_clock_offset(runtime)
         self._offset = clock.seconds
@@ -144,9 +147,15 @@ class Recorder(LedgerReader):
 
     # -- called by the ledger --------------------------------------------------------------------
 
+    def wants_times(self, step: int) -> bool:
+        return step in self._steps
+
     def forward_began(self) -> None:
         ledger = self._ledger()
-        if ledger is None or ledger.step not in self._steps:
+        assert ledger is not None
+        if not ledger.is_timed:
+            self._forward_began = self._clock()
+        if ledger.step not in self._steps:
             return
         if self._sampled_step != ledger.step:
             self._sampled_step = ledger.step
@@ -166,6 +175,9 @@ class Recorder(LedgerReader):
         assert ledger is not None
         samples, self._samples = self._samples, []
         tokens, self._tokens = self._tokens, None
+        began, end = self._forward_began, None
+        if records and is_timed(records):
+            began, end = records[0].began, records[-1].ended
         ended = EndedStep(
             step,
             records,
@@ -174,6 +186,8 @@ class Recorder(LedgerReader):
             gathered_bytes=ledger.gathered_bytes,
             tokens=tokens,
             is_detailed=step in self._steps,
+            began=began,
+            ended=self._clock() if end is None else end,
         )
         self._pending.append(ended)
         self._write_pending()
@@ -196,9 +210,10 @@ class Recorder(LedgerReader):
         self._write(lines)
 
     def _write(self, lines: Collection[Line]) -> None:
-        self.exposed_seconds += sum(
-            line.exposed_seconds for line in lines if isinstance(line, StepTotals)
-        )
+        totals = [line.exposed_seconds for line in lines if isinstance(line, StepTotals)]
+        timed = [seconds for seconds in totals if seconds is not None]
+        self.exposed_seconds += sum(timed)
+        self.num_timed_steps += len(timed)
         text = "".join(to_json(line) + "\n" for line in lines)
         try:
             self._file.write(text)

@@ -13,7 +13,7 @@ from shardwise.diagnose.recording import (
     Span,
     StepTotals,
 )
-from shardwise.runtime.ledger import Record
+from shardwise.runtime.ledger import Record, is_timed
 from shardwise.schedule.events import WAITS
 from shardwise.transport.device import Device
 
@@ -49,12 +49,13 @@ class EndedStep:
     gathered_bytes: int  # at the end of the step
     tokens: tuple[int, int] | None  # (tokens that counted, padding)
     is_detailed: bool
+    began: SupportsFloat
+    ended: SupportsFloat
 
     def is_over(self, device: Device) -> bool:
         """Whether its times are known without blocking the host."""
-        last = self.records[-1:]
         works = (work for record in self.records for work in record.works)
-        return all(device.is_over(record.ended) for record in last) and all(
+        return device.is_over(self.ended) and all(
             work.done and device.is_over(work.times[1]) for work in works
         )
 
@@ -78,13 +79,17 @@ class EndedStep:
         changes = list(accumulate(record.event.gathered_change for record in records))
         before = self.gathered_bytes - changes[-1]
         launched = [record for record in records if record.works]
+        exposed = busy = None
+        if is_timed(records):
+            exposed = sum(record.seconds for record in records if record.event.kind in WAITS)
+            busy = sum(record.busy_seconds for record in launched)
         return StepTotals(
             step=self.step,
-            began=float(records[0].began) + offset,
-            ended=float(records[-1].ended) + offset,
+            began=float(self.began) + offset,
+            ended=float(self.ended) + offset,
             updates=self.updates,
-            exposed_seconds=sum(r.seconds for r in records if r.event.kind in WAITS),
-            communication_seconds=sum(record.busy_seconds for record in launched),
+            exposed_seconds=exposed,
+            communication_seconds=busy,
             communication_bytes=sum(record.event.bytes for record in launched),
             peak_gathered_bytes=before + max(0, *changes),
             tokens=tokens,

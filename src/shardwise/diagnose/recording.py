@@ -161,8 +161,9 @@ class StepTotals(_Interval):
     began: float
     ended: float
     updates: int  # number of parameter updates before the step
-    exposed_seconds: float  # time that compute waited for communication
-    communication_seconds: float  # time of gathers and reductions, hidden or exposed
+    # None on an accelerator, unless the step was recorded in detail or the ledger takes all times:
+    exposed_seconds: float | None  # time that compute waited for communication
+    communication_seconds: float | None  # time of gathers and reductions, hidden or exposed
     communication_bytes: int
     peak_gathered_bytes: int
     tokens: int | None = None  # tokens that counted on this rank

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from shardwise.errors import StepError
 from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.schedule.events import GATHERS, Event, EventKind, describe
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Work
+from shardwise.transport.device import NO_TIME
 
-__all__ = ["Ledger", "LedgerReader", "Record", "count_sent"]
+__all__ = ["Ledger", "LedgerReader", "Record", "count_sent", "is_timed"]
 
 # Records of forwards that have had no backward: more than those of 32 passes of 100 layers.
 _MAX_RECORDS = 1 << 14
@@ -44,7 +46,8 @@ class Record:
     """One event that took place.
 
     Times are in seconds of `time.perf_counter`, on the stream that computes: floats, or device
-    events that can be converted to floats once they have taken place.
+    events that can be converted to floats once they have taken place. They are NaN if the forward
+    was not timed (`Ledger.takes_times`).
     """
 
     event: Event
@@ -65,8 +68,17 @@ class Record:
         return sum(ended - began for began, ended in (work.span for work in self.works))
 
 
+def is_timed(records: Iterable[Record]) -> bool:
+    """Whether all ``records`` have times; on a device, the host does not wait for them."""
+    return all(record.began is not NO_TIME for record in records)
+
+
 class LedgerReader:
     """Is called when the ledger changes. The methods of this base class do nothing."""
+
+    def wants_times(self, step: int) -> bool:  # noqa: ARG002
+        """Whether this reader needs the times of the events of ``step``."""
+        return False
 
     def forward_began(self) -> None:
         """An outermost forward is about to enter its first unit."""
@@ -93,6 +105,10 @@ class Ledger:
     A step is one forward and the backward that follows it, so with accumulation an optimizer step
     has several. A forward that no backward can follow, as under `torch.no_grad`, is part of the
     current step until the next forward begins.
+
+    ``takes_times`` says whether all steps are timed. On an accelerator this costs host time for
+    each event, so it is False there unless you set it; steps whose times a reader wants, such as
+    those that `sw.record` records in detail, are timed anyway. On a CPU it is True.
     """
 
     def __init__(
@@ -100,9 +116,12 @@ class Ledger:
         labels: Sequence[str],
         max_steps: int = 8,
         clock: Callable[[], SupportsFloat] = time.perf_counter,  # of the stream that computes
+        takes_times: bool = True,
     ) -> None:
         self._labels = labels  # of the plan's units
         self.clock = clock
+        self.takes_times = takes_times
+        self.is_timed = takes_times  # whether the current forward and its backward are
         self.readers: list[LedgerReader] = []
         self.outer_bytes = 0  # of differences that this rank has sent to other replicas
         self.updates = 0  # number of forwards before which parameters had changed
@@ -133,6 +152,9 @@ class Ledger:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Report the duration of the body to readers, as "data" or "optimizer" for example."""
+        if not self.readers:
+            yield
+            return
         began = self.clock()
         try:
             yield
@@ -143,6 +165,8 @@ class Ledger:
     def begin_forward(self, *, has_changes: bool = False) -> None:
         """Note that an outermost forward begins, and whether parameters have changed before it."""
         self.updates += has_changes
+        wanted = (reader.wants_times(self.step) for reader in self.readers)
+        self.is_timed = self.takes_times or any(wanted)
         for reader in self.readers:
             reader.forward_began()
         records = self._steps[-1]
@@ -233,8 +257,16 @@ class Ledger:
         """The share of a step's gather time that overlapped with compute.
 
         The rest is exposed: compute waited for it. The share is 1 if there was nothing to gather.
+
+        Raises:
+            StepError: the step was not timed.
         """
         records = self.records(step)
+        if not is_timed(records):
+            raise StepError(
+                "this step was not timed, which costs host time on an accelerator; set "
+                "sw.ledger(model).takes_times = True before it"
+            )
         busy = sum(r.busy_seconds for r in records if r.event.kind in GATHERS)
         exposed = sum(r.seconds for r in records if r.event.kind is EventKind.WAIT)
         return max(0.0, 1.0 - exposed / busy) if busy else 1.0

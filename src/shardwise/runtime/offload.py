@@ -44,9 +44,12 @@ class HostOffloader:
         """Begin to copy to the device. Returns what a collective calls before it reads ``to``."""
         if not self._has_streams:
             return partial(copy_, to, of)
-        work = self._to_device.submit(partial(copy_, to, of))
+        with self._to_device.enqueue() as work:
+            copy_(to, of)
         return work.wait_on_device
 
     def to_host(self, to: Tensor, of: Tensor) -> DeviceWork:
         """Begin to copy to the host; call `DeviceWork.synchronize` before reading ``to``."""
-        return self._to_host.submit(partial(copy_, to, of))
+        with self._to_host.enqueue() as work:
+            copy_(to, of)
+        return work

@@ -29,7 +29,13 @@ from shardwise.transport.communicator import (
     communicator,
     note_place,
 )
-from shardwise.transport.device import device_of, join_streams, note_stream, wait_for_device
+from shardwise.transport.device import (
+    NO_TIME,
+    device_of,
+    join_streams,
+    note_stream,
+    wait_for_device,
+)
 
 __all__ = ["Scheduler"]
 
@@ -58,7 +64,9 @@ class Scheduler:
         self._mesh = mesh
         self._device = here = device_of(device)
         self.ledger = Ledger(
-            [unit.label for unit in plan.units], clock=lambda: here.record(here.current_stream())
+            [unit.label for unit in plan.units],
+            clock=lambda: here.record_time(here.current_stream()),
+            takes_times=not here.is_accelerator,
         )
         self._depth = 0  # number of nested forwards that are running
         self._tasks: set[int] = set()  # running graph tasks of autograd that have reached the model
@@ -516,9 +524,9 @@ class Scheduler:
         if self._events_incomplete or not events:
             return
         self._events_incomplete = True
-        clock = self.ledger.clock
+        is_timed = self._comm.is_timed = self.ledger.is_timed
         note_stream(self._device.torch_device)
-        now = clock()
+        now = self.ledger.clock() if is_timed else NO_TIME
         try:
             for event in events:
                 record, unit = Record(event, self.ledger.step, now), self.units[event.unit]
@@ -526,7 +534,7 @@ class Scheduler:
                     if works := self._do(event.kind, unit):
                         record.works = works
                         record.sent = unit.mesh.axis_bytes(works, unit.plan.inner_ranks)
-                    now = clock()
+                    now = self.ledger.clock() if is_timed else NO_TIME
                 record.ended = now
                 self.ledger.append(record)
         except BaseException as error:

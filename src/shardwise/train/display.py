@@ -60,8 +60,10 @@ class Display:
         peak = low if low == high else f"{low} to {high}"
         self.print_line(f"peak resident memory of a rank, with libraries and activations: {peak}")
         speed = f"{summary.tokens:,} tokens at {summary.tokens_per_second:,.0f} tokens/s"
-        overlap = f"; {summary.overlapped_share:.0%} of the gather time overlapped with compute"
-        self.print_line(speed + (overlap if num_ranks > 1 else ""))
+        share, overlap = summary.overlapped_share, ""
+        if num_ranks > 1 and share is not None:
+            overlap = f"; {share:.0%} of the gather time overlapped with compute"
+        self.print_line(speed + overlap)
 
     def show_files(self) -> None:
         files = ", ".join(sorted(file.name for file in self._run.path.iterdir()))

@@ -1,7 +1,9 @@
 """The results of a run: its final losses, its speed and memory, and a generated sample."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ class Summary:
     rank: Footprint  # memory of the rank that needs most
     process: Footprint  # memory of one process without sharding
     resident_peaks: tuple[int, ...]  # measured peak bytes, by rank
-    overlapped_share: float  # share of the gather time that overlapped compute
+    overlapped_share: float | None  # share of the gather time that overlapped compute, if timed
     sample: str
 
 
@@ -50,7 +52,8 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
     )
     forecast = rank_footprint(runtime.plan, config, world.device.type)
     transient = max(world.gather(runtime.pools.peak_bytes))
-    overlapped = sum(trainer.overlapped_shares) / max(1, len(trainer.overlapped_shares))
+    shares = trainer.overlapped_shares
+    overlapped = world.gather(sum(shares) / len(shares) if shares else math.nan)
     last = records[-SUMMARY_STEPS:]
     validation_loss = records[-1].validation_loss
     if validation_loss is None:  # the last record is from a run with more steps
@@ -67,7 +70,7 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
         rank=replace(forecast, transient=transient),
         process=process_footprint(runtime.plan, config),
         resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
-        overlapped_share=sum(world.gather(overlapped)) / world.size,
+        overlapped_share=None if any(map(math.isnan, overlapped)) else fmean(overlapped),
         sample=sample,
     )
 

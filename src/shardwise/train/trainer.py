@@ -19,6 +19,7 @@ from shardwise.checkpoint.stores import folder_at
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.runtime.engine import Runtime
+from shardwise.runtime.ledger import is_timed
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across
 from shardwise.train.build import shard_model
@@ -77,7 +78,7 @@ class Trainer:
         self.step_seconds: list[float] = []  # steps of this process, without validation
         self.overlapped_shares: list[float] = []  # overlapped share of the gather time, by step
         self.recorder: sw.Recorder | None = None
-        self._exposed_seconds = 0.0  # total over all steps
+        self._exposed = 0.0, 0  # seconds in all steps that were timed, and their number
         self.share_of_peak = share_of_peak(config, world, self.model, self.source)
 
     @property
@@ -254,15 +255,20 @@ class Trainer:
 
     def exchange(self, loss: Tensor, norm: Tensor | None) -> StepResult:
         """Exchange loss, figures and stop signals, so that all ranks stop after the same step."""
-        before, recorder = self._exposed_seconds, self.recorder
-        self._exposed_seconds = 0.0 if recorder is None else recorder.exposed_seconds
-        measured = RankFigures.measure(self.world.device, self._exposed_seconds - before)
+        (seconds, num_steps), recorder = self._exposed, self.recorder
+        if recorder is not None:
+            self._exposed = recorder.exposed_seconds, recorder.num_timed_steps
+        is_known = recorder is None or self._exposed[1] > num_steps
+        exposed = self._exposed[0] - seconds if is_known else math.nan
+        measured = RankFigures.measure(self.world.device, exposed)
         own = loss.new_tensor([self.stop.number, *astuple(measured)])
         mesh, norms = self.runtime.mesh, [] if norm is None else [norm.to(loss)]
         values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [ranks, values]
         values[:, 0] = values[:, 0].mean()
         rows = values.tolist()  # the only point of a step where the host waits for the device
-        self.overlapped_shares.append(self.runtime.scheduler.ledger.overlapped_share())
+        ledger = self.runtime.scheduler.ledger
+        if is_timed(ledger.records()):
+            self.overlapped_shares.append(ledger.overlapped_share())
         self.stopped_by = int(max(signal for _, signal, *_ in rows))
         ranks = [RankFigures(*row[2 : 1 + len(own)]) for row in rows]
         return StepResult(rows[0][0], rows[0][-1] if norms else None, ranks)

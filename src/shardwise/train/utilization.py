@@ -1,5 +1,6 @@
 """Measures how well a run uses its machine: MFU, and figures of each rank and step."""
 
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,7 +70,8 @@ def flops_per_token(
 class RankFigures:
     """Figures that one rank measured in a step."""
 
-    exposed_seconds: float  # time compute waited for communication; on a device, in the last step
+    # Time compute waited for communication; on a device in the last step, or NaN if not timed.
+    exposed_seconds: float
     peak_memory_bytes: float
     free_memory_bytes: float  # device memory beyond the peak; on the CPU, available host memory
 
@@ -84,6 +86,8 @@ class RankFigures:
 def wait_metrics(ranks: Sequence[RankFigures]) -> dict[str, Any]:
     """The fields of `StepMetrics` about waiting. The slowest rank is the one that waits least."""
     exposed = [rank.exposed_seconds for rank in ranks]
+    if any(map(math.isnan, exposed)):
+        return {}
     return {
         "exposed_seconds": sum(exposed) / len(exposed),
         "slowest_rank": exposed.index(min(exposed)),

@@ -169,6 +169,15 @@ class Communicator:
                 self._lock_thread = 0
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the times of collectives are needed."""
+        return self.gather.is_timed
+
+    @is_timed.setter
+    def is_timed(self, needed: bool) -> None:
+        self.gather.is_timed = self.reduce.is_timed = needed
+
+    @property
     def step(self) -> int:
         """The step that this rank is in."""
         return self.place.step

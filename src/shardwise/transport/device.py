@@ -8,6 +8,7 @@ other than the computing one waits for them. (Handing a job over costs little co
 """
 
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -28,6 +29,7 @@ from shardwise.transport.backends import capabilities_of
 
 __all__ = [
     "KINDS",
+    "NO_TIME",
     "Accelerator",
     "CommStream",
     "Device",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _ON_HOST = ("cpu", "meta")
+NO_TIME = math.nan  # of what was not timed
 # Devices return the time between events as float32 milliseconds, which after an hour is precise to
 # 1/4 ms only. So times are measured from an origin that is renewed after this many seconds.
 _ORIGIN_SECONDS = 10.0
@@ -87,10 +90,14 @@ class Device:
         """Make ``stream`` the current one within a ``with``."""
         return contextlib.nullcontext()
 
-    def record(self, stream: Any) -> SupportsFloat:  # noqa: ARG002
-        """Record an event on ``stream``.
+    def record(self, stream: Any) -> SupportsFloat:
+        """Record an event on ``stream`` that others can wait for."""
+        return self.record_time(stream)
 
-        ``float(event)`` is when it completed, in seconds of `time.perf_counter`; the host waits.
+    def record_time(self, stream: Any) -> SupportsFloat:  # noqa: ARG002
+        """Record an event on ``stream`` that also tells when it completed.
+
+        That is ``float(event)``, in seconds of `time.perf_counter`; the host waits.
         """
         return time.perf_counter()
 
@@ -115,7 +122,7 @@ class Accelerator(Device):
         event = torch.Event(device, enable_timing=True)
         event.record(self.current_stream())
         event.synchronize()
-        self._origin = StreamEvent(event, seconds=time.perf_counter())
+        self._origin = TimedEvent(event, seconds=time.perf_counter())
         self._renewed = time.perf_counter()
 
     def new_stream(self) -> torch.Stream:
@@ -133,9 +140,14 @@ class Accelerator(Device):
         return stream
 
     def record(self, stream: torch.Stream) -> "StreamEvent":
+        event = torch.Event(self.torch_device)
+        event.record(stream)
+        return StreamEvent(event)
+
+    def record_time(self, stream: torch.Stream) -> "TimedEvent":
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record(stream)
-        recorded = StreamEvent(event, self._origin)
+        recorded = TimedEvent(event, self._origin)
         now = time.perf_counter()
         if now - self._renewed > _ORIGIN_SECONDS and self.is_over(self._origin):
             float(self._origin)  # drops its reference to the previous origin
@@ -153,12 +165,22 @@ class Accelerator(Device):
 
 
 class StreamEvent:
+    """An event of a stream, whose time is not known."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def __float__(self) -> float:
+        return NO_TIME
+
+
+class TimedEvent(StreamEvent):
     """An event of a stream; its time is measured from ``origin``, when it has completed."""
 
     def __init__(
-        self, event: torch.Event, origin: "StreamEvent | None" = None, seconds: float = 0.0
+        self, event: torch.Event, origin: "TimedEvent | None" = None, seconds: float = 0.0
     ) -> None:
-        self.event = event
+        super().__init__(event)
         self._origin = origin
         self._seconds = seconds
 
@@ -289,27 +311,28 @@ class DeviceStream:
         self._stream = self._device.new_stream()
 
     @contextlib.contextmanager
-    def enqueue(self, after: Work | None = None) -> Iterator[DeviceWork]:
+    def enqueue(self, after: Work | None = None, *, timed: bool = False) -> Iterator[DeviceWork]:
         """Run the body of the ``with`` on this stream.
 
         Args:
             after: work of another stream that this stream waits for.
+            timed: whether its `Work.times` are needed; otherwise they are `NO_TIME`.
         """
         device, stream = self._device, self._stream
         device.wait(stream, device.record(device.current_stream()))
         if after is not None:
             device.wait(stream, after.times[1])
-        work, began = DeviceWork(device), device.record(stream)
+        work, began = DeviceWork(device), device.record_time(stream) if timed else NO_TIME
         with device.use(stream):
             try:
                 yield work
             except Exception as error:  # noqa: BLE001 - raised where the result is needed
                 work.error = error
-        work.times = (began, device.record(stream))
+        work.times = (began, device.record_time(stream) if timed else device.record(stream))
         work.done = True
 
     def submit(self, job: Callable[[], None]) -> DeviceWork:
-        with self.enqueue() as work:
+        with self.enqueue(timed=True) as work:
             job()
         return work
 

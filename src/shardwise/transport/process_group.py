@@ -89,6 +89,7 @@ class ProcessGroupCollectives:
         self._backend = backend
         self._can = capabilities_of(backend)
         self.name = name
+        self.is_timed = True  # whether the times of works are needed
         self._groups: dict[bytes, dist.ProcessGroup] = {}  # by digest of their ranks
         self._earlier: list[dist.ProcessGroup] = []  # replaced; their collectives may still run
         self._device = device
@@ -131,7 +132,7 @@ class ProcessGroupCollectives:
             fill: writes this rank's slot just before it is sent; None if it is written already.
             shared: the shared memory of ``flat``; passed by all ranks of the group or by none.
         """
-        with self.stream.enqueue() as work:
+        with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
@@ -151,7 +152,7 @@ class ProcessGroupCollectives:
         first, *rest = reduction.stages
         flat, inner, out = reduction.flat, reduction.inner, reduction.out
         last_sum, scale = self._last_sum(reduction)
-        with self.stream.enqueue() as work:
+        with self.stream.enqueue(timed=self.is_timed) as work:
             if first.group.size > 1:
                 self._sum_slots(inner, flat, first.group, SUM if rest else last_sum)
             elif inner.data_ptr() != flat.data_ptr():
@@ -168,7 +169,7 @@ class ProcessGroupCollectives:
         #   stream          the first stage, and the group of all ranks
         #   second stream   the second stage, unless its group is that of all ranks
         stream = self._second_stream if first.group.size > 1 else self.stream
-        with stream.enqueue(after=work) as work:
+        with stream.enqueue(after=work, timed=self.is_timed) as work:
             total = inner
             if second.operation is Operation.REDUCE_SCATTER:
                 total = reduction.scattered(second.group)
@@ -188,7 +189,7 @@ class ProcessGroupCollectives:
     def relay(self, steps: Sequence[Step], label: str) -> Work:
         """Run ``steps`` in order; each uses the results of those before."""
         hops = [step for step in steps if isinstance(step, Hop)]
-        with self.stream.enqueue() as work:
+        with self.stream.enqueue(timed=self.is_timed) as work:
             for step in steps:
                 if isinstance(step, Hop):
                     self._run_hop(step)
@@ -209,7 +210,7 @@ class ProcessGroupCollectives:
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """Replace ``values`` [n] with the maximum over the ranks of ``group``."""
-        with self.stream.enqueue() as work:
+        with self.stream.enqueue(timed=self.is_timed) as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
         return self._record(work, label, values.nbytes, group)
@@ -286,7 +287,7 @@ class ProcessGroupCollectives:
         All ranks of `world` call this, including those that have nothing to send or receive.
         """
         world = self.world
-        with self.stream.enqueue() as work:
+        with self.stream.enqueue(timed=self.is_timed) as work:
             if world.size > 1:
                 dtype = next((sent.dtype for sent, _ in pairs.values()), torch.uint8)
                 nothing = torch.empty(0, dtype=dtype, device=self._device)

@@ -80,7 +80,7 @@ def encode_step(lines: Sequence[Timeline], step: int, labels: Labels) -> Encoded
         "step": step,
         "seconds": seconds,
         "stepSeconds": max(line.totals(step).seconds for line in lines),
-        "exposedSeconds": mean(line.totals(step).exposed_seconds for line in lines),
+        "exposedSeconds": mean(line.totals(step).exposed_seconds or 0.0 for line in lines),
         "bars": [[len(track) for track in rank.tracks] for rank in found],
         "samples": [len(rank.memory) for rank in found],
     }

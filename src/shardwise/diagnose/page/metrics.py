@@ -78,9 +78,15 @@ def _recorded(ranks: Sequence[RankRecording]) -> Iterable[Chart]:
     steps = sorted(complete)
     if len(steps) > 1:
         slowest = [(step, max(own[step].seconds for own in by_rank)) for step in steps]
-        exposed = [(step, mean(own[step].exposed_seconds for own in by_rank)) for step in steps]
-        lines = [_line("slowest rank", slowest), _line("exposed", exposed)]
+        lines = [_line("slowest rank", slowest)]
+        waits = [(step, [own[step].exposed_seconds for own in by_rank]) for step in steps]
+        exposed = [(step, mean(known)) for step, all_ranks in waits if (known := _known(all_ranks))]
+        lines += [_line("exposed", exposed)] if exposed else []
         yield Chart("Time of a step", "s", lines)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _line(label: str, points: Sequence[tuple[float, float]]) -> Series:

@@ -53,6 +53,7 @@ class HostCollectives:
     """A queue of collectives among the ranks of ``world``, which run in order on a thread."""
 
     is_monitored = True
+    is_timed = True  # as in `ProcessGroupCollectives`, but times cost nothing here
 
     def __init__(self, world: RankGroup, name: str) -> None:
         # Without the parent group, since this object lives as long as the group.
