@@ -36,7 +36,13 @@ from shardwise.train.model import Shape
 
 SCALE = 32
 GPT = Shape(vocabulary=50_176, context=2048, width=4096, layers=32, heads=32)  # 6.6 billion
-COMPARED = ("alone-bf16", "fsdp2", "shardwise-fsdp", "shardwise-fsdp-dim")
+COMPARED = (
+    "alone-bf16",
+    "fsdp2",
+    "shardwise-fsdp",
+    "shardwise-fsdp-shared",  # gathers and reductions in one communicator
+    "shardwise-fsdp-dim",
+)
 WARM_UP = 3  # steps
 
 # H100 SXM: rate of the best measured matrix product, and memory bandwidth.

@@ -216,7 +216,8 @@ def simulate_rank_of(num_ranks: int) -> Iterator[None]:
     kinds = {"cpu": _Accelerator}
     streams: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "_current_stream": _Stream()}
     accelerator = mock.patch.dict(transport_device.KINDS, kinds)
-    with backends, accelerator, mock.patch.multiple(torch.cpu, **streams):
+    used = mock.patch.dict(transport_device._used_streams, clear=True)  # of earlier simulations
+    with backends, accelerator, used, mock.patch.multiple(torch.cpu, **streams):
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
         yield
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ import shardwise as sw
     [
         ({"unused": "nones"}, r"unused='nones': expected one of none, .*; did you mean 'none'\?"),
         ({"on_different_values": "warning"}, "on_different_values='warning': .*'warn'"),
+        ({"communicators": "one"}, "communicators='one': expected one of separate, shared"),
         ({"on_different_values": True}, "on_different_values=True: expected one of error, warn$"),
     ],
 )

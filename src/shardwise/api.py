@@ -51,7 +51,7 @@ from shardwise.runtime.module import (
 )
 from shardwise.runtime.optimizers import restore_ties
 from shardwise.runtime.structure import HANDLE
-from shardwise.tensor.mesh import DataParallelMesh, data_parallel_part, resolve_mesh
+from shardwise.tensor.mesh import Communicators, DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 from shardwise.transport.device import make_current
 
@@ -78,6 +78,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     on_different_values: Literal["error", "warn"] = "error",
+    communicators: Communicators = "separate",
     dp_mesh_dims: Any = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh`` and return the same object.
@@ -135,6 +136,10 @@ def fully_shard(
         on_different_values: ``"error"`` refuses parameters whose values differ between ranks (for
             example from different seeds; the shards would not form one model) and parameters that
             were added after sharding. ``"warn"`` warns of both and continues; FSDP2 accepts both.
+        communicators: ``"separate"`` gives gathers and reductions process groups of their own, so
+            that neither waits behind the other. ``"shared"`` uses one for each mesh axis, as FSDP2
+            does: half as many communicators, each of which takes memory and, on a GPU, processors
+            while it runs. The call for the root decides. docs/options.md compares them.
         dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over and
             to replicate over. Parameters are then DTensors on the whole ``mesh``.
 
@@ -145,6 +150,7 @@ def fully_shard(
     """
     _check_word("unused", unused, UNUSED)
     _check_word("on_different_values", on_different_values, ("error", "warn"))
+    _check_word("communicators", communicators, ("separate", "shared"))
     ignored_params = ignored_params or ()
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
@@ -157,7 +163,7 @@ def fully_shard(
     resolved = resolve_strategy(strategy)
     shard = partial(
         _shard,
-        mesh=replace(resolve_mesh(mesh, resolved, sharding_factor), dims=dims),
+        mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(dims, communicators),
         strategy=resolved,
         units=units,
         choice=UnitChoice(

@@ -271,6 +271,7 @@ class Sharding(Described):
     offload: str | None = None
     casts: bool = False  # to the dtype that is there already
     wire: str | None = None  # how things travel: in a format that rounds nothing
+    communicators: str = "separate"
 
 
 @dataclass(frozen=True, repr=False)
@@ -451,6 +452,7 @@ def shardings() -> st.SearchStrategy[Sharding]:
         offload=st.sampled_from([None, None, *OFFLOADS]),
         casts=st.booleans(),
         wire=st.sampled_from([None, None, *WIRES]),
+        communicators=st.sampled_from(["separate", "shared"]),
     )
 
 

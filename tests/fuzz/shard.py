@@ -31,6 +31,7 @@ def shard(net: Net, sharding: Sharding, replicas: DeviceMesh | None = None) -> N
         "granularity": _granularity(sharding),
         "offload_policy": offload_policy(sharding.offload),
         "wire": wire(sharding.wire),
+        "communicators": sharding.communicators,
     }
     if sharding.casts:
         options["mp_policy"] = sw.MixedPrecisionPolicy(torch.float64, torch.float64)

@@ -19,10 +19,13 @@ from tests.fuzz.programs import (
     Event,
     Fault,
     Gru,
+    Keyed,
     Lookup,
+    Manual,
     Micro,
     Mlp,
     Model,
+    NoGrad,
     Norm,
     Odd,
     Sharding,
@@ -47,6 +50,12 @@ FOUND = {
     ),
     "frozen while no rank holds a gradient, and zeros for unused": Case(
         Model(Detached(Norm())), Sharding(unused="zeros"), steps=(FROZEN_NEXT,), in_backward=True
+    ),
+    "frozen in a unit that backward does not reach, and zeros for unused": Case(
+        Model(Chain((NoGrad(Keyed((Mlp(3),))),))),
+        Sharding(units=Manual(((9, None),)), unused="zeros"),
+        steps=(Step(micros=(Micro(after=(Event("freeze", 9),)),)),),
+        in_backward=True,
     ),
     "converted after a parameter was frozen": Case(
         Model(Norm()), steps=(FROZEN_NEXT, Step(micros=(Micro(after=(Event("convert"),)),)))

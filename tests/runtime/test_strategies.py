@@ -276,3 +276,16 @@ def _train_some(name: str, options: dict[str, Any]) -> None:
     assert_equal_training(name, **options)
     if name == "stack":
         assert_equal_training(name, accumulate=2, clip=0.01, **options)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "hsdp", pytest.param("hfsdp", marks=pytest.mark.thorough)]
+)
+def test_gathers_and_reductions_in_one_queue(strategy: str) -> None:
+    options = {**options_of(strategy), "communicators": "shared"}
+    model = assert_equal_training("stack", accumulate=2, clip=0.5, prefetch=2, **options)
+    comm = runtime_of(model).scheduler._comm
+    assert comm.gather is comm.reduce
+    other = assert_equal_training("stack", **options_of(strategy))
+    assert runtime_of(other).scheduler._comm is not comm

@@ -33,6 +33,8 @@ CLEAN = {
     "muon": Program(optimizer="muon"),
     "soap, hsdp": Program(optimizer="soap", strategy="hsdp"),
     "wire": Program(options={"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)}),
+    "one communicator": Program(options={"communicators": "shared"}),
+    "one communicator, hsdp": Program(strategy="hsdp", options={"communicators": "shared"}),
     "gathered in vain": Program("alternating", prefetch=3, steps=4),
 }
 MODELS = ("stack", "gpt", "tied", "checkpointed", "checkpointed, reentrant", "unused and reused")

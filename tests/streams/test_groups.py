@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,11 +28,14 @@ STEPS = 3
 class Twins:
     """A model on the ranks of a mesh, and a copy in one process."""
 
-    def __init__(self, mesh: DeviceMesh | None, ranks: Sequence[int], strategy: str) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None, ranks: Sequence[int], strategy: str, **options: Any
+    ) -> None:
         torch.manual_seed(len(ranks))
         self.reference, self.model = Stack(depth=2).double(), Stack(depth=2).double()
         self.model.load_state_dict(self.reference.state_dict())
-        sw.fully_shard(self.model.to(DEVICE), units=Block, mesh=mesh, strategy=strategy)
+        options |= {"units": Block, "mesh": mesh, "strategy": strategy}
+        sw.fully_shard(self.model.to(DEVICE), **options)
         self.ranks = ranks
         self.optimizers = [adamw(net.parameters()) for net in (self.reference, self.model)]
 
@@ -89,21 +93,43 @@ def test_two_models_on_one_group() -> None:
     assert len(simulation.groups) == 2, "one for gathers and one for reductions"
 
 
+def mesh_of(strategy: str) -> DeviceMesh | None:
+    if strategy == "fsdp":
+        return None
+    names = ("replicate", "shard")
+    ranks = torch.arange(4).view(2, 2)
+    return DeviceMesh("cuda", ranks, mesh_dim_names=names, _init_backend=False)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", [pytest.param("hsdp", marks=pytest.mark.thorough), "hfsdp"])
 def test_groups_of_two_axes(strategy: str) -> None:
     simulation = Simulation(is_late=True)
     simulation.current_device = DEVICE.index
     with simulated(simulation):
-        grid = torch.arange(4).view(2, 2)
-        names = ("replicate", "shard")
-        mesh = DeviceMesh("cuda", grid, mesh_dim_names=names, _init_backend=False)
-        train(simulation, Twins(mesh, range(4), strategy))
+        train(simulation, Twins(mesh_of(strategy), range(4), strategy))
     rank = dist.get_rank()
     row, column = (rank - rank % 2, rank - rank % 2 + 1), (rank % 2, rank % 2 + 2)
     made = Counter(ranks for ranks, _ in simulation.groups)
     assert made.keys() <= {row, column, (0, 1, 2, 3)}
     assert max(made.values()) == 2, "one for gathers and one for reductions"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "hfsdp"])
+def test_gathers_and_reductions_may_share_the_groups_of_an_axis(strategy: str) -> None:
+    """Each group is used on one stream only, in the order of the launches."""
+    simulation = Simulation(is_late=True)
+    simulation.current_device = DEVICE.index
+    with simulated(simulation):
+        train(
+            simulation,
+            Twins(mesh_of(strategy), range(4), strategy, communicators="shared"),
+            Twins(mesh_of(strategy), range(4), strategy, communicators="shared"),
+        )
+    made = Counter(ranks for ranks, _ in simulation.groups)
+    assert set(made.values()) == {1}
+    assert len(made) == (1 if strategy == "fsdp" else 3), "two axes, and all ranks for flags"
 
 
 @on_ranks(2)

@@ -50,6 +50,7 @@ for _kind in (REGISTERED, SYMMETRIC):
     THOROUGH[f"{_kind} dim"] = program(_kind, granularity="dim")
     THOROUGH[f"{_kind} offload"] = program(_kind, offload="all")
     THOROUGH[f"{_kind} several"] = program(_kind, name="stack", prefetch=2)
+    THOROUGH[f"{_kind} shared"] = program(_kind, options={"communicators": "shared"})
 ALL = ROWS | THOROUGH
 NAMES = [*ROWS, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 

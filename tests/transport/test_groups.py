@@ -164,9 +164,9 @@ def test_later_stages_of_a_reduction_have_a_stream_of_their_own() -> None:
     used: list[object] = []
     enqueue = DeviceStream.enqueue
 
-    def recorded(stream: DeviceStream, after: Any = None) -> Any:
+    def recorded(stream: DeviceStream, after: Any = None, *, timed: bool) -> Any:
         used.append(stream)
-        return enqueue(stream, after)
+        return enqueue(stream, after, timed=timed)
 
     with mock.patch.object(DeviceStream, "enqueue", recorded):
         for _ in range(2):

@@ -64,6 +64,7 @@ class Ours:
     prefetch: int = 1
     transaction: bool = False
     granularity: Literal["element", "row", "dim"] = "element"
+    communicators: Literal["separate", "shared"] = "separate"
     wire: sw.Wire = field(default_factory=sw.Wire)
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
     outer: sw.Outer | None = None  # synchronizes two replicas, each with half of the ranks
@@ -90,6 +91,7 @@ class Ours:
             strategy=self.strategy,
             prefetch=self.prefetch,
             granularity=self.granularity,
+            communicators=self.communicators,
             sharding_factor=half_the_ranks if self.is_hybrid else None,
             mesh=None if mesh is None else mesh["shard"],
             mp_policy=policy,
@@ -155,6 +157,7 @@ _ROWS = (
     _ours("hsdp", Ours("hsdp")),
     _ours("hfsdp", Ours("hfsdp")),
     _ours("fsdp-no-prefetch", Ours("fsdp", prefetch=0), by_default=False),
+    _ours("fsdp-shared", Ours("fsdp", communicators="shared"), by_default=False),
     _ours("fsdp-wire", Ours("fsdp", wire=sw.Wire("int8", "int4")), by_default=False),
     _ours("fsdp-muon", Ours("fsdp", optimizer="muon"), by_default=False),
     _ours("fsdp-adam8bit", Ours("fsdp", granularity="row", optimizer="adam8bit"), by_default=False),

@@ -240,7 +240,7 @@ class Runtime:
         reduced = next((stage.group for stage in mesh.reduction if stage.group.size > 1), mesh.row)
         self.pools.use(
             kind,
-            _allocator(comm.gather, kind, mesh.shards, only_moves=True),
+            _allocator(comm.gather, kind, mesh.shards, only_moves=comm.gather is not comm.reduce),
             _allocator(comm.reduce, kind, reduced, only_moves=False),
         )
         pool = None if kind is MemoryKind.OWN else self.pools.registered_gradients

@@ -144,8 +144,8 @@ class GradientShard:
 
     def fill_with_zeros(self) -> None:
         """Give parameters without a gradient zeros, as in a unit that did not run."""
-        for parameter in self.parameters:
-            if parameter.sharded.requires_grad and parameter.sharded.grad is None:
+        for position, parameter in enumerate(self.parameters):
+            if self.gets_gradient(position) and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
     def forget(self) -> None:

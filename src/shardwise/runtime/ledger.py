@@ -165,8 +165,7 @@ class Ledger:
     def begin_forward(self, *, has_changes: bool = False) -> None:
         """Note that an outermost forward begins, and whether parameters have changed before it."""
         self.updates += has_changes
-        wanted = (reader.wants_times(self.step) for reader in self.readers)
-        self.is_timed = self.takes_times or any(wanted)
+        self.is_timed = self.takes_times or any(r.wants_times(self.step) for r in self.readers)
         for reader in self.readers:
             reader.forward_began()
         records = self._steps[-1]

@@ -524,7 +524,7 @@ class Scheduler:
         if self._events_incomplete or not events:
             return
         self._events_incomplete = True
-        is_timed = self._comm.is_timed = self.ledger.is_timed
+        is_timed = self._comm.gather.is_timed = self._comm.reduce.is_timed = self.ledger.is_timed
         note_stream(self._device.torch_device)
         now = self.ledger.clock() if is_timed else NO_TIME
         try:

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,17 @@ from shardwise.transport.process_group import (
     rank_device,
 )
 
-__all__ = ["DataParallelMesh", "all_ranks_of", "data_parallel_part", "resolve_mesh"]
+__all__ = [
+    "Communicators",
+    "DataParallelMesh",
+    "all_ranks_of",
+    "data_parallel_part",
+    "resolve_mesh",
+]
 
 # Variables that torchrun, SLURM's srun, Open MPI and MPICH set to the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+Communicators = Literal["separate", "shared"]
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # The groups created for meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
@@ -177,6 +185,10 @@ class DataParallelMesh:
         if self.group is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
+
+    def with_options(self, dims: tuple[str, ...], queues: Communicators) -> "DataParallelMesh":
+        """The same ranks with these `dims`, which gather and reduce in one queue if "shared"."""
+        return replace(self, dims=dims, world=replace(self.world, has_one_queue=queues == "shared"))
 
     def with_one_shard_per_rank(self) -> "DataParallelMesh":
         """The same ranks with one shard per rank, in order of rank."""

@@ -5,7 +5,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, SupportsFloat
@@ -45,6 +45,8 @@ class RankGroup:
     ranks: tuple[int, ...]
     own_rank: int
     parent: dist.ProcessGroup | None = None  # None: one process, or a forecast
+    # In a group of all ranks: whether gathers and reductions share one queue and its communicators.
+    has_one_queue: bool = field(default=False, compare=False)
 
     @cached_property
     def index(self) -> int:

@@ -58,9 +58,10 @@ _log = logging.getLogger("shardwise")
 
 Collectives = HostCollectives | ProcessGroupCollectives  # one queue; its collectives run in order
 
-# One per process group and device, shared by all models. Keyed by the group object, so ranks that
-# are threads of one process have separate ones.
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]]" = (
+# One per process group, device and number of queues, shared by all models. Keyed by the group
+# object, so ranks that are threads of one process have separate ones.
+_ByDevice = dict[tuple[torch.device, bool], "Communicator"]
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, _ByDevice]" = (
     weakref.WeakKeyDictionary()
 )
 _queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]]" = weakref.WeakKeyDictionary()
@@ -73,10 +74,10 @@ def communicator(
     if world.parent is None:
         return Communicator(world, device)
     # No lock: a group belongs to one rank, and a new communicator waits for the other ranks.
-    of_group = _communicators.setdefault(world.parent, {})
-    if device not in of_group:
-        of_group[device] = Communicator(world, device, patience)
-    return of_group[device]
+    of_group, key = _communicators.setdefault(world.parent, {}), (device, world.has_one_queue)
+    if key not in of_group:
+        of_group[key] = Communicator(world, device, patience)
+    return of_group[key]
 
 
 def make_collectives(world: RankGroup, device: torch.device, name: str) -> Collectives:
@@ -101,6 +102,9 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
 class Communicator:
     """Two queues of collectives: gathers do not wait behind reductions, nor the reverse.
 
+    With `RankGroup.has_one_queue`, all collectives are in one, in the order of their launch, which
+    is the same on all ranks: half as many process groups.
+
     A wait for either ends with the result, or with an error that says what each rank waits for.
     """
 
@@ -111,9 +115,10 @@ class Communicator:
         self.num_ranks = world.size
         self.rank = world.own_rank
         self.patience = patience = patience or usual_patience(device)
-        self.gather = make_collectives(world, device, "gather")
-        self.reduce = make_collectives(world, device, "reduce")
-        self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
+        names = ("gather",) if world.has_one_queue else ("gather", "reduce")
+        queues = [make_collectives(world, device, name) for name in names]
+        self.gather, self.reduce = queues[0], queues[-1]
+        self._monitored = [queue for queue in queues if queue.is_monitored]
         self.epoch = 0  # number of recoveries
         self.is_broken = False  # an error has ended a step since the last recovery
         self._lost: PeerLost | None = None  # the process group can never be used again
@@ -167,15 +172,6 @@ class Communicator:
                 yield
             finally:
                 self._lock_thread = 0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the times of collectives are needed."""
-        return self.gather.is_timed
-
-    @is_timed.setter
-    def is_timed(self, needed: bool) -> None:
-        self.gather.is_timed = self.reduce.is_timed = needed
 
     @property
     def step(self) -> int:
