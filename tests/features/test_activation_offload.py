@@ -110,9 +110,9 @@ def test_copies_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     to_device = max(stream for _, stream in events)
     copies = [i for i, event in enumerate(events) if event == ("record", to_device)]
     waits = [i for i, event in enumerate(events) if event == ("wait", 0)]
-    assert len(copies) == 8, "beginnings and ends of four copies"
+    assert len(copies) == 4, "their ends"
     assert len(waits) == 4
-    assert copies[3] < waits[0], "the second is on its way before the first is used"
+    assert copies[1] < waits[0], "the second is on its way before the first is used"
 
 
 def test_it_needs_a_sharded_model() -> None:

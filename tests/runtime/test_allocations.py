@@ -116,9 +116,9 @@ def _counted() -> Iterator[_Allocated]:
     allocated = _Allocated([], [])
     allocate = Pool._new_block
 
-    def count(pool: Pool, num_bytes: int, what: str) -> torch.UntypedStorage:
+    def count(pool: Pool, num_bytes: int) -> torch.UntypedStorage:
         (allocated.to_keep if pool._keep else allocated.to_free).append(num_bytes)
-        return allocate(pool, num_bytes, what)
+        return allocate(pool, num_bytes)
 
     with mock.patch.object(Pool, "_new_block", count):
         yield allocated

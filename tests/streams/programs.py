@@ -118,6 +118,7 @@ def train(
     for step in range(program.steps):
         batches = [batch_of(program, step, i).to(DEVICE) for i in range(program.accumulate)]
         simulation.is_steady = step >= _WARM_UP
+        simulation.is_planned = step > _WARM_UP  # the first two gather in different orders
         for batch in batches:
             offloads = (
                 sw.offload_activations(model) if program.offloads_activations else nullcontext()
@@ -130,7 +131,7 @@ def train(
             sw.clip_grad_norm_(model.parameters(), program.clip)
         optimizer.step()
         optimizer.zero_grad()
-        simulation.is_steady = False
+        simulation.is_steady = simulation.is_planned = False
     return model
 
 

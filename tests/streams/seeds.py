@@ -111,10 +111,10 @@ def on_stream(stream: Stream) -> Wrap:
 def stream_does_not_wait(_simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
-        def enqueue(self: DeviceStream, *after: Any) -> Iterator[Any]:
+        def enqueue(self: DeviceStream, *after: Any, **options: Any) -> Iterator[Any]:
             with ExitStack() as stack:
                 with patched(Stream, "wait_event", instead(lambda _stream, _event: None)):
-                    work = stack.enter_context(original(self, *after))
+                    work = stack.enter_context(original(self, *after, **options))
                 yield work
 
         return enqueue
@@ -125,8 +125,8 @@ def stream_does_not_wait(_simulation: Simulation) -> Any:
 def event_before_the_job(_simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
-        def enqueue(self: Any, *after: Any) -> Iterator[Any]:
-            with original(self, *after) as work:
+        def enqueue(self: Any, *after: Any, **options: Any) -> Iterator[Any]:
+            with original(self, *after, **options) as work:
                 if self._stream is None:  # on the host
                     yield work
                     return

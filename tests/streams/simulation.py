@@ -59,6 +59,7 @@ class Collective:
     operation: str
     num_bytes: int
     place: str = ""  # in symmetric memory, if registered
+    is_planned: bool = False  # in a step whose memory is planned
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Simulation:
         self.num_registered = 0  # allocations
         self.syncs: Counter[str] = Counter()  # number of waits of the host, by location
         self.is_steady = False  # the host must not wait
+        self.is_planned = False  # all that is allocated has been allocated before
         self.current_device = 0
         # Not the device that is current at first, so that a mistaken use of that one is found.
         self.model_device = torch.device("cuda", num_devices - 1)

@@ -162,8 +162,11 @@ class StrictGroup:
             self._refuse(operation, f"in place at byte {start - first}, expected {slot - first}")
 
     def _place(self, operation: str, tensor: Tensor) -> str:
-        """The window and offset of a buffer that must be in registered memory."""
-        is_asked_for = self._simulation.num_registered > 0
+        """The window and offset of a buffer that must be in registered memory.
+
+        In the first steps it may be elsewhere: registered memory is planned from them.
+        """
+        is_asked_for = self._simulation.num_registered > 0 and self._simulation.is_planned
         if not is_asked_for or operation.endswith("max") or tensor.numel() <= 1:
             return ""
         block = self._simulation.memory.block_at(tensor.data_ptr())
@@ -190,7 +193,14 @@ class StrictGroup:
         num_bytes = 0 if is_uneven else sum(one.numel() * one.element_size() for one in reads)
         places = {one.numel(): self._place(operation, one) for one in (*reads, *writes)}
         simulation.collectives.append(
-            Collective(self._name, tuple(self._ranks), operation, num_bytes, places[max(places)])
+            Collective(
+                self._name,
+                tuple(self._ranks),
+                operation,
+                num_bytes,
+                places[max(places)],
+                simulation.is_planned,
+            )
         )
         timeline = simulation.timeline_for([simulation.place_of(one) for one in writes])
         number = simulation.begin(timeline)

@@ -30,8 +30,8 @@ from shardwise.runtime.observer import StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
-from shardwise.runtime.unit import Unit, plan_memory
-from shardwise.schedule.sequencer import Outcome, schedule
+from shardwise.runtime.unit import Unit
+from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Collectives, communicator
@@ -87,7 +87,6 @@ class Runtime:
             self.units = [self._make_unit(root, unit, lambda _: None) for unit in plan.units]
         else:  # inner units first
             self.units = [self._make_unit(root, unit, fill) for unit in plan.units[::-1]][::-1]
-        plan_memory(self.units, schedule(plan))
         self._views = ParameterViews(self.units)
         self._entries = Entries(self._views)
         move_buffers(root, device)
@@ -247,7 +246,6 @@ class Runtime:
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.use_memory_of(pool)
-        plan_memory(self.units, schedule(self.plan))
 
     # -- construction ----------------------------------------------------------------------------
 

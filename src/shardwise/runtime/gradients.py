@@ -19,7 +19,6 @@ from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.schedule.events import EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.transport.api import Reduction, Work
 from shardwise.transport.communicator import Collectives
@@ -122,17 +121,6 @@ class GradientBuffer:
             owns_memory=self._owns_buffer,
             fills_views=True,
         )
-
-    def expect(self, kind: EventKind) -> None:
-        """Tell the arena what an event of the planned step allocates or frees."""
-        pool, owner = self._pool, self._buffer.owners[0]
-        if not isinstance(pool, Arena) or self._owns_buffer:
-            return
-        is_late = self._is_deferred or isinstance(self._buffer, ChunkedBuffer)
-        if kind is EventKind.FINISH_REDUCE:
-            pool.expect_free(owner)
-        elif not (is_late and kind is EventKind.BACKWARD):
-            pool.expect(owner, self._buffer.num_bytes)
 
     @property
     def _divisors(self) -> tuple[float, float]:

@@ -1,10 +1,11 @@
 """Memory pools for flat buffers and gradients.
 
 A fresh allocation of 64 MB costs about 33 ms in page faults. Swapping memory of a pool into a
-buffer costs nothing. Gathered parameters are in an `Arena`, at offsets planned from the schedule.
-Whole gradients are in a `Pool` of blocks.
+buffer costs nothing. Gathered parameters are in an `Arena`, at offsets planned from the first
+steps. Whole gradients are in a `Pool` of blocks.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,6 @@ ALIGNMENT = 64  # bytes: a cache line, and enough for vector loads
 # reduction (half a unit on two ranks) took whole units just when everything was in use: 20 % more
 # at the peak, and steps of units of different sizes were no faster (docs/log.md).
 _SLACK = 1 + 1 / 64
-_TRUSTED_STEPS = 2  # steps in which an arena may be larger than its allocations
 
 CAN_SWAP = can_swap_storages()
 
@@ -54,7 +54,7 @@ class Pool(PeakCounter):
     """
 
     shared: SharedMemory | None = None  # set if other ranks can write to the memory
-    allocator: Allocator | None = None  # allocates memory that a backend has registered
+    allocator: Allocator | None = None  # of an arena: allocates memory that a backend registers
     # XOR of the keys of acquired buffers: equal on ranks that have acquired the same buffers.
     acquired_keys = 0
 
@@ -78,16 +78,6 @@ class Pool(PeakCounter):
     def held_bytes(self) -> int:
         """Allocated and idle bytes."""
         return self._block_bytes + sum(block.nbytes() for block in self._idle)
-
-    def use(self, allocator: Allocator | None) -> None:
-        """Between steps: get memory from ``allocator``; None for the device's own."""
-        if self.allocated_bytes:
-            raise StepError(
-                "the memory of collectives cannot be replaced while parameters are gathered or "
-                "gradients are not reduced; choose it before the first forward"
-            )
-        self.allocator = allocator
-        self._idle.clear()
 
     def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
         """At least ``num_bytes`` of memory with undefined content.
@@ -138,18 +128,16 @@ class Pool(PeakCounter):
         if self._together is not None:
             self._together.add(num_bytes)
 
-    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
+    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:  # noqa: ARG002
         """Get an idle block that fits, or a new one."""
         largest = int(num_bytes * _SLACK)
-        # Ranks may have different idle blocks, but must take the same symmetric memory.
-        may_reuse = self.allocator is None
-        fitting = [s for s in self._idle if may_reuse and num_bytes <= s.nbytes() <= largest]
+        fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= largest]
         if fitting:
             storage = min(fitting, key=lambda s: s.nbytes())
             self._idle = [idle for idle in self._idle if idle is not storage]
         else:
             self._trim(room_for=num_bytes)
-            storage = self._new_block(num_bytes, owner)
+            storage = self._new_block(num_bytes)
         self._block_bytes += storage.nbytes()
         return storage
 
@@ -157,9 +145,7 @@ class Pool(PeakCounter):
         self._block_bytes -= storage.nbytes()
         self._idle.append(storage)
 
-    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
-        if self.allocator is not None:
-            return self.allocator(num_bytes, purpose)
+    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
         if self._is_pinned:
             # On the CPU, even if torch has another default device.
             block = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -175,10 +161,11 @@ class Pool(PeakCounter):
 
 
 class Arena(Pool):
-    """One allocation in which each owner has an offset, planned from the schedule.
+    """One allocation in which each owner has an offset, planned from the first step.
 
-    An allocation that was not planned gets a separate block. The next time that everything is free,
-    offsets are planned again from the observed allocations, so a repeated step allocates nothing.
+    An allocation that was not planned gets a separate block, as all do in the first step. The next
+    time that everything is free, offsets are planned from the observed allocations, so a repeated
+    step allocates nothing.
     Other ranks may write to ``shared`` memory once it is free.
     """
 
@@ -191,11 +178,7 @@ class Arena(Pool):
     ) -> None:
         super().__init__(device, keep=False, together=together)
         self.shared = shared
-        self._plan: MemoryPlan[str] = MemoryPlan()  # from the schedule; later `_observed`
-        self._observed: MemoryPlan[str] = MemoryPlan()
-        self._expected: dict[str, int] = {}  # bytes by owner at this point of the schedule
-        self._planned_bytes = 0  # peak of the schedule
-        self._num_steps = 0  # a step begins when nothing is allocated
+        self._plan: MemoryPlan[str] = MemoryPlan()
         self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
         self._alive: dict[int, str] = {}  # owners, by `_id_of` their memory
@@ -204,24 +187,11 @@ class Arena(Pool):
     def held_bytes(self) -> int:
         return super().held_bytes + self._arena_bytes
 
-    def expect(self, owner: str, num_bytes: int) -> None:
-        """Plan before the first step that ``owner`` has memory from here to `expect_free`."""
-        if owner not in self._expected:
-            self._plan.observe(owner, aligned(num_bytes), self._expected)
-            self._expected[owner] = aligned(num_bytes)
-            self._planned_bytes = max(self._planned_bytes, sum(self._expected.values()))
-
-    def expect_free(self, owner: str) -> None:
-        """Plan that ``owner`` has freed its memory here, if it has any."""
-        self._expected.pop(owner, None)
-
     def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
         assert owner, "in an arena every allocation has an owner"
-        if not self._alive:
-            self._begin_step()
+        if not self._alive and self._plan.is_stale:  # something new was allocated in the last step
+            self._place()
         offset = self._plan.observe(owner, num_bytes, self._alive.values())
-        if self._plan is not self._observed:
-            self._observed.observe(owner, num_bytes, self._alive.values())
         # Without swapping, buffers get their memory from the allocator anyway.
         if offset is None or not CAN_SWAP:
             storage = super()._take(num_bytes, owner)
@@ -241,21 +211,13 @@ class Arena(Pool):
     def _arena_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.nbytes()
 
-    def _begin_step(self) -> None:
-        self._num_steps += 1
-        # If some units are never used, the schedule needs more than is ever allocated.
-        is_oversized = self._num_steps > _TRUSTED_STEPS and self.peak_bytes < self._planned_bytes
-        if self._plan is not self._observed and is_oversized:
-            self._plan = self._observed
-        if self._plan.is_stale:
-            self._place()
-
     def _place(self) -> None:
-        """Plan offsets within the peak of allocated bytes (plus 1/64)."""
-        if self.peak_bytes:  # steps differ from the schedule
-            self._plan = self._observed
-        most = self.peak_bytes or self._planned_bytes
-        self._plan.update(most, int(most * _SLACK))
+        """Plan offsets within the peak of allocated bytes (plus 1/64).
+
+        Memory from an allocator may be larger, because all buffers must be in it.
+        """
+        most = self.peak_bytes
+        self._plan.update(most, int(most * _SLACK) if self.allocator is None else sys.maxsize)
         self._ranges.clear()
         if self._arena_bytes != self._plan.extent or self.allocator is not None:
             self._whole = None
@@ -263,21 +225,32 @@ class Arena(Pool):
 
     def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
         if self._whole is None:
-            self._whole = self._new_block(self._plan.extent, f"offsets {self._plan.offsets}")
+            size = self._plan.extent
+            if self.allocator is not None:
+                self._whole = self.allocator(size, f"offsets {self._plan.offsets}")
+            else:
+                self._whole = self._new_block(size)
         if owner not in self._ranges:  # a separate Storage, which keeps the whole alive
             part: Any = self._whole[offset : offset + num_bytes]
             self._ranges[owner] = part
         return self._ranges[owner]
 
     def use(self, allocator: Allocator | None) -> None:
-        super().use(allocator)
+        """Between steps: get the one allocation from ``allocator``; None: from the device's own."""
+        if self.allocated_bytes:
+            raise StepError(
+                "the memory of collectives cannot be replaced while parameters are gathered or "
+                "gradients are not reduced; choose it before the first forward"
+            )
+        self.allocator = allocator
+        self._idle.clear()
         self._whole = None
         self._ranges.clear()
 
-    def _new_block(self, num_bytes: int, purpose: str) -> torch.UntypedStorage:
+    def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
         if self.shared is not None:
             return self.shared.allocate(num_bytes)
-        return super()._new_block(num_bytes, purpose)
+        return super()._new_block(num_bytes)
 
 
 class Pools:

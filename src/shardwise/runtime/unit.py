@@ -28,7 +28,6 @@ from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
-from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.api import Work
@@ -37,7 +36,7 @@ from shardwise.transport.device import copy_
 from shardwise.transport.host.peers import INLINE_BYTES
 from shardwise.transport.quantized import quantized_gather
 
-__all__ = ["FlatParameters", "Unit", "plan_memory"]
+__all__ = ["FlatParameters", "Unit"]
 
 SMALL_BYTES = INLINE_BYTES  # sent inline; shared memory needs one more message
 
@@ -96,28 +95,6 @@ class FlatParameters:
         """Bytes of gathered parameters now, including those that `sw.gathered` holds."""
         buffers = (self.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
-
-    def expect(self, kind: EventKind) -> None:
-        """Tell the arenas what an event of the planned step allocates or frees."""
-        buffer, arenas = self.buffer, (self._pool, self._pools.own)
-        match kind:
-            case EventKind.BACKWARD | EventKind.REDUCE | EventKind.FINISH_REDUCE:
-                if self.gradients is not None:
-                    self.gradients.expect(kind)
-            case _ if self.is_whole or isinstance(buffer, ExtendedBuffer):
-                pass
-            case EventKind.GATHER:
-                self._pool.expect(buffer.owners[0], buffer.num_bytes)
-            case EventKind.WAIT if isinstance(buffer, ChunkedBuffer):
-                self._pools.own.expect(buffer.owners[1], buffer.num_bytes)
-                self._pool.expect_free(buffer.owners[0])
-            case EventKind.FREE:
-                for arena, owner in zip(arenas, buffer.owners, strict=False):
-                    arena.expect_free(owner)
-            case EventKind.RESHARD_TO_SUBGROUP:
-                self._pool.expect(self._part_owner, buffer.num_bytes // self._plan.subgroup)
-            case EventKind.FREE_SUBGROUP:
-                self._pool.expect_free(self._part_owner)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
         part = self._part
@@ -490,10 +467,3 @@ def _launch(launches: Iterable[Work | None], in_flight: list[Work]) -> tuple[Wor
             in_flight.append(work)
             works.append(work)
     return tuple(works)
-
-
-def plan_memory(units: Sequence[Unit], events: Iterable[Event]) -> None:
-    """Plan memory offsets from ``events``, the schedule of one step of ``units``."""
-    for event in events:
-        for flat in units[event.unit].flats:
-            flat.expect(event.kind)

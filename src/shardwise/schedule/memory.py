@@ -1,7 +1,7 @@
 """Plans offsets in one memory allocation for buffers with different lifetimes: integers only.
 
-The schedule determines which buffers are alive together, so each buffer gets a fixed offset before
-the first step. Four units, one of them gathered ahead::
+The first step shows which buffers are alive together, so each buffer gets a fixed offset from the
+second one on. Four units, one of them gathered ahead::
 
     bytes  |  a a . c c c .     a and c are never alive together, so they share bytes;
            |  . b b b . d d     so do b and d
@@ -39,8 +39,8 @@ class MemoryPlacement:
 class MemoryPlan(Generic[Key]):
     """The offsets of buffers by key, and the observations that they are derived from.
 
-    Call `observe` for every allocation of a simulated step, then `update`. An allocation that was
-    not planned is observed when it happens, and gets its offset at the next `update`.
+    Call `observe` for every allocation of a step, then `update`. An allocation that was not
+    observed before gets its offset at the next `update`.
     """
 
     offsets: Mapping[Key, int] = field(default_factory=dict)  # of the buffers that have one
