@@ -14,6 +14,7 @@ from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
+from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
@@ -324,6 +325,7 @@ def _build(
         mesh,
         device,
         UnusedParameters(unused, device),
+        HeldMemory,
         None if materializer is None else materializer.fill,
         own_meshes,
     )

@@ -25,6 +25,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.features.activation_offload import offload_activations
+from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
 from shardwise.features.transaction import transaction
 from shardwise.forecast.fit import Fit, fit
@@ -39,7 +40,7 @@ from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
-from shardwise.runtime.module import FSDPModule, gathered, ledger
+from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
 __all__ = [

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.features.gathered import holding
 from shardwise.fsdp.errors import InStepError, StateError, UnsupportedError
 from shardwise.fsdp.names import clean_names
 from shardwise.runtime import hooks
@@ -49,7 +50,7 @@ def summon_full_params(
             scheduler = handle_of(unit).runtime.scheduler
             _check_between_steps(scheduler)
             try:
-                stack.enter_context(scheduler.gathered(write_back=writeback))
+                stack.enter_context(holding(scheduler, write_back=writeback))
             except PlanError as error:  # a parameter was replaced
                 raise StateError(f"Cannot writeback: {error}") from error
         full = clean_names(module)

@@ -6,7 +6,7 @@ the gather in a queue of `transport.communicator`.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,11 +22,10 @@ from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import make_unit, move_buffers
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Allocator, Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
-from shardwise.runtime.observer import StepObserver
+from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
@@ -72,6 +71,7 @@ class Runtime:
         mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
+        make_notes: Callable[[nn.Module, Plan, Sequence[Unit], Pools], MemoryNotes],
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
@@ -90,8 +90,8 @@ class Runtime:
         self._views = ParameterViews(self.units)
         self._entries = Entries(self._views)
         move_buffers(root, device)
-        held_memory = HeldMemory(root, plan, self.units, self.pools)
-        self.scheduler = Scheduler(plan, self.units, mesh, device, observer, held_memory)
+        notes = make_notes(root, plan, self.units, self.pools)
+        self.scheduler = Scheduler(plan, self.units, mesh, device, observer, notes)
         meshes = {flat.mesh for unit in self.units for flat in unit.flats}
         self.scheduler.ledger.note_traffic_of({mesh, *own_meshes.values(), *meshes})
         self._frozen = [

@@ -32,7 +32,6 @@ __all__ = [
     "FSDPModule",
     "MethodWrappers",
     "UnshardHandle",
-    "gathered",
     "handle_of",
     "keeping_gradients",
     "ledger",
@@ -68,34 +67,6 @@ def runtime_of_root(module: nn.Module) -> Runtime:
         name = handle.runtime.plan.units[handle.index].name
         raise PlanError(f"{name} is a unit inside a sharded model; pass the whole model")
     return handle.runtime
-
-
-@contextlib.contextmanager
-def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
-    """Gather all parameters of the model as plain tensors. Every rank has to enter.
-
-    The model can run forward inside, without gradients.
-
-    Args:
-        module: a sharded model, or a unit of one. Models inside it that are sharded over other
-            ranks are gathered, too.
-        write_back: keep the parameters that the modules hold at the end, changed in place or
-            assigned. All ranks have to make the same change. If any rank raises, no rank writes.
-            Without it, changes are dropped.
-
-    Raises:
-        StepError: a forward or backward is running.
-        PlanError: a change does not fit the shards, or differs between ranks.
-    """
-    runtimes = runtimes_in(module)
-    with contextlib.ExitStack() as stack:
-        for runtime in runtimes:
-            stack.enter_context(runtime.scheduler.gathered(write_back=write_back))
-        _private.set_managed(module, is_managed=False)  # each rank may call the model alone
-        try:
-            yield
-        finally:
-            set_managed(module, *(runtime.plan for runtime in runtimes))
 
 
 @contextlib.contextmanager

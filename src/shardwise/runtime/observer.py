@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shardwise.runtime.unit import Unit
 from shardwise.transport.communicator import Communicator
 
-__all__ = ["Backward", "StepObserver"]
+__all__ = ["Backward", "MemoryNotes", "StepObserver"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,16 @@ class StepObserver:
     def failed(self) -> Sequence[object]:
         """The step raised. Returns the owners of memory to which other ranks may still write."""
         return ()
+
+
+class MemoryNotes:
+    """Explains out-of-memory errors of a step. The methods of this base class do nothing."""
+
+    def forget(self) -> None:
+        """A step begins."""
+
+    def note(self, error: BaseException, where: str) -> None:
+        """Add to ``error`` what uses memory, if it is an out-of-memory error."""
+
+    def remember(self, where: str) -> None:
+        """A backward has raised; `note` may get its exception later, when memory is free again."""

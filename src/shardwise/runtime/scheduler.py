@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -13,12 +13,10 @@ from shardwise import _private
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
-from shardwise.runtime.held_memory import HeldMemory
 from shardwise.runtime.ledger import Ledger, Record
-from shardwise.runtime.observer import Backward, StepObserver
+from shardwise.runtime.observer import Backward, MemoryNotes, StepObserver
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
-from shardwise.runtime.write_back import agreed_changes, collect_changes, sums_of
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
@@ -53,12 +51,12 @@ class Scheduler:
         mesh: DataParallelMesh,
         device: torch.device,
         observer: StepObserver,
-        held_memory: HeldMemory,
+        notes: MemoryNotes,
     ) -> None:
         self.sequencer = Sequencer(plan, [unit.settings for unit in units])
         self.units = tuple(units)
         self.observer = observer
-        self._held_memory = held_memory
+        self._notes = notes
         self.in_gathered = False
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
@@ -172,7 +170,7 @@ class Scheduler:
     def _begin_step(self) -> None:
         self.recover()
         self.drop_replaced_gradients()
-        self._held_memory.forget()
+        self._notes.forget()
         for unit in self.units:
             unit.expect_changes()
         changed = self._versions.update(self.sequencer.tick)
@@ -279,7 +277,7 @@ class Scheduler:
                 return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
-            self._held_memory.remember(f"step {self.ledger.step}, {self._comm.where}")
+            self._notes.remember(f"step {self.ledger.step}, {self._comm.where}")
             if not self._tasks:
                 self.fail(error)
 
@@ -436,9 +434,8 @@ class Scheduler:
             elif kind is EventKind.FREE:
                 self._use_sharded([index])
 
-    @contextlib.contextmanager
-    def gathered(self, *, write_back: bool) -> Iterator[None]:
-        """Keep every unit gathered in separate buffers; see `module.gathered`."""
+    def hold(self) -> None:
+        """Gather every unit into a separate buffer, and put those parameters into the modules."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         with self.guarded(), _private.without_transforms():
             self.recover()
@@ -449,26 +446,20 @@ class Scheduler:
             for unit in self.units:
                 unit.await_hold(self._comm)
         self.in_gathered = True
-        changed: set[str] | None = None  # names of parameters, if changes are written back
-        try:
-            before = sums_of(self.units) if write_back else {}
-            try:
-                yield
-                after = collect_changes(self.units) if write_back else {}
-            except BaseException as error:
-                if write_back:  # other ranks are waiting to compare checksums
-                    self._comm.abort(error)
-                raise
-            if write_back:
-                changed = agreed_changes(before, after)
-        finally:
-            for index, unit in enumerate(self.units):
-                with _private.without_transforms():
-                    unit.release_hold(write_back=changed is not None)
-                names = [one.name for one in unit.parameters if one.name in (changed or ())]
-                if names:
-                    self._versions.note(index, self.sequencer.tick, names)
-            self.in_gathered = False
+
+    def release_hold(self, changed: Collection[str] | None) -> None:
+        """Free the buffers of `hold`; write them back unless ``changed``, the names, is None."""
+        for index, unit in enumerate(self.units):
+            with _private.without_transforms():
+                unit.release_hold(write_back=changed is not None)
+            names = [one.name for one in unit.parameters if one.name in (changed or ())]
+            if names:
+                self._versions.note(index, self.sequencer.tick, names)
+        self.in_gathered = False
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank raised, so that they do not wait for it."""
+        self._comm.abort(error)
 
     # -- errors ----------------------------------------------------------------------------------
 
@@ -511,7 +502,7 @@ class Scheduler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
-        self._held_memory.note(error, f"step {self.ledger.step}, {self._comm.where}")
+        self._notes.note(error, f"step {self.ledger.step}, {self._comm.where}")
 
     def report(self, where: str) -> None:
         """Publish where this rank is, for the errors of ranks that wait for it."""

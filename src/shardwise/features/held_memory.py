@@ -16,6 +16,7 @@ from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import plain_tensors
+from shardwise.runtime.observer import MemoryNotes
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
@@ -35,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_from_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-class HeldMemory:
+class HeldMemory(MemoryNotes):
     """The device memory of one model on this rank, measured only after a failed allocation."""
 
     def __init__(self, root: nn.Module, plan: Plan, units: Sequence[Unit], pools: Pools) -> None:

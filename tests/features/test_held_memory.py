@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.diagnose.memory_meter import MemoryMeter
-from shardwise.runtime import held_memory
-from shardwise.runtime.held_memory import is_out_of_memory
+from shardwise.features import held_memory
+from shardwise.features.held_memory import is_out_of_memory
 from shardwise.runtime.memory import Arena
 from shardwise.runtime.module import handle_of
 from tests.fsdp.extended import Pair, replace_weights
