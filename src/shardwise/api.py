@@ -1,7 +1,7 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -162,8 +162,7 @@ def fully_shard(
     if strategy is None:
         strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
     resolved = resolve_strategy(strategy)
-    shard = partial(
-        _shard,
+    request = ShardingRequest(
         mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(dims, communicators),
         strategy=resolved,
         units=units,
@@ -184,17 +183,12 @@ def fully_shard(
     for each in module if isinstance(module, Sequence) else (module,):
         _check_module(each)
         if init is not None or not is_deferred(each, ignored_params):
-            _shard_now(shard, each)
+            request.apply(each)
         elif units is None:
-            shard(each, later=partial(_shard_now, shard, each))
+            request.apply_later(each)
         else:
-            _shard_now(partial(shard, init=Initialization()), each)
+            replace(request, init=Initialization()).apply(each)
     return module
-
-
-def _shard_now(shard: Callable[..., None], module: nn.Module) -> None:
-    shard(module)
-    handle_of(module).runtime.reshard_root = partial(_shard_now, partial(shard, init=None))
 
 
 def _check_word(name: str, given: object, known: tuple[str, ...]) -> None:
@@ -226,117 +220,126 @@ def _check_module(module: object) -> None:
     check_initialized(module)
 
 
-def _shard(
-    module: nn.Module,
-    *,
-    mesh: DataParallelMesh,
-    strategy: Strategy,
-    units: Units,
-    choice: UnitChoice,
-    prefetch: int,
-    place: Callable[[nn.Parameter], Any] | None,
-    granularity: Granularities,
-    warns: bool,
-    unused: Unused,
-    init: Initialization | None,
-    ignored_params: Collection[nn.Parameter],
-    later: Callable[[], None] | None = None,
-) -> None:
-    """Plan one module and shard it, or have ``later`` called once a meta module has storage."""
-    restore_ties(module)
-    separate = _separate_models(module, mesh)
-    if separate and not warns:
-        raise _different_ranks_error(separate, mesh)
-    ignored_params = [*ignored_params, *(p for m in separate.values() for p in m.parameters())]
-    check_tensor_parallel(module, mesh, ignored_params)
-    if place is not None or any(map(is_tensor_parallel, module.parameters())):
-        granularity = _placement_granularities(module, place, Granularizer(granularity))
-    check_not_renormalized(module, ignored_params)
-    _check_init(module, init, ignored_params)
-    manual = _sharded_before(module, separate, mesh)
-    own_meshes = {
-        name: handle_of(module.get_submodule(name)).mesh
-        for name, earlier in manual.items()
-        if earlier.ranks is not None
-    }
-    plan = make_plan(
-        module,
-        world_size=mesh.size,
-        units=units,
-        strategy=strategy,
-        prefetch=prefetch,
-        reshard_after_forward=choice.reshard_after_forward,
-        replicas=mesh.column.size,
-        granularity=granularity,
-        manual=manual,
-        precision=choice.precision,
-        offload=choice.offload,
-        wire=choice.wire,
-        settled=_specs_before(module),
-        ignored=_names_of(module, ignored_params),
-    )
-    if plan.strategy.is_two_level and any(unit.chunked_bytes for unit in plan.units):
-        raise PlanError(
-            f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
-            "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
+@dataclass(frozen=True, eq=False)
+class ShardingRequest:
+    """What a call of `fully_shard` asked for."""
+
+    mesh: DataParallelMesh
+    strategy: Strategy
+    units: Units
+    choice: UnitChoice
+    prefetch: int
+    place: Callable[[nn.Parameter], Any] | None
+    granularity: Granularities
+    warns: bool
+    unused: Unused
+    init: Initialization | None
+    ignored_params: Collection[nn.Parameter]
+
+    def apply(self, module: nn.Module) -> None:
+        """Plan ``module`` and shard it; also after a conversion to other dtypes or devices."""
+        separate = _separate_models(module, self.mesh)
+        manual, plan = self._plan(module, separate)
+        _warn_of_padding(plan, self.mesh)
+        handles = {name: handle_of(module.get_submodule(name)) for name in manual}
+        for runtime in dict.fromkeys(handle.runtime for handle in handles.values()):
+            runtime.scheduler.reduce_accumulated()
+        own_meshes = {name: handles[name].mesh for name, one in manual.items() if one.ranks}
+        with keeping_gradients(module):
+            runtime = self._build(module, plan, own_meshes, _offloaded_from(module), self.init)
+        choice = self.choice
+        inner = replace(choice, precision=replace(choice.precision, output_dtype=None))
+        for index, unit in enumerate(plan.units):
+            handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))
+            unit_module = module.get_submodule(unit.name)
+            mark(unit_module, handle, saving_methods(unit_module))
+        set_managed(module, *(one.plan for one in runtimes_in(module)))
+        apply_precision(module, choice.precision, settled=[*manual, *separate])
+        fused_wgrad.replace_layers(module)
+        runtime.watch_structure(module, warns=self.warns)
+
+    def apply_later(self, module: nn.Module) -> None:
+        """Plan ``module``, which is on the meta device, and shard it once it has storage."""
+        _, plan = self._plan(module, _separate_models(module, self.mesh))
+        defer(module, partial(self.apply, module), plan, self.mesh)
+
+    def build(self, root: nn.Module, plan: Plan, like: Runtime) -> Runtime:
+        """Shard ``root``, a copy of the root of ``like`` or the root itself, by ``plan``."""
+        return self._build(root, plan, like.own_meshes, like.pools.device, None)
+
+    def _plan(
+        self, module: nn.Module, separate: Mapping[str, nn.Module]
+    ) -> tuple[dict[str, UnitChoice], Plan]:
+        """Return the options of units that earlier calls have sharded, and the plan."""
+        mesh, choice, granularity = self.mesh, self.choice, self.granularity
+        restore_ties(module)
+        if separate and not self.warns:
+            raise _different_ranks_error(separate, mesh)
+        ignored = [*self.ignored_params, *(p for m in separate.values() for p in m.parameters())]
+        check_tensor_parallel(module, mesh, ignored)
+        if self.place is not None or any(map(is_tensor_parallel, module.parameters())):
+            granularity = _placement_granularities(module, self.place, Granularizer(granularity))
+        check_not_renormalized(module, ignored)
+        _check_init(module, self.init, ignored)
+        manual = _sharded_before(module, separate, mesh)
+        plan = make_plan(
+            module,
+            world_size=mesh.size,
+            units=self.units,
+            strategy=self.strategy,
+            prefetch=self.prefetch,
+            reshard_after_forward=choice.reshard_after_forward,
+            replicas=mesh.column.size,
+            granularity=granularity,
+            manual=manual,
+            precision=choice.precision,
+            offload=choice.offload,
+            wire=choice.wire,
+            settled=_specs_before(module),
+            ignored=_names_of(module, ignored),
         )
-    if later is not None:
-        defer(module, later, plan, mesh)
-        return
-    _warn_of_padding(plan, mesh)
-    for runtime in dict.fromkeys(handle_of(module.get_submodule(name)).runtime for name in manual):
-        runtime.scheduler.reduce_accumulated()
-    with keeping_gradients(module):
-        runtime = _build(module, plan, mesh, own_meshes, unused, warns, init)
-    inner = replace(choice, precision=replace(choice.precision, output_dtype=None))
-    for index, unit in enumerate(plan.units):
-        handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))
-        unit_module = module.get_submodule(unit.name)
-        mark(unit_module, handle, saving_methods(unit_module))
-    set_managed(module, *(one.plan for one in runtimes_in(module)))
-    apply_precision(module, choice.precision, settled=[*manual, *separate])
-    fused_wgrad.replace_layers(module)
-    runtime.watch_structure(module, warns=warns)
+        if plan.strategy.is_two_level and any(unit.chunked_bytes for unit in plan.units):
+            raise PlanError(
+                f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
+                "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
+            )
+        return manual, plan
 
-
-def _build(
-    root: nn.Module,
-    plan: Plan,
-    mesh: DataParallelMesh,
-    own_meshes: Mapping[str, DataParallelMesh],
-    unused: Unused,
-    warns: bool,
-    init: Initialization | None = None,
-    device: torch.device | None = None,
-) -> Runtime:
-    """Shard the parameters of ``root`` and attach the features."""
-    planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
-    ignored = [p for name, p in named_parameters(root) if name not in planned]
-    device = device_for(root, mesh, ignored, device or _offloaded_from(root))
-    if mesh.accelerator is not None:
-        make_current(device)
-    check_same_plan(plan, mesh, warns=warns)
-    if init is None:
-        check_same_values(root, plan, mesh, warns=warns)
-    materializer = None if init is None else Materializer(root, plan, init, Pool(device))
-    runtime = Runtime(
-        root,
-        plan,
-        mesh,
-        device,
-        UnusedParameters(unused, device),
-        HeldMemory,
-        None if materializer is None else materializer.fill,
-        own_meshes,
-    )
-    if materializer is not None:
-        materializer.free_last_unit()
-        check_same_sums(materializer.checksums, mesh)
-    runtime.rebuild = partial(
-        _build, mesh=mesh, own_meshes=own_meshes, unused=unused, warns=warns, device=device
-    )
-    fused_wgrad.offer_slots(runtime)
-    return runtime
+    def _build(
+        self,
+        root: nn.Module,
+        plan: Plan,
+        own_meshes: Mapping[str, DataParallelMesh],
+        device: torch.device | None,
+        init: Initialization | None,
+    ) -> Runtime:
+        """Shard the parameters of ``root`` and attach the features."""
+        mesh = self.mesh
+        planned = {name for unit in plan.units for spec in unit.parameters for name in spec.names}
+        ignored = [p for name, p in named_parameters(root) if name not in planned]
+        device = device_for(root, mesh, ignored, device)
+        if mesh.accelerator is not None:
+            make_current(device)
+        check_same_plan(plan, mesh, warns=self.warns)
+        if init is None:
+            check_same_values(root, plan, mesh, warns=self.warns)
+        materializer = None if init is None else Materializer(root, plan, init, Pool(device))
+        runtime = Runtime(
+            root,
+            plan,
+            mesh,
+            device,
+            replace(self, init=None),
+            UnusedParameters(self.unused, device),
+            HeldMemory,
+            None if materializer is None else materializer.fill,
+            own_meshes,
+        )
+        if materializer is not None:
+            materializer.free_last_unit()
+            check_same_sums(materializer.checksums, mesh)
+        fused_wgrad.offer_slots(runtime)
+        return runtime
 
 
 def _offloaded_from(root: nn.Module) -> torch.device | None:

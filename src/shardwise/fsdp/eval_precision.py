@@ -54,4 +54,4 @@ def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPo
         module.__dict__[HANDLE] = replace(handle, choice=choice)
     runtime.scheduler.prepare_conversion()
     with keeping_gradients(root):
-        runtime.reshard_root(root)
+        runtime.request.apply(root)

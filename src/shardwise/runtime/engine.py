@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,16 @@ class Handle:
         return self.runtime.own_meshes.get(self.unit.plan.name, self.runtime.mesh)
 
 
+class Request(Protocol):
+    """What the user asked for, of which a `Runtime` is the result."""
+
+    def apply(self, module: nn.Module) -> None:
+        """Plan ``module`` and shard it, for example for other dtypes."""
+
+    def build(self, root: nn.Module, plan: Plan, like: "Runtime") -> "Runtime":
+        """Shard ``root``, or a copy of it, by another plan than ``like``."""
+
+
 class Runtime:
     """One sharded model: its plan, its units, and the scheduler that runs them.
 
@@ -70,14 +80,14 @@ class Runtime:
         plan: Plan,
         mesh: DataParallelMesh,
         device: torch.device,
+        request: "Request",
         observer: StepObserver,
         make_notes: Callable[[nn.Module, Plan, Sequence[Unit], Pools], MemoryNotes],
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
         self.initialized_parameters = fill is not None  # the parameters had none
-        self.rebuild: Callable[[nn.Module, Plan], Runtime]  # shards the root, or a copy of it
-        self.reshard_root: Callable[[nn.Module], None]  # gives the root a runtime for other dtypes
+        self.request = request
         self.plan = plan
         self.mesh = mesh
         self.own_meshes = own_meshes  # by name, of units with other ranks than the model

@@ -148,7 +148,7 @@ class FSDPModule(nn.Module):
                     vars(parameter).update(attributes[name])  # a swap of tensors takes them away
         if root is not None and root.is_converted():
             root.scheduler.prepare_conversion()
-            root.reshard_root(self)
+            root.request.apply(self)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -482,8 +482,7 @@ def make_room_for_unfrozen(root: nn.Module) -> bool:
 
 def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:
     """Shard ``module``, which is ``root`` or a copy of it, like ``root`` but with ``plan``."""
-    new = runtime.rebuild(module, plan)
-    new.reshard_root = runtime.reshard_root
+    new = runtime.request.build(module, plan, runtime)
     for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
         handle = Handle(new, index, handle_of(original).choice)
