@@ -7,10 +7,12 @@ that run are what a reader has to follow; the other lines are options, checks an
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise.public  # here, so that the lines of imports are not counted
 from shardwise import clip_grad_norm_, fully_shard
+from shardwise.transport.process_group import ProcessGroupCollectives
 
 PACKAGE = Path(shardwise.public.__file__).parent
 NUM_RANKS = 8
@@ -44,6 +47,39 @@ def train() -> None:
         optimizer.zero_grad()
 
 
+@contextmanager
+def fake_group() -> Iterator[None]:
+    """A process group of `NUM_RANKS`, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def stack_of_a_gather() -> list[tuple[str, str]]:
+    """(file, function) of each frame from the call of a unit to its all-gather."""
+    stacks: list[list[tuple[str, str]]] = []
+    all_gather = ProcessGroupCollectives.all_gather
+
+    def gather(queue: ProcessGroupCollectives, *args: Any, **options: Any) -> Any:
+        if not stacks:
+            stacks.append([])
+            frame: FrameType | None = sys._getframe().f_back
+            while frame is not None:
+                code, frame = frame.f_code, frame.f_back
+                if code.co_filename.startswith(f"{PACKAGE}/"):
+                    name = code.co_filename.removeprefix(f"{PACKAGE}/")
+                    stacks[0].insert(0, (name, code.co_qualname))
+        return all_gather(queue, *args, **options)
+
+    with mock.patch.object(ProcessGroupCollectives, "all_gather", gather), fake_group():
+        model = fully_shard(Block())
+        model(torch.randn(8, 64))
+    code = all_gather.__code__
+    return [*stacks[0], (code.co_filename.removeprefix(f"{PACKAGE}/"), code.co_qualname)]
+
+
 def lines_run(function: Callable[[], None]) -> dict[str, int]:
     """The number of distinct lines of each file of the package that ``function`` runs."""
     lines: defaultdict[str, set[int]] = defaultdict(set)
@@ -67,11 +103,8 @@ def lines_run(function: Callable[[], None]) -> dict[str, int]:
 
 def lines_of_a_step() -> dict[str, int]:
     """The lines that `train` runs, by file, in a process without a process group."""
-    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
-    try:
+    with fake_group():
         return lines_run(train)
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """The engine stays readable: how much of it a plain training step runs."""
 
+from pathlib import Path
+
 from tests import reading
 from tests.forked import run_forked
 from tests.versions import needs_own_operators
@@ -12,6 +14,8 @@ from tests.versions import needs_own_operators
 # of the program are joined. Events are timed only if somebody measures, and queues may be shared.
 MAX_LINES = 2_509
 MAX_FILES = 61
+MAX_FRAMES, MAX_FRAME_FILES = 9, 5
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 
 @needs_own_operators  # what replaces them in torch 2.11 is more lines
@@ -20,3 +24,11 @@ def test_a_plain_step_runs_few_lines() -> None:
     assert {"runtime/scheduler.py", "schedule/sequencer.py"} <= found.keys()
     assert sum(found.values()) <= MAX_LINES, found
     assert len(found) <= MAX_FILES, found
+
+
+def test_a_gather_is_few_calls_from_the_call_of_its_unit() -> None:
+    stack = run_forked(reading.stack_of_a_gather)
+    assert len(stack) <= MAX_FRAMES
+    assert len({file for file, _ in stack}) <= MAX_FRAME_FILES
+    shown = "\n".join(f"   {file:<28} {function}" for file, function in stack)
+    assert shown in DESIGN.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ and buffers that have memory only while they are used::
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -294,14 +294,17 @@ class Unit:
     # -- parameters ------------------------------------------------------------------------------
 
     def launch_gather(self, collectives: Collectives) -> tuple[Work, ...]:
-        label = f"gather {self.plan.label}"
-        launches = (flat.launch_gather(collectives, label) for flat in self._gathered_flats)
-        return _launch(launches, self._gathering)
+        label, first = f"gather {self.plan.label}", len(self._gathering)
+        for flat in self._gathered_flats:  # one is in flight even if the next launch raises
+            self._gathering.append(flat.launch_gather(collectives, label))
+        return tuple(self._gathering[first:])
 
     def launch_subgroup_part(self, collectives: Collectives) -> tuple[Work, ...]:
-        label = f"keep {self.plan.label}"
-        parts = (flat.launch_subgroup_part(collectives, label) for flat in self._gathered_flats)
-        return _launch(parts, self._gathering)
+        label, first = f"keep {self.plan.label}", len(self._gathering)
+        for flat in self._gathered_flats:
+            if (work := flat.launch_subgroup_part(collectives, label)) is not None:
+                self._gathering.append(work)
+        return tuple(self._gathering[first:])
 
     def free_subgroup_part(self) -> None:
         for flat in self.flats:
@@ -356,7 +359,8 @@ class Unit:
     def launch_hold(self, collectives: Collectives) -> None:
         """Gather the parameters in the dtype of the shards, for use between steps."""
         label = f"hold {self.plan.label}"
-        _launch((flat.launch_hold(collectives, label) for flat in self.flats), self._gathering)
+        for flat in self.flats:
+            self._gathering.append(flat.launch_hold(collectives, label))
 
     def await_hold(self, comm: Communicator) -> None:
         self._await_all(self._gathering, comm)
@@ -403,11 +407,11 @@ class Unit:
 
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and also over the column if the settings say so."""
-        label = f"reduce {self.plan.label}"
-        launches = (gradients.launch_reduce(collectives, label) for gradients in self.gradients)
-        works = _launch(launches, self._reducing)
+        label, first = f"reduce {self.plan.label}", len(self._reducing)
+        for gradients in self.gradients:
+            self._reducing.append(gradients.launch_reduce(collectives, label))
         self.expects_gradients = False
-        return works
+        return tuple(self._reducing[first:])
 
     def end_backward(self) -> None:
         """Accumulate gradients that await a later reduction."""
@@ -457,13 +461,3 @@ class Unit:
         for work in works:
             comm.wait(work)
         works.clear()
-
-
-def _launch(launches: Iterable[Work | None], in_flight: list[Work]) -> tuple[Work, ...]:
-    """Return the works of ``launches``; each is in flight even if the next launch raises."""
-    works = []
-    for work in launches:
-        if work is not None:
-            in_flight.append(work)
-            works.append(work)
-    return tuple(works)
