@@ -37,7 +37,7 @@ from shardwise.transport.health.monitor import (
 )
 from shardwise.transport.health.python_stack import calls_of, collective_of, fingerprint
 from shardwise.transport.health.status import LookCounter, QueueState, Report
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
 __all__ = [

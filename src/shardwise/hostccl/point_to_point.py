@@ -4,21 +4,19 @@ Ranks of one host use sockets and each other's memory (`Peer`); other pairs use 
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
-from shardwise._private import group_timeout
-from shardwise.errors import PeerLost
-from shardwise.transport.api import RankGroup
-from shardwise.transport.host.handshake import find_peers
-from shardwise.transport.host.peers import INLINE_BYTES, Message, Offer
+from shardwise.hostccl.handshake import find_peers
+from shardwise.hostccl.peers import INLINE_BYTES, Message, Offer
 
-__all__ = ["PointToPoint", "Use", "check_memory"]
+__all__ = ["PointToPoint", "RankLostError", "Use", "check_memory"]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 # Size of messages through Gloo. 64 MB between two ranks took 30 ms of CPU time in one message, 38
@@ -31,29 +29,31 @@ _T = TypeVar("_T")
 Use = Callable[[slice], None]
 
 
-class PointToPoint:
-    """Exchanges among the ranks of ``world``, which create it together under a unique ``name``."""
+class RankLostError(ConnectionError, RuntimeError):
+    """Another rank died or its connection broke. Gloo raises RuntimeErrors in this case."""
 
-    def __init__(self, world: RankGroup, name: str) -> None:
-        assert world.parent is not None
-        self._own = world.own_rank
+
+class PointToPoint:
+    """Exchanges among ``num_ranks`` ranks, which create it together with a store of their own."""
+
+    def __init__(self, store: Store, own_rank: int, num_ranks: int, timeout: timedelta) -> None:
+        self.own_rank = own_rank
+        self.timeout = timeout
         self.sent = (0, 0)  # number of exchanges, and the bytes that this rank sent in them
-        self.timeout = group_timeout(world.parent)
-        store = PrefixStore(name, world.parent.get_group_store())
 
         def share(key: str, content: bytes) -> list[bytes]:
-            store.set(f"{key}/{world.own_rank}", content)  # type: ignore[arg-type] # bytes do
-            return store.multi_get([f"{key}/{rank}" for rank in range(world.size)])
+            store.set(f"{key}/{own_rank}", content)  # type: ignore[arg-type] # bytes do
+            return store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])
 
-        self.host = find_peers(world.own_rank, world.size, share, self.timeout)
+        self.host = find_peers(own_rank, num_ranks, share, timeout)
         self._gloo: Any = None
         if not self.host.all_read:
-            self._gloo = ProcessGroupGloo(store, self._own, world.size, self.timeout)
+            self._gloo = ProcessGroupGloo(store, own_rank, num_ranks, timeout)
 
-    def window_elements(self, group: RankGroup, num_windows: int, itemsize: int) -> int:
-        """The number of elements of each rank of ``group`` to sum at a time."""
+    def window_elements(self, ranks: Iterable[int], num_windows: int, itemsize: int) -> int:
+        """The number of elements of each of the other ``ranks`` to sum at a time."""
         peers = self.host.peers
-        all_read = all(rank in peers and peers[rank].can_read for _, rank in group.others)
+        all_read = all(rank in peers and peers[rank].can_read for rank in ranks)
         num_bytes = _PIECE_BYTES // num_windows if all_read else _GLOO_PIECE_BYTES
         return max(num_bytes, 2 * INLINE_BYTES) // itemsize  # more than fit into a message
 
@@ -68,8 +68,8 @@ class PointToPoint:
                 the start of each window.
 
         Raises:
-            PeerLost: a connection or a process is gone. All errors are raised at the end, so that
-                the other peers do not wait for this rank.
+            RankLostError: a connection or a process is gone. All errors are raised at the end, so
+                that the other peers do not wait for this rank.
             Exception: an error on this rank. The exchange has ended for the others.
         """
         self.count(sum(sent.nbytes for sent, _ in pairs.values()))
@@ -96,20 +96,20 @@ class PointToPoint:
             self._for_each(near, lambda rank: peers[rank].end(near[rank][0], tag))
 
     def swap_messages(
-        self, group: RankGroup, content: bytes, tag: int, descriptor: int = -1
+        self, ranks: Collection[int], content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
         """Send a short message to ranks of this host, and return theirs; not an exchange.
 
         Args:
-            group: the ranks.
+            ranks: the other ranks.
             content: the message.
-            tag: the same on all of these ranks.
+            tag: the same on all of them.
             descriptor: an open file to pass with the message, unless it is negative.
 
         Raises:
-            PeerLost: as in `exchange`.
+            RankLostError: as in `exchange`.
         """
-        ranks, peers = [rank for _, rank in group.others], self.host.peers
+        peers = self.host.peers
         self._for_each(ranks, lambda rank: peers[rank].send(tag, content, descriptor))
         return self._for_each(ranks, lambda rank: peers[rank].recv(tag))
 
@@ -142,7 +142,7 @@ class PointToPoint:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
         Raises:
-            PeerLost: a rank is gone. The first error is raised, at the end.
+            RankLostError: a rank is gone. The first error is raised, at the end.
         """
         results: dict[int, _T] = {}
         first: Exception | None = None
@@ -158,10 +158,10 @@ class PointToPoint:
             raise first
         return results
 
-    def _lost(self, rank: int, error: Exception) -> PeerLost:
+    def _lost(self, rank: int, error: Exception) -> RankLostError:
         is_closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
         reason = "it closed the connection" if is_closed else error
-        lost = PeerLost(f"rank {self._own} lost rank {rank}: {reason}")
+        lost = RankLostError(f"rank {self.own_rank} lost rank {rank}: {reason}")
         lost.__cause__ = error
         return lost
 

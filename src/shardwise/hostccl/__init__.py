@@ -1,0 +1,1 @@
+"""Collectives between the CPUs of one host, and of several."""
