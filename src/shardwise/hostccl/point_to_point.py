@@ -95,6 +95,32 @@ class PointToPoint:
             self._for_each(near, lambda rank: peers[rank].release(expected[rank], tag))
             self._for_each(near, lambda rank: peers[rank].end(near[rank][0], tag))
 
+    def send(self, tensors: Mapping[int, Tensor], tag: int) -> None:
+        """Send a tensor [n] to each of some ranks, which call `recv`.
+
+        A rank does not wait for the receivers of small tensors.
+
+        Args:
+            tensors: by rank; contiguous.
+            tag: it and the next number are those of no other message between these ranks.
+
+        Raises:
+            RankLostError: as in `exchange`.
+        """
+        self.count(sum(tensor.nbytes for tensor in tensors.values()))
+        near, far = self._split(tensors)
+        self._for_each(near, lambda rank: self.host.peers[rank].send_tensor(near[rank], tag))
+        works = self._for_each(far, lambda rank: self._gloo_works("send", far[rank], rank, tag))
+        self._for_each(near, lambda rank: self.host.peers[rank].end(near[rank], tag + 1))
+        self._for_each(works, lambda rank: _wait(works[rank]))
+
+    def recv(self, tensors: Mapping[int, Tensor], tag: int) -> None:
+        """Receive what each of some ranks sends; see `send`."""
+        near, far = self._split(tensors)
+        works = self._for_each(far, lambda rank: self._gloo_works("recv", far[rank], rank, tag))
+        self._for_each(near, lambda rank: self._recv_one(rank, near[rank], tag))
+        self._for_each(works, lambda rank: _wait(works[rank]))
+
     def swap_messages(
         self, ranks: Collection[int], content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
@@ -117,23 +143,47 @@ class PointToPoint:
         """Count an exchange in which this rank sent ``num_bytes``."""
         self.sent = self.sent[0] + 1, self.sent[1] + num_bytes
 
+    def close(self) -> None:
+        """End all connections: ranks that wait for each other raise an error."""
+        for peer in self.host.peers.values():
+            peer.close()
+        if self._gloo is not None:
+            self._gloo.abort()
+
+    def _split(self, tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return the tensors to or from ranks of this host, and those that Gloo moves."""
+        peers = self.host.peers
+        near = {r: one for r, one in tensors.items() if r in peers and peers[r].handles(one, one)}
+        return near, {rank: one for rank, one in tensors.items() if rank not in near}
+
+    def _recv_one(self, rank: int, into: Tensor, tag: int) -> None:
+        peer = self.host.peers[rank]
+        offer = peer.recv_tensor(into, into.nbytes, tag)
+        try:
+            if offer is not None:
+                offer.read(0)
+        finally:
+            peer.release(into.nbytes, tag + 1)
+
+    def _gloo_works(self, kind: str, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
+        launch = getattr(self._gloo, kind)
+        with _gloo_errors():
+            return [launch([piece], rank, tag) for piece in _pieces(tensor)]
+
     def _receive(
         self, offers: Mapping[int, Offer | None], start: int, far: _Pairs, tag: int
     ) -> None:
         """Read offers of this host from byte ``start`` on, and exchange ``far`` through Gloo."""
 
         def launch(rank: int) -> list[dist.Work]:
-            sent, into = map(_pieces, far[rank])
-            with _gloo_errors():
-                works = [self._gloo.recv([one], rank, tag) for one in into]
-                return works + [self._gloo.send([one], rank, tag) for one in sent]
+            sent, into = far[rank]
+            works = self._gloo_works("recv", into, rank, tag)
+            return works + self._gloo_works("send", sent, rank, tag)
 
         def finish(rank: int) -> None:
             if (offer := offers.get(rank)) is not None:
                 offer.read(start)
-            with _gloo_errors():
-                for work in works.get(rank, ()):
-                    work.wait()
+            _wait(works.get(rank, ()))
 
         works = self._for_each(far, launch)
         self._for_each([*offers, *works], finish)
@@ -179,6 +229,12 @@ def _gloo_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(str(error)) from error
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    with _gloo_errors():
+        for work in works:
+            work.wait()
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

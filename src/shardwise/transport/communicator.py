@@ -82,8 +82,8 @@ def communicator(
 def make_collectives(world: RankGroup, device: torch.device, name: str) -> Collectives:
     """Create a queue of collectives among the ranks of ``world``. All of them call this."""
     backend = backend_of(world.parent, device.type)
-    if device.type == "cpu" and backend is None:
-        backend = "gloo"  # the group has a backend for GPUs only
+    if device.type == "cpu" and backend in (None, "hostccl"):
+        backend = "gloo"  # as between CPUs; None: the group is for GPUs only
     # The number of queues that these ranks have created before.
     number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
     name = f"shardwise/{device.type}/{name}/{number}"
