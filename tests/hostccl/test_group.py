@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -305,7 +306,9 @@ def test_works_overlap_with_the_caller_and_run_in_order() -> None:
         seen: list[float] = []
         chained = futures[0].then(lambda future: seen.append(future.value()[0][0].item()))
         may_begin.set()
-        assert torch.equal(futures[2].wait()[0], torch.full((4,), 8.0))
+        dist.all_reduce(tensor, ReduceOp.PRODUCT, group)  # on this thread, but not before the works
+        assert torch.equal(tensor, torch.full((4,), 64.0))
+        assert torch.equal(futures[2].wait()[0], tensor)
         chained.wait()
         assert seen
     assert all(work.is_completed() and work.is_success() for work in works)
@@ -383,6 +386,16 @@ def test_a_destroyed_group_ends_works_that_wait() -> None:
     else:
         dist.destroy_process_group(group)
     dist.barrier()
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_ends_the_group() -> None:
+    group, tensor = dist.new_group(backend="hostccl"), torch.ones(3 * INLINE_BYTES)
+    failing = mock.patch.object(PointToPoint, "exchange", side_effect=MemoryError("too little"))
+    with failing if rank() == 0 else nullcontext():
+        error = MemoryError if rank() == 0 else RankLostError
+        with pytest.raises(error, match=("too little", "rank 1 lost rank 0")[rank()]):
+            dist.all_reduce(tensor, group=group)
 
 
 @on_ranks(2)

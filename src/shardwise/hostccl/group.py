@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from shardwise.hostccl.peers import INLINE_BYTES
-from shardwise.hostccl.point_to_point import PointToPoint
+from shardwise.hostccl.point_to_point import PointToPoint, RankLostError
 from shardwise.hostccl.sums import Add, Run, Summation
 from shardwise.hostccl.works import HostWork, Lanes
 
@@ -64,7 +64,7 @@ class HostGroup(dist.ProcessGroup):
         self._store = store
         self._rank, self._ranks = rank, range(size)
         self._others = [other for other in self._ranks if other != rank]
-        self._name = self._description = ""
+        self._name = ""
         self._transport = PointToPoint(store, rank, size, timeout)
         self._sums = Summation(self._transport)
         self.lanes = Lanes()
@@ -81,20 +81,6 @@ class HostGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._description
-
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
@@ -109,8 +95,6 @@ class HostGroup(dist.ProcessGroup):
     def options(self) -> SimpleNamespace:
         return SimpleNamespace(backend="hostccl", _timeout=self._transport.timeout)
 
-    supports_coalescing = supports_splitting = supports_time_estimate = False
-
     def get_group_store(self) -> Store:
         return self._store
 
@@ -118,8 +102,7 @@ class HostGroup(dist.ProcessGroup):
         """End all connections; works that are not complete raise an error, here and elsewhere."""
         self._transport.close()
 
-    def shutdown(self) -> None:
-        self._transport.close()
+    shutdown = abort
 
     # -- gathers ---------------------------------------------------------------------------------
 
@@ -131,7 +114,7 @@ class HostGroup(dist.ProcessGroup):
             job.add(partial(self._transport.send, sent))
         else:
             job.add(partial(self._transport.recv, {root: job.output(tensor)}))
-        return job.launch(tensors, opts.timeout)
+        return job.launch(tensors, opts)
 
     def allgather(
         self,
@@ -142,7 +125,7 @@ class HostGroup(dist.ProcessGroup):
         job = _Job(self, "all_gather")
         for slots, own in zip(outputs, inputs, strict=True):
             self._all_gather(job, [job.output(slot) for slot in slots], own)
-        return job.launch([*itertools.chain(*outputs)], _timeout(opts))
+        return job.launch([*itertools.chain(*outputs)], opts)
 
     def allgather_coalesced(
         self,
@@ -165,7 +148,7 @@ class HostGroup(dist.ProcessGroup):
         job = _Job(self, "all_gather_single")
         for output, own in zip(outputs, inputs, strict=True):
             self._all_gather(job, self._rows(job.output(output)), own)
-        return job.launch(outputs, _timeout(opts))
+        return job.launch(outputs, opts)
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: GatherOptions
@@ -174,11 +157,11 @@ class HostGroup(dist.ProcessGroup):
         own = job.input(inputs[0])
         if self._rank != root:
             job.add(partial(self._transport.send, {root: own}))
-            return job.launch([], opts.timeout)
+            return job.launch([], opts)
         slots = [job.output(slot) for slot in outputs[0]]
         job.copy(slots[root], own)
         job.add(partial(self._transport.recv, {r: slots[r] for r in self._others}))
-        return job.launch(outputs[0], opts.timeout)
+        return job.launch(outputs[0], opts)
 
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ScatterOptions
@@ -187,11 +170,11 @@ class HostGroup(dist.ProcessGroup):
         into = job.output(outputs[0])
         if self._rank != root:
             job.add(partial(self._transport.recv, {root: into}))
-            return job.launch(outputs, opts.timeout)
+            return job.launch(outputs, opts)
         parts = [job.input(part) for part in inputs[0]]
         job.copy(into, parts[root])
         job.add(partial(self._transport.send, {r: parts[r] for r in self._others}))
-        return job.launch(outputs, opts.timeout)
+        return job.launch(outputs, opts)
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: AllToAllOptions | None = None
@@ -199,7 +182,7 @@ class HostGroup(dist.ProcessGroup):
         job = _Job(self, "all_to_all")
         sent, into = [job.input(one) for one in inputs], [job.output(one) for one in outputs]
         self._exchange(job, sent, into)
-        return job.launch(outputs, _timeout(opts))
+        return job.launch(outputs, opts)
 
     def all_to_all_single(
         self,
@@ -214,7 +197,7 @@ class HostGroup(dist.ProcessGroup):
         sent = self._split_rows(job.input(own), own, input_splits)
         into = self._split_rows(job.output(output), output, output_splits)
         self._exchange(job, sent, into)
-        return job.launch([output], _timeout(opts))
+        return job.launch([output], opts)
 
     # -- reductions ------------------------------------------------------------------------------
 
@@ -236,7 +219,7 @@ class HostGroup(dist.ProcessGroup):
             job.add(partial(self._transport.send, {root: rows[self._rank]}))
         elif rows:
             job.add(partial(self._transport.recv, {r: rows[r] for r in self._others}))
-        return job.launch(tensors, opts.timeout)
+        return job.launch(tensors, opts)
 
     def reduce_scatter(
         self,
@@ -249,7 +232,7 @@ class HostGroup(dist.ProcessGroup):
             self._reduce(
                 job, [job.input(part) for part in parts], job.output(output), opts.reduceOp
             )
-        return job.launch(outputs, opts.timeout)
+        return job.launch(outputs, opts)
 
     def reduce_scatter_single(
         self, output: Tensor, own: Tensor, opts: ReduceScatterOptions | None = None
@@ -262,7 +245,7 @@ class HostGroup(dist.ProcessGroup):
         opts, job = opts or ReduceScatterOptions(), _Job(self, "reduce_scatter_single")
         for output, own in zip(outputs, inputs, strict=True):
             self._reduce(job, self._rows(job.input(own)), job.output(output), opts.reduceOp)
-        return job.launch(outputs, opts.timeout)
+        return job.launch(outputs, opts)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -284,7 +267,7 @@ class HostGroup(dist.ProcessGroup):
     def barrier(self, opts: BarrierOptions | None = None) -> HostWork:
         job, nothing = _Job(self, "barrier"), torch.empty(0)
         self._exchange(job, self._same(nothing), self._same(nothing))
-        return job.launch([], _timeout(opts))
+        return job.launch([], opts)
 
     # -- names that torch 2.11 and 2.12 call -----------------------------------------------------
 
@@ -336,7 +319,7 @@ class HostGroup(dist.ProcessGroup):
             rows = self._reduce_in_parts(job, flat, flat, opts.reduceOp)
             if rows:
                 self._all_gather(job, rows, rows[self._rank])
-        return job.launch(tensors, opts.timeout)
+        return job.launch(tensors, opts)
 
     def _reduce_in_parts(self, job: "_Job", flat: Tensor, total: Tensor, op: Any) -> list[Tensor]:
         """Leave one row of the result and its last elements, or all if it is small, in ``total``.
@@ -407,8 +390,12 @@ class _Job:
             raise ValueError(
                 f"{self._name}: {src.numel()} elements for an output of {dst.numel()} elements"
             )
+
+        def run(_tag: int) -> None:
+            dst.copy_(src)
+
         if dst.data_ptr() != src.data_ptr():
-            self._runs.append(lambda _tag: _discard(dst.copy_(src)))
+            self._runs.append(run)
 
     def add(self, run: Run) -> None:
         """Add an exchange, which is called with the tag."""
@@ -417,28 +404,36 @@ class _Job:
     def launch(
         self,
         tensors: Sequence[Tensor],
-        timeout: timedelta = timedelta(0),
+        opts: Any = None,
         *,
         message: tuple[str, int, int] | None = None,
     ) -> HostWork:
-        """Run the job on the thread for collectives, or on that for messages of this kind.
+        """Run the job in the lane of collectives, or in that of messages of this kind.
 
         Args:
             tensors: the result of the work.
-            timeout: see `HostWork`.
+            opts: torch's options of the collective, if it passes any.
             message: direction, other rank and tag of a message.
         """
         tag = self._group.next_tag() if message is None else _message_tag(message[2])
-        runs, results = self._runs, self._results
 
         def job() -> None:
-            for run in runs:
-                run(tag)
-            for tensor, flat in results:
-                tensor.copy_(flat)
+            try:
+                for run in self._runs:
+                    run(tag)
+                for tensor, flat in self._results:
+                    tensor.copy_(flat)
+            except RankLostError:  # the other ranks have lost it, too
+                raise
+            except Exception:  # the other ranks would wait for this one
+                self._group.abort()
+                raise
 
+        timeout = timedelta(0) if opts is None else opts.timeout
         work = HostWork(self._name, job, tensors, timeout)
-        self._group.lanes.submit(message or "collectives", work)
+        lanes = self._group.lanes
+        is_awaited = timeout <= timedelta(0) and not getattr(opts, "asyncOp", True)
+        (lanes.run if is_awaited else lanes.submit)(message or "collectives", work)
         return work
 
 
@@ -446,11 +441,3 @@ def _message_tag(tag: int) -> int:
     if not 0 <= tag < _NUM_TAGS:
         raise ValueError(f"tag {tag}: expected a number from 0 to {_NUM_TAGS - 1}")
     return _FIRST_MESSAGE_TAG + 2 * tag
-
-
-def _timeout(opts: Any) -> timedelta:
-    return timedelta(0) if opts is None else opts.timeout
-
-
-def _discard(_tensor: Tensor) -> None:
-    pass

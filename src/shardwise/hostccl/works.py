@@ -1,6 +1,7 @@
 """Jobs that run concurrently with the caller, as works of torch.distributed."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -13,7 +14,7 @@ from torch.futures import Future
 
 __all__ = ["HostWork", "Lanes"]
 
-_IDLE_SECONDS = 5.0  # after which the thread of a lane ends; a new one takes 0.2 ms to start
+_IDLE_SECONDS = 5.0  # after which a thread ends; a new one takes 0.2 ms to start
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -107,32 +108,64 @@ class HostWork(dist.Work):
 class Lanes:
     """Runs the works of each lane in order, and those of different lanes concurrently.
 
-    A lane has a thread while there are works, and for some seconds after the last one.
+    Lanes share threads, which end when they have been idle for some seconds.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queues: dict[Hashable, SimpleQueue[HostWork]] = {}  # of lanes with a thread
+        self._lock = threading.Lock()  # for all of the following
+        self._waiting: dict[Hashable, deque[HostWork]] = {}  # by lane, if some thread runs it
+        self._ready: SimpleQueue[Hashable] = SimpleQueue()  # lanes that need a thread
+        self._num_idle = 0  # threads that wait for a lane, without those that have one in `_ready`
 
     def submit(self, lane: Hashable, work: HostWork) -> None:
+        """Run ``work`` on a thread."""
         with self._lock:
-            if lane in self._queues:
-                self._queues[lane].put(work)
-                return
-            queue = self._queues[lane] = SimpleQueue()
-            queue.put(work)
-        name = f"hostccl-{lane}"
-        threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True).start()
+            if lane in self._waiting:
+                self._waiting[lane].append(work)
+            else:
+                self._waiting[lane] = deque([work])
+                self._find_thread(lane)
 
-    def _run(self, lane: Hashable, queue: "SimpleQueue[HostWork]") -> None:
+    def run(self, lane: Hashable, work: HostWork) -> None:
+        """Run ``work`` on this thread if the lane is idle, which saves two switches of threads."""
+        with self._lock:
+            if lane in self._waiting:
+                self._waiting[lane].append(work)
+                return
+            self._waiting[lane] = deque()
+        try:
+            work.run()
+        finally:
+            with self._lock:
+                if self._waiting[lane]:
+                    self._find_thread(lane)
+                else:
+                    del self._waiting[lane]
+
+    def _find_thread(self, lane: Hashable) -> None:
+        self._ready.put(lane)
+        if self._num_idle:
+            self._num_idle -= 1
+        else:
+            threading.Thread(target=self._work, name="hostccl", daemon=True).start()
+
+    def _work(self) -> None:
         while True:
             try:
-                work = queue.get(timeout=_IDLE_SECONDS)
+                self._run_lane(self._ready.get(timeout=_IDLE_SECONDS))
             except Empty:
                 with self._lock:
-                    if not queue.empty():
-                        continue
-                    del self._queues[lane]
+                    if self._num_idle:
+                        self._num_idle -= 1
+                        return
+
+    def _run_lane(self, lane: Hashable) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting[lane]:
+                    del self._waiting[lane]
+                    self._num_idle += 1
                     return
+                work = self._waiting[lane].popleft()
             work.run()
-            del work  # an idle lane keeps no tensor alive
+            del work  # an idle thread keeps no tensor alive
