@@ -4,7 +4,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -139,8 +139,13 @@ COLLECTIVES: list[Callable[[Group, Tensor, int], list[Tensor]]] = [
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda function: function.__name__[1:])
 @on_ranks(2, 4)
 def test_data_arrives_as_with_gloo(collective: Callable[..., list[Tensor]]) -> None:
-    group = dist.new_group(backend="hostccl")
-    for dtype, size, root in itertools.product(DTYPES, SIZES, (0, num_ranks() - 1)):
+    _check_data(collective, dist.new_group(backend="hostccl"), DTYPES)
+
+
+def _check_data(
+    collective: Callable[..., list[Tensor]], group: Group, dtypes: Sequence[torch.dtype]
+) -> None:
+    for dtype, size, root in itertools.product(dtypes, SIZES, (0, num_ranks() - 1)):
         own = _numbers(size, dtype)
         expected = collective(dist.group.WORLD, own.clone(), root)
         found = collective(group, own.clone(), root)
@@ -203,7 +208,24 @@ REDUCTIONS: list[Callable[[Group, Tensor, Any], list[Tensor]]] = [
 @on_ranks(2, 4)
 def test_reductions_are_those_of_gloo(reduction: Callable[..., list[Tensor]]) -> None:
     group = dist.new_group(backend="hostccl")
-    for dtype, size, operator in itertools.product(DTYPES, SIZES, [*OPERATORS, *BITWISE]):
+    _check_reduction(reduction, group, DTYPES)
+
+
+@pytest.mark.parametrize("way", ["sockets", "gloo"])
+@on_ranks(3)
+def test_all_collectives_work_between_hosts(way: str) -> None:
+    with only(way):
+        group = dist.new_group(backend="hostccl")
+    for collective in COLLECTIVES:
+        _check_data(collective, group, [torch.float64])
+    for reduction in REDUCTIONS:
+        _check_reduction(reduction, group, [torch.float64])
+
+
+def _check_reduction(
+    reduction: Callable[..., list[Tensor]], group: Group, dtypes: Sequence[torch.dtype]
+) -> None:
+    for dtype, size, operator in itertools.product(dtypes, SIZES, [*OPERATORS, *BITWISE]):
         if operator in (BITWISE if dtype.is_floating_point else [ReduceOp.AVG]):
             continue
         own = _numbers(size, dtype)
@@ -406,9 +428,9 @@ def test_mistakes_are_named_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match=r"ReduceOp\.AVG of torch\.int64"):
             dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG, group)
         with pytest.raises(ValueError, match="on meta"):
-            group.allreduce([torch.ones(2, device="meta")])
+            dist.all_reduce(torch.ones(2, device="meta"), group=group)
         with pytest.raises(ValueError, match="3 elements for an output of 4 elements"):
-            group.allgather([[torch.ones(4)] * 2], [torch.ones(3)])
+            dist.all_gather([torch.ones(4)] * 2, torch.ones(3), group)
         with pytest.raises(ValueError, match="expected a number from 0"):
             dist.send(torch.ones(1), 1, group, tag=1 << 30)
     tensor = torch.ones(2)

@@ -18,20 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Store,
-)
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Store
 
 from shardwise.hostccl.peers import INLINE_BYTES
 from shardwise.hostccl.point_to_point import PointToPoint, RankLostError
@@ -57,7 +45,10 @@ _OPERATORS: dict[Any, Add] = {
 
 
 class HostGroup(dist.ProcessGroup):
-    """The ranks of one process group. Ranks are numbered within it."""
+    """The ranks of one process group. Ranks are numbered within it.
+
+    Arguments ``opts`` are torch's options of the collective. Tensors may have any strides.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # as torch's own groups in Python
@@ -106,8 +97,8 @@ class HostGroup(dist.ProcessGroup):
 
     # -- gathers ---------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> HostWork:
-        opts, job = opts or BroadcastOptions(), _Job(self, "broadcast")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> HostWork:
+        job = _Job(self, "broadcast")
         root, tensor = opts.rootRank, tensors[opts.rootTensor]
         if self._rank == root:
             sent = dict.fromkeys(self._others, job.input(tensor))
@@ -116,43 +107,31 @@ class HostGroup(dist.ProcessGroup):
             job.add(partial(self._transport.recv, {root: job.output(tensor)}))
         return job.launch(tensors, opts)
 
-    def allgather(
-        self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> HostWork:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HostWork:
         job = _Job(self, "all_gather")
         for slots, own in zip(outputs, inputs, strict=True):
             self._all_gather(job, [job.output(slot) for slot in slots], own)
         return job.launch([*itertools.chain(*outputs)], opts)
 
     def allgather_coalesced(
-        self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: AllgatherOptions | None = None,
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
     ) -> HostWork:
         """Gather ``inputs``; ``outputs[r]`` are those of rank r."""
         by_input = [list(slots) for slots in zip(*outputs, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
-    def all_gather_single(
-        self, output: Tensor, own: Tensor, opts: AllgatherOptions | None = None
-    ) -> HostWork:
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> HostWork:
         return self.all_gather_single_coalesced([output], [own], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions | None = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> HostWork:
         job = _Job(self, "all_gather_single")
         for output, own in zip(outputs, inputs, strict=True):
             self._all_gather(job, self._rows(job.output(output)), own)
         return job.launch(outputs, opts)
 
-    def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: GatherOptions
-    ) -> HostWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HostWork:
         job, root = _Job(self, "gather"), opts.rootRank
         own = job.input(inputs[0])
         if self._rank != root:
@@ -163,9 +142,7 @@ class HostGroup(dist.ProcessGroup):
         job.add(partial(self._transport.recv, {r: slots[r] for r in self._others}))
         return job.launch(outputs[0], opts)
 
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ScatterOptions
-    ) -> HostWork:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HostWork:
         job, root = _Job(self, "scatter"), opts.rootRank
         into = job.output(outputs[0])
         if self._rank != root:
@@ -176,9 +153,7 @@ class HostGroup(dist.ProcessGroup):
         job.add(partial(self._transport.send, {r: parts[r] for r in self._others}))
         return job.launch(outputs, opts)
 
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllToAllOptions | None = None
-    ) -> HostWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HostWork:
         job = _Job(self, "all_to_all")
         sent, into = [job.input(one) for one in inputs], [job.output(one) for one in outputs]
         self._exchange(job, sent, into)
@@ -190,7 +165,7 @@ class HostGroup(dist.ProcessGroup):
         own: Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        opts: AllToAllOptions | None = None,
+        opts: Any,
     ) -> HostWork:
         """Exchange rows; the splits are numbers of rows, and equal for all ranks if empty."""
         job = _Job(self, "all_to_all_single")
@@ -201,15 +176,16 @@ class HostGroup(dist.ProcessGroup):
 
     # -- reductions ------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> HostWork:
-        return self._all_reduce(tensors, opts or AllreduceOptions())
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> HostWork:
+        job = _Job(self, "all_reduce")
+        for tensor in tensors:
+            flat = job.output(tensor)
+            rows = self._reduce_in_parts(job, flat, flat, opts.reduceOp)
+            if rows:
+                self._all_gather(job, rows, rows[self._rank])
+        return job.launch(tensors, opts)
 
-    def allreduce_coalesced(
-        self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None
-    ) -> HostWork:
-        return self._all_reduce(tensors, opts or AllreduceCoalescedOptions())
-
-    def reduce(self, tensors: list[Tensor], opts: ReduceOptions) -> HostWork:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> HostWork:
         """Reduce to the root. The tensors of other ranks do not change."""
         job, root = _Job(self, "reduce"), opts.rootRank
         flat = job.output(tensors[0]) if self._rank == root else job.input(tensors[0])
@@ -222,27 +198,22 @@ class HostGroup(dist.ProcessGroup):
         return job.launch(tensors, opts)
 
     def reduce_scatter(
-        self,
-        outputs: list[Tensor],
-        inputs: list[list[Tensor]],
-        opts: ReduceScatterOptions | None = None,
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
     ) -> HostWork:
-        opts, job = opts or ReduceScatterOptions(), _Job(self, "reduce_scatter")
+        job = _Job(self, "reduce_scatter")
         for output, parts in zip(outputs, inputs, strict=True):
             self._reduce(
                 job, [job.input(part) for part in parts], job.output(output), opts.reduceOp
             )
         return job.launch(outputs, opts)
 
-    def reduce_scatter_single(
-        self, output: Tensor, own: Tensor, opts: ReduceScatterOptions | None = None
-    ) -> HostWork:
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> HostWork:
         return self.reduce_scatter_single_coalesced([output], [own], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions | None = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> HostWork:
-        opts, job = opts or ReduceScatterOptions(), _Job(self, "reduce_scatter_single")
+        job = _Job(self, "reduce_scatter_single")
         for output, own in zip(outputs, inputs, strict=True):
             self._reduce(job, self._rows(job.input(own)), job.output(output), opts.reduceOp)
         return job.launch(outputs, opts)
@@ -264,13 +235,14 @@ class HostGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> HostWork:
         raise NotImplementedError("hostccl receives from one rank: pass src= to recv")
 
-    def barrier(self, opts: BarrierOptions | None = None) -> HostWork:
+    def barrier(self, opts: Any) -> HostWork:
         job, nothing = _Job(self, "barrier"), torch.empty(0)
         self._exchange(job, self._same(nothing), self._same(nothing))
         return job.launch([], opts)
 
-    # -- names that torch 2.11 and 2.12 call -----------------------------------------------------
+    # -- the same by other names; those without "single" are of torch 2.11 and 2.12 ----------------
 
+    allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -309,17 +281,6 @@ class HostGroup(dist.ProcessGroup):
 
     def _all_gather(self, job: "_Job", slots: list[Tensor], own: Tensor) -> None:
         self._exchange(job, [job.input(own)] * len(slots), slots)
-
-    def _all_reduce(
-        self, tensors: list[Tensor], opts: AllreduceOptions | AllreduceCoalescedOptions
-    ) -> HostWork:
-        job = _Job(self, "all_reduce")
-        for tensor in tensors:
-            flat = job.output(tensor)
-            rows = self._reduce_in_parts(job, flat, flat, opts.reduceOp)
-            if rows:
-                self._all_gather(job, rows, rows[self._rank])
-        return job.launch(tensors, opts)
 
     def _reduce_in_parts(self, job: "_Job", flat: Tensor, total: Tensor, op: Any) -> list[Tensor]:
         """Leave one row of the result and its last elements, or all if it is small, in ``total``.
