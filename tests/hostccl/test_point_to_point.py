@@ -180,6 +180,26 @@ def test_a_rank_that_is_gone_is_named_by_all_others(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("in_windows", [False, True])
+@on_ranks(3)
+def test_a_rank_of_another_host_does_not_wait_for_ranks_that_lost_each_other(
+    in_windows: bool,
+) -> None:
+    """Ranks 0 and 1 are of one host. Rank 2 exchanges large tensors with them through Gloo."""
+    transport, own = _transport("memory" if rank() < 2 else "gloo"), rank()
+    if own == 1:
+        transport.host.peers[0].connection.shutdown(socket.SHUT_RDWR)
+    sent = torch.full((1 << 20,), own, dtype=torch.uint8)
+    pairs = {other: (sent, torch.zeros_like(sent)) for other in range(3) if other != own}
+    use = (lambda _: None) if in_windows else None
+    if own < 2:
+        with pytest.raises(RankLostError, match=f"rank {own} lost rank {1 - own}"):
+            transport.exchange(pairs, 0, use)
+    else:
+        transport.exchange(pairs, 0, use)
+        assert all((into == other).all() for other, (_, into) in pairs.items())
+
+
+@pytest.mark.parametrize("in_windows", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 16), (1 << 20, 1 << 21)])
 @on_ranks(2)
 def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int], in_windows: bool) -> None:

@@ -4,8 +4,9 @@ Ranks of one host use sockets and each other's memory (`Peer`); other pairs use 
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -68,32 +69,40 @@ class PointToPoint:
                 the start of each window.
 
         Raises:
-            RankLostError: a connection or a process is gone. All errors are raised at the end, so
-                that the other peers do not wait for this rank.
-            Exception: an error on this rank. The exchange has ended for the others.
+            RankLostError: a connection or a process is gone.
+            Exception: an error on this rank.
+
+        The first error is raised at the end, so the exchange ends for all other ranks as well.
         """
         self.count(sum(sent.nbytes for sent, _ in pairs.values()))
         peers = self.host.peers
         near = {r: p for r, p in pairs.items() if r in peers and peers[r].handles(*p)}
         far = {rank: pair for rank, pair in pairs.items() if rank not in near}
         expected = {r: (into if use is None else sent).nbytes for r, (sent, into) in near.items()}
-        self._for_each(near, lambda rank: peers[rank].send_tensor(near[rank][0], tag))
+        errors: list[Exception] = []
+        each = partial(self._for_each, errors=errors)
+        each(near, lambda rank: peers[rank].send_tensor(near[rank][0], tag))
         try:
-            offers = self._for_each(
+            offers = each(
                 near, lambda rank: peers[rank].recv_tensor(near[rank][1], expected[rank], tag)
             )
             if use is None:
-                self._receive(offers, 0, far, tag)
+                self._receive(offers, 0, far, tag, errors)
             else:
                 own, window = next(iter(pairs.values()))
                 for start in range(0, len(own), len(window)):
                     piece = slice(start, min(start + len(window), len(own)))
                     parts = {r: (s[piece], into[: len(s[piece])]) for r, (s, into) in far.items()}
-                    self._receive(offers, start * own.itemsize, parts, tag)
-                    use(piece)
+                    self._receive(offers, start * own.itemsize, parts, tag, errors)
+                    try:
+                        if not errors:
+                            use(piece)
+                    except Exception as error:  # noqa: BLE001 - raised at the end
+                        errors.append(error)
         finally:  # let all peers continue, and wait until none of them reads this rank's tensors
-            self._for_each(near, lambda rank: peers[rank].release(expected[rank], tag))
-            self._for_each(near, lambda rank: peers[rank].end(near[rank][0], tag))
+            each(near, lambda rank: peers[rank].release(expected[rank], tag))
+            each(near, lambda rank: peers[rank].end(near[rank][0], tag))
+        _raise_first(errors)
 
     def send(self, tensors: Mapping[int, Tensor], tag: int) -> None:
         """Send a tensor [n] to each of some ranks, which call `recv`.
@@ -108,18 +117,22 @@ class PointToPoint:
             RankLostError: as in `exchange`.
         """
         self.count(sum(tensor.nbytes for tensor in tensors.values()))
-        near, far = self._split(tensors)
-        self._for_each(near, lambda rank: self.host.peers[rank].send_tensor(near[rank], tag))
-        works = self._for_each(far, lambda rank: self._gloo_works("send", far[rank], rank, tag))
-        self._for_each(near, lambda rank: self.host.peers[rank].end(near[rank], tag + 1))
-        self._for_each(works, lambda rank: _wait(works[rank]))
+        errors: list[Exception] = []
+        each, (near, far) = partial(self._for_each, errors=errors), self._split(tensors)
+        each(near, lambda rank: self.host.peers[rank].send_tensor(near[rank], tag))
+        works = each(far, lambda rank: self._gloo_works("send", far[rank], rank, tag))
+        each(near, lambda rank: self.host.peers[rank].end(near[rank], tag + 1))
+        each(works, lambda rank: _wait(works[rank]))
+        _raise_first(errors)
 
     def recv(self, tensors: Mapping[int, Tensor], tag: int) -> None:
         """Receive what each of some ranks sends; see `send`."""
-        near, far = self._split(tensors)
-        works = self._for_each(far, lambda rank: self._gloo_works("recv", far[rank], rank, tag))
-        self._for_each(near, lambda rank: self._recv_one(rank, near[rank], tag))
-        self._for_each(works, lambda rank: _wait(works[rank]))
+        errors: list[Exception] = []
+        each, (near, far) = partial(self._for_each, errors=errors), self._split(tensors)
+        works = each(far, lambda rank: self._gloo_works("recv", far[rank], rank, tag))
+        each(near, lambda rank: self._recv_one(rank, near[rank], tag))
+        each(works, lambda rank: _wait(works[rank]))
+        _raise_first(errors)
 
     def swap_messages(
         self, ranks: Collection[int], content: bytes, tag: int, descriptor: int = -1
@@ -171,9 +184,17 @@ class PointToPoint:
             return [launch([piece], rank, tag) for piece in _pieces(tensor)]
 
     def _receive(
-        self, offers: Mapping[int, Offer | None], start: int, far: _Pairs, tag: int
+        self,
+        offers: Mapping[int, Offer | None],
+        start: int,
+        far: _Pairs,
+        tag: int,
+        errors: list[Exception],
     ) -> None:
-        """Read offers of this host from byte ``start`` on, and exchange ``far`` through Gloo."""
+        """Read offers of this host from byte ``start`` on, and exchange ``far`` through Gloo.
+
+        After an error this rank reads nothing, but other hosts still wait for what it sends.
+        """
 
         def launch(rank: int) -> list[dist.Work]:
             sent, into = far[rank]
@@ -181,31 +202,40 @@ class PointToPoint:
             return works + self._gloo_works("send", sent, rank, tag)
 
         def finish(rank: int) -> None:
-            if (offer := offers.get(rank)) is not None:
+            if not errors and (offer := offers.get(rank)) is not None:
                 offer.read(start)
             _wait(works.get(rank, ()))
 
-        works = self._for_each(far, launch)
-        self._for_each([*offers, *works], finish)
+        works = self._for_each(far, launch, errors)
+        self._for_each([*offers, *works], finish, errors)
 
-    def _for_each(self, ranks: Iterable[int], action: Callable[[int], _T]) -> dict[int, _T]:
+    def _for_each(
+        self,
+        ranks: Iterable[int],
+        action: Callable[[int], _T],
+        errors: list[Exception] | None = None,
+    ) -> dict[int, _T]:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
-        Raises:
-            RankLostError: a rank is gone. The first error is raised, at the end.
+        Args:
+            ranks: the ranks.
+            action: returns a result.
+            errors: receives the errors; None: the first one is raised at the end.
+
+        Returns:
+            The results.
         """
         results: dict[int, _T] = {}
-        first: Exception | None = None
+        found = [] if errors is None else errors
         for rank in ranks:
             try:
                 results[rank] = action(rank)
             except _GONE as error:
-                if first is None:
-                    first = self._lost(rank, error)
+                found.append(self._lost(rank, error))
             except Exception as error:  # noqa: BLE001 - raised at the end
-                first = first or error
-        if first is not None:
-            raise first
+                found.append(error)
+        if errors is None:
+            _raise_first(found)
         return results
 
     def _lost(self, rank: int, error: Exception) -> RankLostError:
@@ -229,6 +259,11 @@ def _gloo_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(str(error)) from error
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _wait(works: Iterable[dist.Work]) -> None:
