@@ -321,7 +321,7 @@ def test_works_overlap_with_the_caller_and_run_in_order() -> None:
 
     tensor = torch.ones(4)
     with mock.patch.object(PointToPoint, "exchange", wait_first):
-        works: list[Any] = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(3)]
+        works = [_launch_all_reduce(tensor, group) for _ in range(3)]
         futures = [work.get_future() for work in works]
         assert not any(work.is_completed() for work in works)
         with pytest.raises(TimeoutError, match="all_reduce has not ended"):
@@ -335,6 +335,28 @@ def test_works_overlap_with_the_caller_and_run_in_order() -> None:
         chained.wait()
         assert seen
     assert all(work.is_completed() and work.is_success() for work in works)
+
+
+@on_ranks(2)
+def test_callbacks_may_wait_for_later_works() -> None:
+    """As in DDP's hook for PowerSGD."""
+    group, tensor = dist.new_group(backend="hostccl"), torch.ones(INLINE_BYTES)
+    may_begin = threading.Event()
+
+    def reduce_again(_future: Any) -> Any:
+        assert may_begin.wait(DEADLINE)  # so that the last work is already waiting
+        return _launch_all_reduce(tensor, group).get_future().wait()[0]
+
+    first = _launch_all_reduce(tensor, group).get_future().then(reduce_again)
+    last = _launch_all_reduce(tensor, group)
+    may_begin.set()
+    assert first.wait() is not None
+    last.wait()
+    assert tensor.tolist() == [8.0] * INLINE_BYTES
+
+
+def _launch_all_reduce(tensor: Tensor, group: Group) -> Any:
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 @on_ranks(4)

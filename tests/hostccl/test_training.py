@@ -76,7 +76,7 @@ def _fsdp1(model: nn.Module) -> nn.Module:
 def _fsdp2(model: nn.Module) -> nn.Module:
     for layer in model:  # type: ignore[attr-defined]
         fully_shard(layer)
-    fully_shard(model)
+    fully_shard(model).set_allocate_memory_from_process_group_for_comm(True)
     return model
 
 

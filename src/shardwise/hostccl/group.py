@@ -86,6 +86,9 @@ class HostGroup(dist.ProcessGroup):
     def options(self) -> SimpleNamespace:
         return SimpleNamespace(backend="hostccl", _timeout=self._transport.timeout)
 
+    def supports_tensor_alloc(self, _device: torch.device) -> bool:
+        return False
+
     def get_group_store(self) -> Store:
         return self._store
 

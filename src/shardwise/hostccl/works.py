@@ -44,12 +44,17 @@ class HostWork(dist.Work):
         self._tensors = list(tensors)
         self._limit = timeout
         self._error: Exception | None = None
-        self._over: Future[None] = Future()
         self._running = threading.Lock()  # held until the job has ended
         self._running.acquire()
+        self._future_lock = threading.Lock()
+        self._over: Future[None] | None = None  # if `get_future` was called
 
-    def run(self) -> None:
-        """Run the job, and keep its error for `wait`."""
+    def run(self) -> Future[None] | None:
+        """Run the job, and keep its error for `wait`.
+
+        Returns:
+            A future that the caller must complete. Its callbacks may wait for other works.
+        """
         assert self._job is not None
         try:
             with torch.inference_mode():  # which may write to inference tensors, and to any others
@@ -57,8 +62,9 @@ class HostWork(dist.Work):
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
         self._job = None  # drops the tensors that only the job needs before a waiter continues
-        self._running.release()
-        self._over.set_result(None)
+        with self._future_lock:
+            self._running.release()
+            return self._over
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when the job has ended.
@@ -102,6 +108,11 @@ class HostWork(dist.Work):
             self.wait()
             return self._tensors
 
+        with self._future_lock:
+            if self._over is None:
+                self._over = Future()
+                if self.is_completed():
+                    self._over.set_result(None)
         return self._over.then(finish)
 
 
@@ -134,13 +145,17 @@ class Lanes:
                 return
             self._waiting[lane] = deque()
         try:
-            work.run()
+            work.run()  # it has no future yet
         finally:
-            with self._lock:
-                if self._waiting[lane]:
-                    self._find_thread(lane)
-                else:
-                    del self._waiting[lane]
+            self._leave(lane)
+
+    def _leave(self, lane: Hashable) -> None:
+        """Let another thread run the lane, if there are works in it."""
+        with self._lock:
+            if self._waiting[lane]:
+                self._find_thread(lane)
+            else:
+                del self._waiting[lane]
 
     def _find_thread(self, lane: Hashable) -> None:
         self._ready.put(lane)
@@ -160,12 +175,17 @@ class Lanes:
                         return
 
     def _run_lane(self, lane: Hashable) -> None:
-        while True:
+        over: Future[None] | None = None
+        while over is None:
             with self._lock:
                 if not self._waiting[lane]:
                     del self._waiting[lane]
                     self._num_idle += 1
                     return
                 work = self._waiting[lane].popleft()
-            work.run()
+            over = work.run()
             del work  # an idle thread keeps no tensor alive
+        self._leave(lane)  # callbacks may wait for works of this lane
+        over.set_result(None)
+        with self._lock:
+            self._num_idle += 1
