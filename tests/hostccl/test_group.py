@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from shardwise.hostccl import HostGroup, RankLostError
 from shardwise.hostccl.peers import INLINE_BYTES
 from shardwise.hostccl.point_to_point import PointToPoint
+from shardwise.hostccl.works import HostWork
 from tests import ranks
 from tests.hostccl.test_point_to_point import WAYS, only
 from tests.ranks import RankFailed, on_ranks, run_on
@@ -335,6 +336,15 @@ def test_works_overlap_with_the_caller_and_run_in_order() -> None:
         chained.wait()
         assert seen
     assert all(work.is_completed() and work.is_success() for work in works)
+
+
+def test_a_work_is_complete_while_another_thread_waits_for_it() -> None:
+    work = HostWork("work", lambda: None, [])
+    assert not work.is_completed()
+    assert work.run() is None
+    with work._running:  # as in the `wait` of that thread
+        assert work.is_completed()
+        assert work.get_future().wait() == []
 
 
 @on_ranks(2)

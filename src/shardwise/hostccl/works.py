@@ -44,7 +44,8 @@ class HostWork(dist.Work):
         self._tensors = list(tensors)
         self._limit = timeout
         self._error: Exception | None = None
-        self._running = threading.Lock()  # held until the job has ended
+        self._has_ended = False
+        self._running = threading.Lock()  # held until the job has ended, and for moments by waiters
         self._running.acquire()
         self._future_lock = threading.Lock()
         self._over: Future[None] | None = None  # if `get_future` was called
@@ -63,6 +64,7 @@ class HostWork(dist.Work):
             self._error = error
         self._job = None  # drops the tensors that only the job needs before a waiter continues
         with self._future_lock:
+            self._has_ended = True
             self._running.release()
             return self._over
 
@@ -78,12 +80,11 @@ class HostWork(dist.Work):
         if not self._running.acquire(timeout=seconds):
             raise TimeoutError(f"{self._name} has not ended after {seconds} s")
         self._running.release()  # for other waiters
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return True
 
     def is_completed(self) -> bool:
-        return not self._running.locked()
+        return self._has_ended
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -105,15 +106,19 @@ class HostWork(dist.Work):
         """
 
         def finish(_over: Future[None]) -> list[Tensor]:
-            self.wait()
+            self._raise_error()
             return self._tensors
 
         with self._future_lock:
             if self._over is None:
                 self._over = Future()
-                if self.is_completed():
+                if self._has_ended:
                     self._over.set_result(None)
         return self._over.then(finish)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class Lanes:
