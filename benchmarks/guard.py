@@ -27,7 +27,7 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import Shape
 from shardwise.transport.communicator import communicator
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 
 BATCHES, REPETITIONS = 15, 2000
 

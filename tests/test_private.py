@@ -13,6 +13,8 @@ import shardwise
 from shardwise import _private
 
 PACKAGE = Path(shardwise.__file__).parent
+# A backend, which torch asks for private attributes.
+OVERRIDING = {PACKAGE / "hostccl/group.py"}
 PRIVATE = re.compile(
     r"torch\._C|torch\._[a-z]|from torch[a-z_.]* import _|torch\.[a-z.]*\._[a-z]"
     r"|distributed_c10d( as|\._)"
@@ -27,7 +29,7 @@ def test_no_other_file_uses_private_names_of_torch() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
         if path != Path(_private.__file__)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if PRIVATE.search(line)
+        if PRIVATE.search(line) and not (path in OVERRIDING and line.startswith("    def _"))
     ]
     assert not found, "\n".join(found)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import checkpoints, forecast, guard, initialize, padding, recording
+from benchmarks import checkpoints, forecast, guard, hostccl, initialize, padding, recording
 from benchmarks.forecast_page import BEGIN, END, table
 
 from shardwise.forecast.calibrated import RanksCalibration
@@ -22,6 +22,11 @@ SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
         {"shardwise", "dcp", "torch.save", "bare"},
     ),
     "guard": (guard.main, "--width 32 --rounds 1", {"note where the rank is", "together"}),
+    "hostccl": (
+        hostccl.main,
+        "--width 64 --layers 1 --rounds 1",
+        {"ddp on gloo", "fsdp2 on hostccl", "all-reduce on hostccl", "shardwise-fsdp"},
+    ),
     "initialize": (
         initialize.main,
         "--parameters tiny --ranks 2",

@@ -23,7 +23,7 @@ from shardwise.diagnose.measured import measure
 from shardwise.diagnose.recording import RankRecording, read_recording
 from shardwise.diagnose.summary import Finding
 from shardwise.transport.api import CollectiveId
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from tests.diagnose.synthetic import Run, record_run
 from tests.ranks import run_on
 

@@ -18,7 +18,7 @@ from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from shardwise.transport.api import CollectiveId, Step, Work
 from shardwise.transport.device import ThreadStream
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from tests.checkpoint.training import options_for
 from tests.ranks import on_ranks
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from shardwise.host import peers, point_to_point, shared_memory, sums
 from shardwise.runtime import scheduler, unit
+from shardwise.transport import host_collectives
 from shardwise.transport.health.monitor import Patience
-from shardwise.transport.host import collectives, peers, point_to_point, shared_memory, sums
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -38,10 +39,10 @@ FAULTS: dict[str, tuple[Any, str, Exception]] = {
     "read": (peers.Offer, "read", OSError(errno.EFAULT, "Bad address")),
     "no memory": (peers.Offer, "read", OSError(errno.ENOMEM, "Cannot allocate memory")),
     "inline": (ctypes, "memmove", RuntimeError("memmove")),
-    "sum": (sums, "copy_scaled_", RuntimeError("can't allocate memory")),
+    "sum": (host_collectives, "copy_scaled_", RuntimeError("can't allocate memory")),
     "fill": (unit, "copy_", ValueError("a shard that cannot be read")),
     "move": (shared_memory.SharedMemory, "open", OSError(errno.EMFILE, "too many")),
-    "launch": (collectives, "check_memory", RuntimeError("no storage")),
+    "launch": (host_collectives, "check_memory", RuntimeError("no storage")),
     "launch a sum": (sums, "check_memory", RuntimeError("no storage")),
 }
 
@@ -72,7 +73,7 @@ def test_a_message_that_cannot_be_sent_is_a_lost_connection_on_both_sides() -> N
     reference, model = _make("fsdp")
     _check_step(model, reference)
     queue = runtime_of(model).scheduler._comm.gather
-    assert isinstance(queue, collectives.HostCollectives)
+    assert isinstance(queue, host_collectives.HostCollectives)
     transport = queue.point_to_point
     peer = transport.host.peers[1 - rank()]
     failing = mock.Mock(wraps=peer.connection)
@@ -86,7 +87,7 @@ def test_a_message_that_cannot_be_sent_is_a_lost_connection_on_both_sides() -> N
 
 
 def test_errors_of_a_connection_are_lost_ranks_and_no_others() -> None:
-    transport = mock.Mock(spec=point_to_point.PointToPoint, _own=0)
+    transport = mock.Mock(spec=point_to_point.PointToPoint, own_rank=0)
     transport._lost.side_effect = lambda *args: point_to_point.PointToPoint._lost(transport, *args)
     gone = [
         ConnectionResetError(errno.ECONNRESET, "it closed the connection"),
@@ -97,7 +98,7 @@ def test_errors_of_a_connection_are_lost_ranks_and_no_others() -> None:
     ]
     for error in [*gone, OSError(errno.EFAULT, "x"), RuntimeError("x"), MemoryError("x")]:
         action = mock.Mock(side_effect=[error, 7])
-        expected = sw.PeerLost if error in gone else type(error)
+        expected = point_to_point.RankLostError if error in gone else type(error)
         with pytest.raises(expected):
             point_to_point.PointToPoint._for_each(transport, [1, 2], action)
         assert action.call_count == 2, "the other ranks do not wait for this one"

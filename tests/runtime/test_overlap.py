@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.host.peers import Message
+from shardwise.host.point_to_point import PointToPoint
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
-from shardwise.transport.host.peers import Message
-from shardwise.transport.host.point_to_point import PointToPoint
 from tests.ranks import on_ranks
 
 SECONDS = 20.0

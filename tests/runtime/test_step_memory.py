@@ -27,7 +27,7 @@ from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import communicator
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of, runtime_of, world_size

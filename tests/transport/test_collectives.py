@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.host import point_to_point
+from shardwise.host.peers import INLINE_BYTES
+from shardwise.host.point_to_point import _PIECE_BYTES
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from shardwise.transport.api import (
@@ -28,13 +31,10 @@ from shardwise.transport.api import (
 from shardwise.transport.communicator import Collectives, Communicator, communicator
 from shardwise.transport.health.monitor import Patience
 from shardwise.transport.health.status import QueueState
-from shardwise.transport.host import point_to_point
-from shardwise.transport.host.collectives import HostCollectives
-from shardwise.transport.host.peers import INLINE_BYTES
-from shardwise.transport.host.point_to_point import _PIECE_BYTES
+from shardwise.transport.host_collectives import HostCollectives
 from tests.covering import covered_first
+from tests.host.test_point_to_point import only
 from tests.ranks import on_ranks
-from tests.transport.test_point_to_point import only
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

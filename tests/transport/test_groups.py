@@ -27,7 +27,7 @@ from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import Collectives, communicator, make_collectives
 from shardwise.transport.device import DeviceStream
 from shardwise.transport.health.monitor import Patience
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.models import Gpt, GptBlock
 from tests.ranks import on_ranks

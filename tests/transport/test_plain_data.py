@@ -12,12 +12,12 @@ from hypothesis import given, strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise.errors import StepError
+from shardwise.host.handshake import Identity
 from shardwise.transport.api import CollectiveId
 from shardwise.transport.health.history import _Shown
 from shardwise.transport.health.monitor import Heartbeat, Monitor, Patience
 from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import QueueState, Report
-from shardwise.transport.host.handshake import Identity
 
 RUNNING = CollectiveId(3, "gather 0", 1 << 40, (0, 1), True, ((1, 8, 16),))
 QUEUES = (QueueState(4, 3, RUNNING, (1, 2), "gather 1"), QueueState(0, 0, None, ()))

@@ -14,6 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.host import handshake
+from shardwise.host.peers import Descriptor
+from shardwise.host.shared_memory import (
+    _MAX_SEGMENTS,
+    Place,
+    SharedMemory,
+)
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.strategy import PRESETS
 from shardwise.runtime import unit
@@ -23,13 +30,6 @@ from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Communicator, communicator
 from shardwise.transport.health.monitor import Patience
-from shardwise.transport.host import handshake
-from shardwise.transport.host.peers import Descriptor
-from shardwise.transport.host.shared_memory import (
-    _MAX_SEGMENTS,
-    Place,
-    SharedMemory,
-)
 from tests.covering import leaving
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks

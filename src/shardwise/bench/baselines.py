@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -49,8 +49,8 @@ def start_alone_bf16(work: Work) -> TrainedModel:
     return TrainedModel(work, work.make().to(torch.bfloat16))
 
 
-def start_ddp(work: Work) -> TrainedModel:
-    return TrainedModel(work, _in_ddp(work), autocast=work.bf16)
+def start_ddp(work: Work, group: dist.ProcessGroup | None = None) -> TrainedModel:
+    return TrainedModel(work, _in_ddp(work, group), autocast=work.bf16)
 
 
 def start_zero_optimizer(work: Work) -> TrainedModel:
@@ -93,10 +93,14 @@ class Fsdp2:
     reshard: bool = True
     unshard_async: bool = False  # wait for gathers when they are used, not when they are issued
 
-    def __call__(self, work: Work) -> TrainedModel:
+    def __call__(self, work: Work, group: dist.ProcessGroup | None = None) -> TrainedModel:
         model = work.make()
         device = next(model.parameters()).device.type
-        options: dict[str, Any] = {"mesh": init_device_mesh(device, (dist.get_world_size(),))}
+        if group is None:
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
+        else:
+            mesh = DeviceMesh.from_group(group, device)
+        options: dict[str, Any] = {"mesh": mesh}
         if not self.reshard:
             options["reshard_after_forward"] = False
         if work.bf16:
@@ -146,9 +150,9 @@ class _DeepSpeed(TrainedModel):
         return loss.detach()
 
 
-def _in_ddp(work: Work) -> nn.Module:
+def _in_ddp(work: Work, group: dist.ProcessGroup | None = None) -> nn.Module:
     # The model's buffers never change, so DDP need not broadcast them. Renamed in torch 2.13.
     known = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    no_sync: dict[str, Any] = {option: False}
-    return DistributedDataParallel(work.make(), gradient_as_bucket_view=True, **no_sync)
+    options: dict[str, Any] = {option: False, "process_group": group}
+    return DistributedDataParallel(work.make(), gradient_as_bucket_view=True, **options)

@@ -12,7 +12,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.host.collectives import all_reduce_bytes
+from shardwise.transport.host_collectives import all_reduce_bytes
 
 __all__ = ["sent_bytes"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise._private import foreach_copy_, swap_storages
+from shardwise.host.shared_memory import SharedRange
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
-from shardwise.transport.host.shared_memory import SharedRange
 
 __all__ = ["ChunkedBuffer", "FlatBuffer", "flat_buffer"]
 

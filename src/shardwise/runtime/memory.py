@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
 from shardwise.errors import StepError
+from shardwise.host.shared_memory import SharedMemory, is_offered
 from shardwise.schedule.memory import MemoryPlan
 from shardwise.transport.device import is_accelerator, join_streams
-from shardwise.transport.host.shared_memory import SharedMemory, is_offered
 from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = ["CAN_SWAP", "Arena", "Pool", "Pools", "is_shared", "swap_memory"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
+from shardwise.host.peers import INLINE_BYTES
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
@@ -33,7 +34,6 @@ from shardwise.tensor.sharding import local_of
 from shardwise.transport.api import Work
 from shardwise.transport.communicator import Collectives, Communicator
 from shardwise.transport.device import copy_
-from shardwise.transport.host.peers import INLINE_BYTES
 from shardwise.transport.quantized import quantized_gather
 
 __all__ = ["FlatParameters", "Unit"]

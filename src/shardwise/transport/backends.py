@@ -37,6 +37,7 @@ _BACKENDS = {
     "xccl": Capabilities(is_stream_ordered=True, in_place=True),
     "hccl": Capabilities(is_stream_ordered=True, in_place=True),
     "gloo": Capabilities(in_place=True),
+    "hostccl": Capabilities(in_place=True),  # of `shardwise.hostccl`
     "fake": Capabilities(in_place=True, averages=True, scales=True),  # does nothing
 }
 

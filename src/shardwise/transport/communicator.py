@@ -37,7 +37,7 @@ from shardwise.transport.health.monitor import (
 )
 from shardwise.transport.health.python_stack import calls_of, collective_of, fingerprint
 from shardwise.transport.health.status import LookCounter, QueueState, Report
-from shardwise.transport.host.collectives import HostCollectives
+from shardwise.transport.host_collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives, backend_of
 
 __all__ = [
@@ -83,8 +83,8 @@ def communicator(
 def make_collectives(world: RankGroup, device: torch.device, name: str) -> Collectives:
     """Create a queue of collectives among the ranks of ``world``. All of them call this."""
     backend = backend_of(world.parent, device.type)
-    if device.type == "cpu" and backend is None:
-        backend = "gloo"  # the group has a backend for GPUs only
+    if device.type == "cpu" and backend in (None, "hostccl"):
+        backend = "gloo"  # as between CPUs; None: the group is for GPUs only
     # The number of queues that these ranks have created before.
     number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
     name = f"shardwise/{device.type}/{name}/{number}"

@@ -28,6 +28,7 @@ from shardwise._private import (
     tensor_allocator,
 )
 from shardwise.errors import PeerAborted, StepError
+from shardwise.host.shared_memory import SharedRange
 from shardwise.transport.api import (
     CollectiveId,
     Hop,
@@ -49,8 +50,7 @@ from shardwise.transport.device import (
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.history import History, Mark
 from shardwise.transport.health.status import QueueState
-from shardwise.transport.host.collectives import all_reduce_bytes
-from shardwise.transport.host.shared_memory import SharedRange
+from shardwise.transport.host_collectives import all_reduce_bytes
 from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.host.handshake import Host
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.unit import FlatParameters
-from shardwise.transport.host.handshake import Host
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (

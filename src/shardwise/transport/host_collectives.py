@@ -6,6 +6,7 @@ full size. Every exchange has the tag of its collective, so ranks that disagree 
 for each other instead of mixing their numbers.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +14,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwise.errors import PeerAborted, StepError
+from shardwise._private import group_timeout
+from shardwise.errors import PeerAborted, PeerLost, StepError
+from shardwise.host.peers import INLINE_BYTES
+from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
+from shardwise.host.shared_memory import Place, SharedRange
+from shardwise.host.sums import Run, Summation
 from shardwise.transport.api import (
     CollectiveId,
     Hop,
@@ -26,10 +33,6 @@ from shardwise.transport.api import (
 )
 from shardwise.transport.device import ThreadStream, copy_scaled_
 from shardwise.transport.health.status import QueueState
-from shardwise.transport.host.peers import INLINE_BYTES
-from shardwise.transport.host.point_to_point import PointToPoint, check_memory
-from shardwise.transport.host.shared_memory import Place, SharedRange
-from shardwise.transport.host.sums import Run, Summation
 
 __all__ = ["HostCollectives", "all_reduce_bytes"]
 
@@ -60,7 +63,10 @@ class HostCollectives:
         self.world = RankGroup(world.ranks, world.own_rank)
         self.name = name
         self._own = world.own_rank
-        self.point_to_point = PointToPoint(world, name)
+        assert world.parent is not None
+        store = PrefixStore(name, world.parent.get_group_store())
+        timeout = group_timeout(world.parent)
+        self.point_to_point = PointToPoint(store, self._own, world.size, timeout)
         self._sums = Summation(self.point_to_point)
         self.stream = ThreadStream(f"shardwise-{name}")
         self._issued = self._begun = 0
@@ -183,7 +189,8 @@ class HostCollectives:
     def _perform(self, collective: CollectiveId, run: Run) -> None:
         self._begin(collective)
         try:
-            run(collective.tag)
+            with _peer_lost():
+                run(collective.tag)
         finally:
             self._end(collective)
 
@@ -242,7 +249,7 @@ class HostCollectives:
             failure = error
         text = f"{type(failure).__name__}: {failure}"[:_MAX_TEXT]
         outcome = text.encode() if failure else b"filled"
-        outcomes = self.point_to_point.swap_messages(group, outcome, tag)
+        outcomes = self.point_to_point.swap_messages(_other_ranks(group), outcome, tag)
         if failure is not None:
             raise failure
         for rank, other in outcomes.items():
@@ -256,7 +263,8 @@ class HostCollectives:
         first = group.ranks[0]
         is_first = first == self._own
         descriptor = shared.descriptor if is_first else -1
-        messages = self.point_to_point.swap_messages(group, shared.place.pack(), tag, descriptor)
+        ranks, own_place = _other_ranks(group), shared.place.pack()
+        messages = self.point_to_point.swap_messages(ranks, own_place, tag, descriptor)
         places = {rank: Place.unpack(one.content) for rank, one in messages.items()}
         place = shared.place if is_first else places[first]
         agrees = all(other.in_use == shared.place.in_use for other in places.values())
@@ -308,7 +316,16 @@ class HostCollectives:
         carried: Tensor | None = None,
     ) -> _Exchange:
         """Sum this rank's row of all ranks' ``rows`` [ranks, S]; see `Summation.prepare`."""
-        run = self._sums.prepare(group, rows.unbind(), total, out, scale, carried)
+
+        def finish(total: Tensor, piece: slice) -> None:
+            if carried is not None:
+                total.add_(carried[piece])
+            if out is not None:
+                copy_scaled_(out[piece], total, scale)
+
+        is_cast = out is not None and out.dtype != total.dtype
+        parts = rows.unbind()
+        run = self._sums.prepare(group.ranks, parts, total, finish, keeps_total=is_cast)
         return self._next_id(label, group, total.nbytes), run
 
     # -- progress, and recovery ------------------------------------------------------------------
@@ -338,17 +355,32 @@ class HostCollectives:
             collective = state.running
             if collective is not None and self._own in collective.ranks:
                 running.setdefault(collective.tag, {})[other] = collective
-        for tag, waiting in sorted(running.items()):
+        for _, waiting in sorted(running.items()):
             collective = next(iter(waiting.values()))
             if states[self._own].has_begun(collective):
                 continue
-            if collective.is_shared:
-                group = RankGroup((self._own, *waiting), self._own)
-                self.point_to_point.swap_messages(group, Place(-1).pack(), tag)
-                self.point_to_point.swap_messages(group, b"filled", tag)
-            pairs = {}
-            for peer, theirs in waiting.items():
-                to, back = theirs.bytes_with(self._own)
-                sent, into = (torch.zeros(n, dtype=torch.uint8, device="cpu") for n in (back, to))
-                pairs[peer] = sent, into
-            self.point_to_point.exchange(pairs, tag)
+            with _peer_lost():
+                self._release_one(collective, waiting)
+
+    def _release_one(self, collective: CollectiveId, waiting: Mapping[int, CollectiveId]) -> None:
+        """Send placeholders to ``waiting``: ranks, each with its view of ``collective``."""
+        tag, zeros = collective.tag, partial(torch.zeros, dtype=torch.uint8, device="cpu")
+        if collective.is_shared:
+            self.point_to_point.swap_messages(waiting, Place(-1).pack(), tag)
+            self.point_to_point.swap_messages(waiting, b"filled", tag)
+        sizes = {peer: theirs.bytes_with(self._own) for peer, theirs in waiting.items()}
+        pairs = {peer: (zeros(back), zeros(to)) for peer, (to, back) in sizes.items()}
+        self.point_to_point.exchange(pairs, tag)
+
+
+def _other_ranks(group: RankGroup) -> list[int]:
+    return [rank for _, rank in group.others]
+
+
+@contextlib.contextmanager
+def _peer_lost() -> Iterator[None]:
+    """Raise a lost rank as the engine's error."""
+    try:
+        yield
+    except RankLostError as error:
+        raise PeerLost(str(error)) from error

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.transport.api import RankGroup
-from shardwise.transport.device import copy_scaled_
-from shardwise.transport.host.point_to_point import PointToPoint, check_memory
+from shardwise.host.point_to_point import PointToPoint, check_memory
 
-__all__ = ["Run", "Summation"]
+__all__ = ["Add", "Finish", "Run", "Summation"]
 
 Run = Callable[[int], None]  # called with a tag
+Finish = Callable[[Tensor, slice], None]
+Add = Callable[..., Tensor]
 
 
 class Summation:
@@ -28,62 +28,58 @@ class Summation:
 
     def prepare(
         self,
-        group: RankGroup,
+        ranks: Sequence[int],
         parts: Sequence[Tensor],
         total: Tensor,
-        out: Tensor | None,
-        scale: float,
-        carried: Tensor | None,
+        finish: Finish,
+        *,
+        keeps_total: bool = False,
+        add: Add = torch.add,
     ) -> Run:
-        """Prepare the sum over ``group`` of the parts for this rank, in the order of the ranks.
+        """Prepare the sum over ``ranks`` of the parts for this rank, in the order of the ranks.
 
         The order gives replicas the same bits.
 
         Args:
-            group: the ranks.
-            parts: ``parts[i]`` is sent to rank i. It may be in the memory of ``total`` if it is
-                sent inline.
-            total: receives the sum, unless ``out`` has another dtype.
-            out: receives ``scale`` times the sum; may be ``total``.
-            scale: a factor for ``out``.
-            carried: an addend of the sum.
+            ranks: the ranks.
+            parts: ``parts[i]`` is sent to ``ranks[i]``. It may be in the memory of ``total`` if it
+                is sent inline.
+            total: receives the sum.
+            finish: called with the sum of each slice, and the slice; it may change the sum.
+            keeps_total: ``total`` is not written, because ``finish`` writes the sum elsewhere.
+            add: the binary operator that "sums"; called with ``out=``.
         """
-
-        def finish(total: Tensor, piece: slice) -> None:
-            if carried is not None:
-                total.add_(carried[piece])
-            if out is not None:
-                copy_scaled_(out[piece], total, scale)
-
         if not total.numel():
             return lambda _tag: None
-        if group.size == 1:
+        if len(ranks) == 1:
             return lambda _tag: finish(_copied(parts[0], total), slice(None))
         check_memory([*parts, total])
-        own, casts = parts[group.index], out is not None and out.dtype != total.dtype
-        num_windows = group.size if casts else group.size - 1
-        size = self._peers.window_elements(group, num_windows, own.itemsize)
+        own_index = ranks.index(self._peers.own_rank)
+        own, others = parts[own_index], [i for i in range(len(ranks)) if i != own_index]
+        num_windows = len(others) + keeps_total
+        other_ranks = [ranks[i] for i in others]
+        size = self._peers.window_elements(other_ranks, num_windows, own.itemsize)
         size = min(size, own.numel())
         windows = torch.split(self._windows(num_windows * size, own.dtype), size)
-        received = {i: window for (i, _), window in zip(group.others, windows, strict=False)}
+        received = dict(zip(others, windows, strict=False))
 
-        def add(piece: slice) -> None:
+        def use(piece: slice) -> None:
             count = piece.stop - piece.start
             terms = {i: window[:count] for i, window in received.items()}
             # Half-precision numbers that are not in the processor's cache take three times as long
             # to add.
             last = windows[-1][:count]
-            terms[group.index] = last.copy_(own[piece]) if casts else own[piece]
+            terms[own_index] = last.copy_(own[piece]) if keeps_total else own[piece]
             # The first sum includes the first window, whose memory may then be overwritten.
             spare = windows[0][:count]
             so_far = terms[0]
-            for i in range(1, group.size):
-                is_last = i == group.size - 1 and not casts
-                so_far = torch.add(so_far, terms[i], out=total[piece] if is_last else spare)
+            for i in range(1, len(ranks)):
+                is_last = i == len(ranks) - 1 and not keeps_total
+                so_far = add(so_far, terms[i], out=total[piece] if is_last else spare)
             finish(so_far, piece)
 
-        pairs = {rank: (parts[i], received[i]) for i, rank in group.others}
-        return partial(self._peers.exchange, pairs, use=add)
+        pairs = {ranks[i]: (parts[i], received[i]) for i in others}
+        return partial(self._peers.exchange, pairs, use=use)
 
     def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory, shared by all exchanges, since a stream runs one at a time."""

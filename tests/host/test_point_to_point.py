@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwise.errors import PeerLost
-from shardwise.transport.api import RankGroup
-from shardwise.transport.host import handshake, peers, process_memory
-from shardwise.transport.host.peers import INLINE_BYTES, Offer, Peer
-from shardwise.transport.host.point_to_point import _PIECE_BYTES, PointToPoint
+from shardwise.host import handshake, peers, process_memory
+from shardwise.host.peers import INLINE_BYTES, Offer, Peer
+from shardwise.host.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
 
@@ -176,8 +175,28 @@ def test_a_rank_that_is_gone_is_named_by_all_others(num_bytes: int) -> None:
         return
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     pairs = {other: (sent, sent.clone()) for other in range(num_ranks()) if other != own}
-    with pytest.raises(PeerLost, match=f"rank {own} lost rank {gone}"):
+    with pytest.raises(RankLostError, match=f"rank {own} lost rank {gone}"):
         transport.exchange(pairs, 0)
+
+
+@pytest.mark.parametrize("in_windows", [False, True])
+@on_ranks(3)
+def test_a_rank_of_another_host_does_not_wait_for_ranks_that_lost_each_other(
+    in_windows: bool,
+) -> None:
+    """Ranks 0 and 1 are of one host. Rank 2 exchanges large tensors with them through Gloo."""
+    transport, own = _transport("memory" if rank() < 2 else "gloo"), rank()
+    if own == 1:
+        transport.host.peers[0].connection.shutdown(socket.SHUT_RDWR)
+    sent = torch.full((1 << 20,), own, dtype=torch.uint8)
+    pairs = {other: (sent, torch.zeros_like(sent)) for other in range(3) if other != own}
+    use = (lambda _: None) if in_windows else None
+    if own < 2:
+        with pytest.raises(RankLostError, match=f"rank {own} lost rank {1 - own}"):
+            transport.exchange(pairs, 0, use)
+    else:
+        transport.exchange(pairs, 0, use)
+        assert all((into == other).all() for other, (_, into) in pairs.items())
 
 
 @pytest.mark.parametrize("in_windows", [False, True])
@@ -187,7 +206,9 @@ def test_other_sizes_than_expected_are_an_error(sizes: tuple[int, int], in_windo
     transport, own = _transport(), rank()
     sent = torch.zeros(sizes[own], dtype=torch.uint8)
     use = (lambda _: None) if in_windows else None
-    with pytest.raises(PeerLost, match=f"{sizes[1 - own]} bytes where {sizes[own]} are expected"):
+    with pytest.raises(
+        RankLostError, match=f"{sizes[1 - own]} bytes where {sizes[own]} are expected"
+    ):
         transport.exchange({1 - own: (sent, sent.clone())}, 0, use)
 
 
@@ -311,9 +332,10 @@ def only(way: str) -> Iterator[None]:
 
 
 def _transport(way: str = "memory") -> PointToPoint:
-    world = RankGroup(tuple(range(num_ranks())), rank(), dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    store = PrefixStore(f"test {next(NAMES)}", dist.group.WORLD.get_group_store())
     with only(way):
-        return PointToPoint(world, f"test {next(NAMES)}")
+        return PointToPoint(store, rank(), num_ranks(), timedelta(minutes=5))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.transport.host.process_memory import read_memory
+from shardwise.host.process_memory import read_memory
 
 __all__ = ["INLINE_BYTES", "Descriptor", "Message", "Offer", "Peer"]
 
@@ -65,8 +65,8 @@ class Peer:
     def __init__(self, connection: socket.socket, timeout: timedelta, process: int = 0) -> None:
         # A timeout of the system: Python's takes one more system call each time.
         connection.setblocking(True)
-        self._seconds = int(timeout.total_seconds())
-        limit = struct.pack("ll", self._seconds, 0)
+        self._patience = timeout
+        limit = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = connection
         self.process = process  # process id
@@ -78,6 +78,11 @@ class Peer:
     def handles(self, sent: Tensor, received: Tensor) -> bool:
         """Whether this pair is exchanged without Gloo; both ranks get the same answer."""
         return self.can_read or max(sent.nbytes, received.nbytes) <= INLINE_BYTES
+
+    def close(self) -> None:
+        """End the connection. Threads of both processes that wait for a message raise an error."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -121,7 +126,9 @@ class Peer:
         try:
             content, passed, _, _ = socket.recv_fds(self.connection, size, 1, flags)
         except BlockingIOError as error:
-            raise TimeoutError(f"it sent nothing for {self._seconds} s") from error
+            raise TimeoutError(
+                f"it sent nothing for {self._patience.total_seconds():g} s"
+            ) from error
         files = [Descriptor(number) for number in passed]
         if not content:
             if self._failure:
