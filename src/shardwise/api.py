@@ -44,9 +44,9 @@ from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
     FSDPModule,
+    become_unit,
     handle_of,
     keeping_gradients,
-    mark,
     runtimes_in,
     set_managed,
 )
@@ -252,7 +252,7 @@ class ShardingRequest:
         for index, unit in enumerate(plan.units):
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))
             unit_module = module.get_submodule(unit.name)
-            mark(unit_module, handle, saving_methods(unit_module))
+            become_unit(unit_module, handle, saving_methods(unit_module))
         set_managed(module, *(one.plan for one in runtimes_in(module)))
         apply_precision(module, choice.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)

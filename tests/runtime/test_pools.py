@@ -282,7 +282,7 @@ def test_resizing_uses_the_allocator(way: str) -> None:
 @pytest.mark.usefixtures("way")
 def test_an_arena_gets_its_memory_back() -> None:
     arena = Arena(CPU)
-    pair = [FlatBuffer(layout((n, 4)), arena, owner_suffix=str(n)) for n in (3, 5)]
+    pair = [FlatBuffer(layout((n, 4)), arena, suffix=str(n)) for n in (3, 5)]
     for _ in range(3):
         for buffer in pair:
             fill(buffer, 1.0)

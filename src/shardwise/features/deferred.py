@@ -86,7 +86,7 @@ class Deferred(FSDPModule):
             first: dict[Sharding, nn.Parameter] = {}
             for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
                 parameter = first.setdefault(sharding, inner.get_parameter(name))
-                sharding.mark_if_described(parameter)
+                sharding.attach_if_described(parameter)
                 owner_of(inner, name).put(parameter)  # ties again what `assign=True` has untied
             shard = inner.__dict__.pop(_SHARD, None)
             if shard is not None:

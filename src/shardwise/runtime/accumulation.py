@@ -199,7 +199,7 @@ class AccumulatedGradients:
         layout = self._layout
         layout = layout.whole if isinstance(layout, ChunkedLayout) else layout
         dtype = layout.cast.reduce_dtype
-        return FlatBuffer(layout, self._own_pool, dtype=dtype, owner_suffix=" accumulated")
+        return FlatBuffer(layout, self._own_pool, dtype=dtype, suffix=" accumulated")
 
     @property
     def is_empty(self) -> bool:
@@ -335,8 +335,8 @@ class AccumulatedGradients:
             self._whole.flat.copy_(copy.whole)
         if copy.partial is not None:
             size, dtype = copy.partial.numel(), copy.partial.dtype
-            owner = f"rows of {self._parameters[0].name} restored"
-            self._sums = self.pool.allocate_tensor(size, dtype, owner).copy_(copy.partial)
+            name = f"rows of {self._parameters[0].name} restored"
+            self._sums = self.pool.allocate_tensor(size, dtype, name).copy_(copy.partial)
             self._partial = self._sums
         self._written, self._is_held = list(copy.written), list(copy.is_held)
         self.is_awaited = list(copy.is_awaited)

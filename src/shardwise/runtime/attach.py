@@ -191,7 +191,7 @@ def put_sharded(
             "optimizers would go on with the old one; drop the reference, or do it before "
             "fully_shard"
         )
-    sharding.mark(sharded)
+    sharding.attach_to(sharded)
     for owner in owners:
         owner.put(sharded)
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):

@@ -36,22 +36,21 @@ class FlatBuffer:
         *,
         dtype: str | None = None,
         owns_memory: bool = False,
-        owner_suffix: str = "",
+        suffix: str = "",
     ) -> None:
         self.layout = layout
         of: torch.dtype = getattr(torch, dtype or layout.dtype)
         self.num_bytes = layout.num_elements * of.itemsize
         # Unique in the pool: no other buffer has the parameter.
-        self.owner = layout.extents[0].parameter.name + owner_suffix
-        self.owners = (self.owner,)
+        self.name = layout.extents[0].parameter.name + suffix
         self._pool = pool
         self._memory: torch.UntypedStorage | None = None  # while acquired
         self._is_from_pool = True
         self._private: torch.UntypedStorage | None = None  # replaces shared memory
         names = [one.parameter.names for one in layout.extents]
-        self._key = zlib.crc32(repr((names, owner_suffix)).encode())
+        self._key = zlib.crc32(repr((names, suffix)).encode())
         if owns_memory and pool.allocator is not None:
-            storage = pool.allocator(self.num_bytes, self.owner)
+            storage = pool.allocator(self.num_bytes, self.name)
         else:
             storage = pool.new_storage(self.num_bytes)
         self.flat = torch.empty(0, dtype=of, device=storage.device).set_(
@@ -90,7 +89,7 @@ class FlatBuffer:
         assert self._memory is None, "acquired twice"
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
         self._is_from_pool = memory is None
-        self._memory = self._pool.allocate(self.num_bytes, self.owner) if memory is None else memory
+        self._memory = self._pool.allocate(self.num_bytes, self.name) if memory is None else memory
         self._pool.acquired_keys ^= self._key
         swap_memory(self._storage, self._memory)
 
@@ -175,13 +174,13 @@ class ChunkedBuffer:
         fills_views: bool,
     ) -> None:
         self.layout = layout
-        self._chunks = FlatBuffer(layout, pool, dtype=dtype, owner_suffix=" in chunks")
+        self._chunks = FlatBuffer(layout, pool, dtype=dtype, suffix=" in chunks")
         # Not in shared memory: it is written while other ranks may still read there.
         self._whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
         self._owns_memory = owns_memory
         self._first = self._whole if fills_views else self._chunks
         self.num_bytes = self._chunks.num_bytes
-        self.owners = (self._chunks.owner, self._whole.owner)
+        self.name = self._chunks.name
         self.flat = self._chunks.flat
         self.views = self._whole.views
         self.slot_of = self._chunks.slot_of

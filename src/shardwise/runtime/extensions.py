@@ -94,8 +94,8 @@ class ExtendedBuffer:
             for extension in self._extensions:
                 slot_bytes = extension.make_inputs(slot_bytes)
         num_bytes = self._mesh.shards.size * slot_bytes
-        owner = f"inputs of {self._parameters[0].name}"
-        self._flat = self._pool.allocate_tensor(num_bytes, torch.uint8, owner)
+        name = f"inputs of {self._parameters[0].name}"
+        self._flat = self._pool.allocate_tensor(num_bytes, torch.uint8, name)
 
     def copy_inputs(self) -> Callable[[], None]:
         """Return a function that writes this rank's inputs into its slot of ``flat``."""

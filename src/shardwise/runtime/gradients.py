@@ -359,8 +359,8 @@ class GradientBuffer:
         return self._reduced
 
     def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, purpose: str) -> Tensor:
-        owner = f"{purpose} of {self._buffer.owners[0]}"
-        return self._pool.allocate_tensor(num_elements, dtype, owner)
+        name = f"{purpose} of {self._buffer.name}"
+        return self._pool.allocate_tensor(num_elements, dtype, name)
 
     def _free_scratch(self) -> None:
         for storage in self._scratch:

@@ -79,23 +79,23 @@ class Pool(PeakCounter):
         """Allocated and idle bytes."""
         return self._block_bytes + sum(block.nbytes() for block in self._idle)
 
-    def allocate(self, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
+    def allocate(self, num_bytes: int, name: str = "") -> torch.UntypedStorage:
         """At least ``num_bytes`` of memory with undefined content.
 
         Args:
             num_bytes: may be 0.
-            owner: the name of the buffer; an `Arena` plans an offset for each.
+            name: of the buffer; an `Arena` plans an offset for each.
         """
         if not num_bytes:
             return _allocate(0, self.device)
-        storage = self._take(aligned(num_bytes), owner)
+        storage = self._take(aligned(num_bytes), name)
         self.add(storage.nbytes())
         join_streams(self.device)  # any of them may have used the memory before
         return storage
 
-    def allocate_tensor(self, num_elements: int, dtype: torch.dtype, owner: str = "") -> Tensor:
+    def allocate_tensor(self, num_elements: int, dtype: torch.dtype, name: str = "") -> Tensor:
         """A tensor [num_elements] in memory of the pool; pass its storage to `free`."""
-        storage = self.allocate(num_elements * dtype.itemsize, owner)
+        storage = self.allocate(num_elements * dtype.itemsize, name)
         # The thread of a collective writes to it, so it must not be an inference tensor.
         with torch.inference_mode(mode=False):
             return torch.empty(0, dtype=dtype, device=self.device).set_(
@@ -128,7 +128,7 @@ class Pool(PeakCounter):
         if self._together is not None:
             self._together.add(num_bytes)
 
-    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:  # noqa: ARG002
+    def _take(self, num_bytes: int, name: str) -> torch.UntypedStorage:  # noqa: ARG002
         """Get an idle block that fits, or a new one."""
         largest = int(num_bytes * _SLACK)
         fitting = [s for s in self._idle if num_bytes <= s.nbytes() <= largest]
@@ -161,7 +161,7 @@ class Pool(PeakCounter):
 
 
 class Arena(Pool):
-    """One allocation in which each owner has an offset, planned from the first step.
+    """One allocation in which each buffer has an offset, planned from the first step.
 
     An allocation that was not planned gets a separate block, as all do in the first step. The next
     time that everything is free, offsets are planned from the observed allocations, so a repeated
@@ -180,24 +180,24 @@ class Arena(Pool):
         self.shared = shared
         self._plan: MemoryPlan[str] = MemoryPlan()
         self._whole: torch.UntypedStorage | None = None  # the one allocation
-        self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by owner
-        self._alive: dict[int, str] = {}  # owners, by `_id_of` their memory
+        self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by buffer
+        self._alive: dict[int, str] = {}  # names of buffers, by `_id_of` their memory
 
     @property
     def held_bytes(self) -> int:
         return super().held_bytes + self._arena_bytes
 
-    def _take(self, num_bytes: int, owner: str) -> torch.UntypedStorage:
-        assert owner, "in an arena every allocation has an owner"
+    def _take(self, num_bytes: int, name: str) -> torch.UntypedStorage:
+        assert name, "in an arena every buffer has a name"
         if not self._alive and self._plan.is_stale:  # something new was allocated in the last step
             self._place()
-        offset = self._plan.observe(owner, num_bytes, self._alive.values())
+        offset = self._plan.observe(name, num_bytes, self._alive.values())
         # Without swapping, buffers get their memory from the allocator anyway.
         if offset is None or not CAN_SWAP:
-            storage = super()._take(num_bytes, owner)
+            storage = super()._take(num_bytes, name)
         else:
-            storage = self._range(owner, offset, num_bytes)
-        self._alive[_id_of(storage)] = owner
+            storage = self._range(name, offset, num_bytes)
+        self._alive[_id_of(storage)] = name
         return storage
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
@@ -223,17 +223,17 @@ class Arena(Pool):
             self._whole = None
             self._idle.clear()
 
-    def _range(self, owner: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
+    def _range(self, name: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
         if self._whole is None:
             size = self._plan.extent
             if self.allocator is not None:
                 self._whole = self.allocator(size, f"offsets {self._plan.offsets}")
             else:
                 self._whole = self._new_block(size)
-        if owner not in self._ranges:  # a separate Storage, which keeps the whole alive
+        if name not in self._ranges:  # a separate Storage, which keeps the whole alive
             part: Any = self._whole[offset : offset + num_bytes]
-            self._ranges[owner] = part
-        return self._ranges[owner]
+            self._ranges[name] = part
+        return self._ranges[name]
 
     def use(self, allocator: Allocator | None) -> None:
         """Between steps: get the one allocation from ``allocator``; None: from the device's own."""

@@ -32,11 +32,11 @@ __all__ = [
     "FSDPModule",
     "MethodWrappers",
     "UnshardHandle",
+    "become_unit",
     "handle_of",
     "keeping_gradients",
     "ledger",
     "make_room_for_unfrozen",
-    "mark",
     "normal_tensors",
     "register_forward_method",
     "runtime_of_root",
@@ -144,7 +144,7 @@ class FSDPModule(nn.Module):
             for name, sharding in shardings.items():
                 if sharding is not None:
                     parameter = self.get_parameter(name)
-                    sharding.mark_if_described(parameter)
+                    sharding.attach_if_described(parameter)
                     vars(parameter).update(attributes[name])  # a swap of tensors takes them away
         if root is not None and root.is_converted():
             root.scheduler.prepare_conversion()
@@ -424,7 +424,7 @@ def set_managed(root: nn.Module, *plans: Plan) -> None:
     _private.set_managed(root, is_managed=gathers)
 
 
-def mark(module: nn.Module, handle: Handle, methods: MethodWrappers = frozenset()) -> None:
+def become_unit(module: nn.Module, handle: Handle, methods: MethodWrappers = frozenset()) -> None:
     """Make ``module`` the unit of ``handle``."""
     module.__dict__[HANDLE] = handle
     if not isinstance(module, FSDPModule):
@@ -486,7 +486,7 @@ def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) 
     for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
         handle = Handle(new, index, handle_of(original).choice)
-        mark(module.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
+        become_unit(module.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
     new.watch_structure(module, warns=runtime.warns_of_added)
 
 

@@ -249,7 +249,7 @@ class FSDPParameter:
             with torch.no_grad():
                 self.local.copy_(local_of(replacement))
             self.sharding.rebind(replacement, self.local)
-        self.sharding.mark(replacement)
+        self.sharding.attach_to(replacement)
         self.sharded, self._num_internal = replacement, -1
 
     def _carry(self, source: nn.Parameter, target: nn.Parameter) -> None:

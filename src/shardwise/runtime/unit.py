@@ -68,7 +68,7 @@ class FlatParameters:
         is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_owner = f"part for {layout.extents[0].parameter.name}"
+        self._part_name = f"part for {layout.extents[0].parameter.name}"
         self.buffer = self._make_buffer()
         # In the dtype of the shard, between steps.
         self._held: FlatBuffer | ChunkedBuffer | None = None
@@ -156,7 +156,7 @@ class FlatParameters:
         part = self._pool.allocate_tensor(
             self.layout.num_elements // self._plan.subgroup,
             self.buffer.flat.dtype,
-            self._part_owner,
+            self._part_name,
         )
         self._part = part
         if not self._plan.two_level_gather:

@@ -168,7 +168,7 @@ class Sharding(ABC):
         mesh = spec.mesh[tuple(kept)]
         return DTensorSpec(mesh, tuple(kept.values()), tensor_meta=spec.tensor_meta)
 
-    def mark(self, parameter: Tensor) -> None:
+    def attach_to(self, parameter: Tensor) -> None:
         """Make `sharding_of` return this object for ``parameter``."""
         vars(parameter)[_SHARDING] = self
         if type(parameter) is DTensor:
@@ -181,10 +181,10 @@ class Sharding(ABC):
             gradient.__class__ = AssignableDTensor
         return gradient
 
-    def mark_if_described(self, parameter: Tensor) -> None:
-        """Mark ``parameter`` if it has no mark and is distributed in this way."""
+    def attach_if_described(self, parameter: Tensor) -> None:
+        """Attach to ``parameter`` if it has no sharding and is distributed in this way."""
         if sharding_of(parameter) is None and self.describes(parameter):
-            self.mark(parameter)
+            self.attach_to(parameter)
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> DTensor:
         """A tensor with undefined values."""
@@ -212,7 +212,7 @@ class Sharding(ABC):
             new: Tensor = self.wrap(self.copy_of_local(tensor))
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                self.mark(new)
+                self.attach_to(new)
             memo[id(tensor)] = new
         known: Tensor = memo[id(tensor)]
         return known
