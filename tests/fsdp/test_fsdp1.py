@@ -1,10 +1,17 @@
 """Programs written for FSDP1 give the same results with `shardwise.fsdp`."""
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import shardwise.fsdp as our_fsdp
+from shardwise.errors import PlanError
+from shardwise.fsdp import wrap
 from tests.fsdp import programs1 as programs, programs1_training as training
 from tests.fsdp.both import (
     DEADLINE,
@@ -159,3 +166,29 @@ def test_programs_catch_the_same_errors() -> None:
     theirs = training.errors(torch_fsdp)
     for number, (our, their) in enumerate(zip(training.errors(our_fsdp), theirs, strict=True)):
         assert isinstance(our, type(their)), f"{number}: {our!r}, expected {their!r}"
+
+
+@on_ranks(2)
+def test_names_of_pytorch_1_11() -> None:
+    """Those in articles of the time. They choose the same units as today's names."""
+    models = []
+    for policy, argument in (
+        (wrap.size_based_auto_wrap_policy, "auto_wrap_policy"),
+        (wrap.default_auto_wrap_policy, "fsdp_auto_wrap_policy"),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.ReLU()) for _ in range(3)))
+        is_old = argument.startswith("fsdp")
+        warned = pytest.warns(FutureWarning, match="is now called") if is_old else nullcontext()
+        with warned:
+            options: dict[str, Any] = {argument: partial(policy, min_num_params=100)}
+            models.append(our_fsdp.FullyShardedDataParallel(net, **options))
+    today, then = ([name for name, _ in model.named_modules()] for model in models)
+    assert then == today
+    assert sum("_fsdp_wrapped_module" in name.split(".")[-1] for name in then) == 4
+    batch = torch.randn(4, 12)
+    assert torch.equal(models[0](batch), models[1](batch))
+    with pytest.raises(PlanError, match="pass auto_wrap_policy alone"):
+        our_fsdp.FullyShardedDataParallel(
+            nn.Linear(2, 2), auto_wrap_policy=policy, fsdp_auto_wrap_policy=policy
+        )

@@ -102,8 +102,14 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        fsdp_auto_wrap_policy: Any = None,  # the name of auto_wrap_policy in PyTorch 1.11
     ) -> None:
         super().__init__()
+        if fsdp_auto_wrap_policy is not None:
+            if auto_wrap_policy is not None:
+                raise PlanError("fsdp_auto_wrap_policy is an old name; pass auto_wrap_policy alone")
+            warn_caller("fsdp_auto_wrap_policy is now called auto_wrap_policy", FutureWarning)
+            auto_wrap_policy = fsdp_auto_wrap_policy
         strategy = sharding_strategy or api.ShardingStrategy.FULL_SHARD
         ranks = resolve_ranks(
             process_group, device_mesh, strategy, wraps_by_hand=auto_wrap_policy is None

@@ -37,6 +37,7 @@ __all__ = [
     "_or_policy",
     "_wrap_module_cls_individually",
     "always_wrap_policy",
+    "default_auto_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
@@ -45,6 +46,7 @@ __all__ = [
     "wrap_children",
 ]
 
+_MIN_NUM_PARAMS = 100_000_000
 Wrapper = Callable[..., nn.Module]
 Policy = Callable[..., bool]
 
@@ -54,6 +56,20 @@ class CustomPolicy(TorchCustomPolicy):
 
     def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:
         return recurse or bool(self._lambda_fn(module))
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = _MIN_NUM_PARAMS,
+    **options: Any,
+) -> bool:
+    """`size_based_auto_wrap_policy`, under its name in PyTorch 1.11."""
+    warn_caller("default_auto_wrap_policy is now called size_based_auto_wrap_policy", FutureWarning)
+    return bool(
+        size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params, **options)
+    )
 
 
 def wrap_children(
