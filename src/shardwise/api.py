@@ -19,6 +19,7 @@ from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
+from shardwise.features.whole_model import warn_if_whole
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
@@ -257,6 +258,8 @@ class ShardingRequest:
         apply_precision(module, choice.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
         runtime.watch_structure(module, warns=self.warns)
+        if self.units is None and self.mesh.size > 1:
+            warn_if_whole(module, plan)
 
     def apply_later(self, module: nn.Module) -> None:
         """Plan ``module``, which is on the meta device, and shard it once it has storage."""

@@ -1,0 +1,48 @@
+"""Warns about models that are gathered whole, although their blocks could be units."""
+
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from shardwise._warnings import warn_caller
+from shardwise.errors import PlanError
+from shardwise.plan.plan import Plan
+from shardwise.plan.policies import choose_units
+from shardwise.plan.strategy import AxisPlacement
+from shardwise.runtime.module import handle_of
+
+__all__ = ["warn_if_whole"]
+
+
+def warn_if_whole(module: nn.Module, plan: Plan) -> None:
+    """Make the first forward warn if ``module`` is gathered as one unit and has repeated blocks.
+
+    Only then it is known that no later call makes it a part of a larger model.
+    """
+    is_cut = AxisPlacement.SHARD in plan.strategy.parameters
+    if is_cut and len(plan.units) == 1 and _blocks_of(module):
+        module.register_forward_pre_hook(_warn)
+
+
+def _warn(module: nn.Module, _args: Any) -> None:
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _warn]:  # also in a copy
+        del hooks[key]
+    blocks = _blocks_of(module)
+    plan = handle_of(module).runtime.plan
+    if len(plan.units) > 1 or not blocks:
+        return
+    kinds = sorted({module.get_submodule(name)._get_name() for name in blocks})  # type: ignore[no-untyped-call]
+    warn_caller(
+        f"{plan.units[0].label} is one unit, so all its parameters are gathered at once, although "
+        f"it has {len(blocks)} repeated blocks ({', '.join(kinds)}: {blocks[0]} to {blocks[-1]}); "
+        'pass units="auto" to fully_shard, or call fully_shard on each block first (with the '
+        "FSDP1 wrapper: pass auto_wrap_policy)"
+    )
+
+
+def _blocks_of(module: nn.Module) -> list[str]:
+    with suppress(PlanError):  # raised if there are none
+        return choose_units(module, "auto")[1:]
+    return []
