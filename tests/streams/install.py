@@ -201,7 +201,7 @@ def simulated(
         _install_transport(installed, patch, exchanges=exchanges)
         if patience is None:
             patch.setattr(communicator, "Monitor", _Monitor)
-            patch.setattr(communicator, "connect_to_store", lambda _patience: None)
+            patch.setattr(communicator, "connect_to_store", lambda: None)
         else:
             patch.setattr(communicator, "usual_patience", lambda _device: patience)
         if simulation.is_late:

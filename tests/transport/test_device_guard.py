@@ -89,7 +89,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     store = HashStore()
     monkeypatch.setattr(Late, "is_open", True)
     monkeypatch.setitem(KINDS, "cpu", Late)
-    monkeypatch.setattr(module, "connect_to_store", lambda _patience: store)
+    monkeypatch.setattr(module, "connect_to_store", lambda: store)
     monkeypatch.setattr(
         module,
         "make_collectives",

@@ -35,13 +35,15 @@ def test_a_rank_whose_counter_stays_the_same_is_silent(monkeypatch: pytest.Monke
         seen = store.get(counter)
         assert eventually(lambda seen=seen: store.get(counter) != seen)  # type: ignore[misc]
         now += 2.0
-        own.check_heartbeats()
+        own.watch()
     del other
-    own.check_heartbeats()
+    own.watch()
     for _ in range(5):
         now += 2.0
-        own.check_heartbeats()
+        own.watch()
+    own.check_heartbeats()
     now += 2.0
+    own.watch()
     with pytest.raises(PeerSilent, match=r"^rank 0 lost rank 1: its process gave no sign of life"):
         own.check_heartbeats()
 
@@ -50,8 +52,9 @@ def test_heartbeats_of_an_earlier_wait_are_ignored() -> None:
     store = HashStore()
     own = Monitor(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
     store.set("shardwise/group/heartbeat/1", "7")
-    own.check_heartbeats()
+    own.watch()
     time.sleep(0.06)  # as if the whole job had been stopped and continued
+    own.watch()
     own.check_heartbeats()
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -122,6 +122,7 @@ class Communicator:
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)  # step, call, unit
         self._wait_began = 0.0  # on the clock of `time.monotonic`
         self._logged_seconds = 0.0  # length of the wait when it was last logged
+        self._num_logged = 0  # times that it was logged
         # The heartbeat thread uses all that follows.
         self._lock = threading.Lock()  # held while it checks others, and by `abort`
         self._lock_thread = 0  # the thread that holds it
@@ -138,7 +139,7 @@ class Communicator:
             assert world.parent is not None
             name = f"{world.parent.group_name}/{self.gather.name}"
             self._monitor = Monitor(
-                connect_to_store(patience),
+                connect_to_store(),
                 name,
                 self.rank,
                 self.num_ranks,
@@ -222,10 +223,11 @@ class Communicator:
             self._monitor.publish(self._report())
         if work.error is not None:
             self.raise_found()
-            error = self._with_table(work.error)
-            note_place(error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
-            self.abort(error)
-            raise error
+            if isinstance(work.error, PeerLost) and self._monitor is not None:
+                raise self._end_lost(work.error)
+            note_place(work.error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
+            self.abort(work.error)
+            raise work.error
 
     def check_peers(self) -> None:
         """Check that the other processes run. Call it regularly while this rank waits for them.
@@ -309,31 +311,35 @@ class Communicator:
         )
         try:
             self._monitor.publish(report)
-            reports = self._monitor.check_reports(self.epoch)
+            self._monitor.check_reports(self.epoch)
             self._monitor.check_heartbeats(f"; step {self.step}, {self.where}, waits for {awaited}")
-            self._log_slow_wait(report, reports)
+            self._log_slow_wait(report)
         except StepError as error:
             return error
         return None
 
     def _restart_wait(self) -> None:
-        self._wait_began, self._logged_seconds = time.monotonic(), 0.0
+        self._wait_began, self._logged_seconds, self._num_logged = time.monotonic(), 0.0, 0
 
-    def _log_slow_wait(self, own: Report, reports: Mapping[int, Report]) -> None:
-        """Log the wait after ``log_seconds``, and each time that it has become twice as long."""
+    def _log_slow_wait(self, own: Report) -> None:
+        """Log the wait after ``log_seconds``, and each time that it has become twice as long.
+
+        Of the ranks that wait for the same, the first reads which ranks they wait for.
+        """
         assert self._monitor is not None
         seconds = time.monotonic() - self._wait_began
         if seconds < max(self.patience.log_seconds, 2 * self._logged_seconds):
             return
-        self._logged_seconds = seconds
-        others = (rank for rank in range(self.num_ranks) if rank != self.rank)
-        elsewhere = [rank for rank in others if rank not in reports or not reports[rank].is_stuck]
-        beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
-        _log.warning(
-            "rank %d has waited for %.1f s: step %d, %s, %s%s",
-            *(self.rank, seconds, self.step, self.where, own.awaited),
-            describe_elsewhere(elsewhere, beats),
-        )
+        self._logged_seconds, self._num_logged = seconds, self._num_logged + 1
+        wait = f"step {self.step}, {self.where}, {own.awaited}"
+        others = "; another rank has logged which ranks are awaited"
+        if self._monitor.is_first(f"log {self._num_logged} in epoch {self.epoch}, {wait}"):
+            reports = enumerate(self._monitor.reports(self.epoch))
+            stuck = {rank for rank, report in reports if report is not None and report.is_stuck}
+            elsewhere = [rank for rank in range(self.num_ranks) if rank not in {*stuck, self.rank}]
+            beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
+            others = describe_elsewhere(elsewhere, beats)
+        _log.warning("rank %d has waited for %.1f s: %s%s", self.rank, seconds, wait, others)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
@@ -353,14 +359,14 @@ class Communicator:
             run_together([queue.stop for queue in self._monitored])
         return agreed
 
-    def _with_table(self, error: BaseException) -> BaseException:
-        """Add the positions of all ranks to a PeerLost, and that a rank has ended normally."""
-        if not isinstance(error, PeerLost) or self._monitor is None:
-            return error
+    def _end_lost(self, error: PeerLost) -> StepError:
+        """End the step after a lost connection; return the first error of the job."""
+        assert self._monitor is not None
         with contextlib.suppress(PeerLost):  # the store is gone
-            reason = self._monitor.ended_normally() or str(error)
-            return type(error)(f"{reason}\n{self._monitor.table()}")
-        return error
+            error = self._monitor.explain(error, self.epoch)
+        with self._lock:
+            found, self._error = self._error, None
+            return found or (error if self.is_broken else self._end_step(error))
 
     # -- on the heartbeat thread -----------------------------------------------------------------
 
@@ -398,6 +404,12 @@ class Communicator:
         looks = self._torch_looks.look((ranks, report.queues))
         if ranks:
             monitor.publish(replace(report, looks=looks, blocked_with=ranks))
+            # No other rank may be left to judge. The main thread raises when it is out of torch.
+            try:
+                monitor.check_reports(self.epoch)
+            except StepError as error:
+                failed = replace(report, failure=type(error).__name__, error=str(error))
+                monitor.announce(failed)
         elif self._torch_ranks:
             monitor.publish(report)
         self._torch_ranks = ranks

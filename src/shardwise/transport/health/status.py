@@ -115,9 +115,6 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
         epoch: reports of other epochs are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
-    for report in current.values():
-        if report.failure:
-            return report.raised
     if len({len(report.queues) for report in current.values()}) > 1:
         return None  # one of them is not of this job
     if len(current) < len(reports) or not all(report.is_stuck for report in current.values()):
