@@ -21,6 +21,7 @@ from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.device import KINDS, Device
 from shardwise.transport.health.monitor import Patience
+from shardwise.transport.health.store import BoundedStore
 from shardwise.transport.process_group import ProcessGroupCollectives
 
 PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
@@ -89,7 +90,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     store = HashStore()
     monkeypatch.setattr(Late, "is_open", True)
     monkeypatch.setitem(KINDS, "cpu", Late)
-    monkeypatch.setattr(module, "connect_to_store", lambda: store)
+    monkeypatch.setattr(module, "connect_to_store", lambda _patience: BoundedStore(store, 60.0))
     monkeypatch.setattr(
         module,
         "make_collectives",

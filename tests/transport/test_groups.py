@@ -27,6 +27,7 @@ from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import Collectives, communicator, make_collectives
 from shardwise.transport.device import DeviceStream
 from shardwise.transport.health.monitor import Patience
+from shardwise.transport.health.status import Restart
 from shardwise.transport.host.collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.models import Gpt, GptBlock
@@ -266,7 +267,7 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
         assert queue._process_group(world) is not None
         assert _num_groups() == before + 1
         queue.stop()
-        queue.restart([queue.state()])
+        queue.restart(Restart.of([queue.state()]))
         assert _num_groups() == before
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -24,7 +24,7 @@ from shardwise.errors import (
 )
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream, make_current, run_together
-from shardwise.transport.health.history import Comparison
+from shardwise.transport.health.history import Comparison, History
 from shardwise.transport.health.monitor import (
     POLL_SECONDS,
     Heartbeat,
@@ -110,7 +110,7 @@ class Communicator:
         self._device = device
         self.num_ranks = world.size
         self.rank = world.own_rank
-        self.patience = patience = patience or usual_patience(device)
+        self.patience = patience = patience or usual_patience()
         self.gather = make_collectives(world, device, "gather")
         self.reduce = make_collectives(world, device, "reduce")
         self._monitored = [q for q in (self.gather, self.reduce) if q.is_monitored]
@@ -139,7 +139,7 @@ class Communicator:
             assert world.parent is not None
             name = f"{world.parent.group_name}/{self.gather.name}"
             self._monitor = Monitor(
-                connect_to_store(),
+                connect_to_store(patience),
                 name,
                 self.rank,
                 self.num_ranks,
@@ -224,7 +224,7 @@ class Communicator:
         if work.error is not None:
             self.raise_found()
             if isinstance(work.error, PeerLost) and self._monitor is not None:
-                raise self._end_lost(work.error)
+                raise self._end_lost(self._explained(work.error))
             note_place(work.error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
             self.abort(work.error)
             raise work.error
@@ -281,9 +281,9 @@ class Communicator:
         """
         make_current(self._device)
         assert self._monitor is not None
-        reports = self._monitor.meet(self._report())
-        for number, queue in enumerate(self._monitored):
-            queue.restart([report.queues[number] for report in reports])
+        restarts = self._monitor.meet(self._report())
+        for queue, restart in zip(self._monitored, restarts, strict=True):
+            queue.restart(restart)
 
     def raise_found(self) -> None:
         """Raise the error that the heartbeat thread found. Call it after the host has waited."""
@@ -315,8 +315,15 @@ class Communicator:
             self._monitor.check_heartbeats(f"; step {self.step}, {self.where}, waits for {awaited}")
             self._log_slow_wait(report)
         except StepError as error:
-            return error
+            return self._explained(error)
         return None
+
+    def _explained(self, error: StepError) -> StepError:
+        """Return ``error`` with the positions of all ranks, if another one is lost."""
+        if isinstance(error, PeerLost) and self._monitor is not None:
+            with contextlib.suppress(PeerLost):  # the store is gone
+                return self._monitor.explain(error, self.epoch)
+        return error
 
     def _restart_wait(self) -> None:
         self._wait_began, self._logged_seconds, self._num_logged = time.monotonic(), 0.0, 0
@@ -333,7 +340,7 @@ class Communicator:
         self._logged_seconds, self._num_logged = seconds, self._num_logged + 1
         wait = f"step {self.step}, {self.where}, {own.awaited}"
         others = "; another rank has logged which ranks are awaited"
-        if self._monitor.is_first(f"log {self._num_logged} in epoch {self.epoch}, {wait}"):
+        if self._monitor.is_first("log", self._num_logged, self.epoch, wait):
             reports = enumerate(self._monitor.reports(self.epoch))
             stuck = {rank for rank, report in reports if report is not None and report.is_stuck}
             elsewhere = [rank for rank in range(self.num_ranks) if rank not in {*stuck, self.rank}]
@@ -359,12 +366,9 @@ class Communicator:
             run_together([queue.stop for queue in self._monitored])
         return agreed
 
-    def _end_lost(self, error: PeerLost) -> StepError:
-        """End the step after a lost connection; return the first error of the job."""
-        assert self._monitor is not None
-        with contextlib.suppress(PeerLost):  # the store is gone
-            error = self._monitor.explain(error, self.epoch)
-        with self._lock:
+    def _end_lost(self, error: StepError) -> StepError:
+        """End the step after a lost connection, unless the heartbeat thread has ended it."""
+        with self._locked():
             found, self._error = self._error, None
             return found or (error if self.is_broken else self._end_step(error))
 
@@ -381,16 +385,20 @@ class Communicator:
         marks = tuple(history.marks.copy() for history in histories)
         if self.is_broken:
             marks = ()  # aborted collectives count as ended
-        monitor.beat(Heartbeat(count, report, marks))
-        with self._locked():
-            if self.is_broken:
-                return
-            self._report_torch_collective(monitor, report)
-            if not histories:
-                return  # without a device, the main thread waits itself
-            error = self._look_at_device() or self._comparison.look(monitor, histories, self.epoch)
-            if error is not None:
-                self._end_step(error, raises_later=True)
+        try:
+            monitor.beat(Heartbeat(count, report, marks))
+        finally:  # a device may wait for other ranks even if the store cannot be reached
+            with self._locked():
+                if not self.is_broken:
+                    self._look(monitor, report, histories)
+
+    def _look(self, monitor: Monitor, report: Report, histories: Sequence[History]) -> None:
+        self._report_torch_collective(monitor, report)
+        if not histories:
+            return  # without a device, the main thread waits itself
+        error = self._look_at_device() or self._comparison.look(monitor, histories, self.epoch)
+        if error is not None:
+            self._end_step(error, raises_later=True)
 
     def _report_torch_collective(self, monitor: Monitor, report: Report) -> None:
         """Publish when the main thread is inside a collective of torch, and when it has left it."""

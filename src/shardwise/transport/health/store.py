@@ -3,14 +3,19 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import PeerLost, PeerSilent
 from shardwise.transport.device import ThreadStream
 
+if TYPE_CHECKING:
+    from shardwise.transport.api import Work
+
 __all__ = ["BoundedStore"]
+
+_T = TypeVar("_T")
 
 _WAITS = 5  # of one call, before it is given up
 
@@ -25,11 +30,11 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._store = store
+        self._store: Any = store  # whose stubs lack methods, and types of arguments
         self._seconds = seconds
         self._stream = ThreadStream("shardwise-store")
         self._thread = 0  # of the stream
-        self._is_late: Callable[[], bool] = bool  # whether a call that was given up still runs
+        self._late: Work | None = None  # a call that was given up
 
     def set(self, key: str, value: str) -> None:
         """Set ``key``."""
@@ -42,41 +47,45 @@ class BoundedStore:
 
     def set_if(self, key: str, expected: bytes | str, value: str) -> bytes:
         """Set ``key`` if it has the ``expected`` value, "" for a new one; return its value then."""
-        compare_set: Any = self._store.compare_set  # also takes bytes
-        content: bytes = self._call(lambda: compare_set(key, expected, value))
+        content: bytes = self._call(lambda: self._store.compare_set(key, expected, value))
         return content
 
     def peek(self, key: str) -> bytes:
         """Return what ``key`` has, b"" if it is new, in one call that does not wait for it."""
         return self.set_if(key, "", "")
 
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return what each of ``keys`` has, or None. If all exist, it takes two calls."""
-        if self._call(lambda: self._store.check(list(keys))):
-            contents: list[bytes | None] = self._call(lambda: self._store.multi_get(list(keys)))
-            return contents
-        return [None] if len(keys) == 1 else [self.read([key])[0] for key in keys]
+    def has(self, *keys: str) -> bool:
+        """Whether all ``keys`` have been set."""
+        found: bool = self._call(lambda: self._store.check(list(keys)))
+        return found
 
-    def _call(self, function: Callable[[], Any]) -> Any:
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Return what each of ``keys`` has, b"" for new ones; in two calls if there are none."""
+        if not self.has(*keys):
+            return [self.peek(key) for key in keys]
+        contents: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
+        return contents
+
+    def _call(self, function: Callable[[], _T]) -> _T:
         if threading.get_ident() == self._thread:  # the garbage collector runs there
             return function()
-        if self._is_late():
-            raise self._unreachable
-        answers: list[Any] = []
+        answers: list[_T] = []
 
         def run() -> None:
             self._thread = threading.get_ident()
             answers.append(function())
 
+        if self._late is not None and not self._late.done:
+            raise self._unreachable
         work = self._stream.submit(run)
         # Not measured by the clock: this process may have been stopped, too.
-        for number in range(_WAITS):
+        for number in range(1, _WAITS + 1):
             if work.wait(self._seconds / _WAITS):
                 break
-            seconds = (number + 1) * self._seconds / _WAITS
-            _log.warning("the job's store has not answered for %.1f s", seconds)
+            waited = number * self._seconds / _WAITS
+            _log.warning("the job's store has not answered for %.1f s", waited)
         else:
-            self._is_late = lambda: not work.done
+            self._late = work
             raise self._unreachable
         if isinstance(work.error, RuntimeError):
             text = f"the process that holds the job's store is gone: {work.error}"
