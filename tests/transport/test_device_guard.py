@@ -169,6 +169,33 @@ def test_a_device_that_may_continue_is_no_error(ranks: Ranks, labels: tuple[str,
         assert comm.epoch == 0
 
 
+def test_a_device_that_waits_while_the_store_is_gone_is_an_error(ranks: Ranks) -> None:
+    comm = ranks.communicators[0]
+    assert comm._monitor is not None
+    gone = RuntimeError("no route to host")
+    comm._monitor._store._store = mock.Mock(
+        **{"set.side_effect": gone, "compare_set.side_effect": gone}
+    )
+    Late.is_open = False
+    ranks.gather(0, "gather a")
+    until(lambda: comm._error is not None)
+    with pytest.raises(sw.PeerLost, match="holds the job's store is gone: no route to host"):
+        comm.recover()
+
+
+def test_a_recovery_that_gets_no_answer_from_the_store_is_tried_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = ranks.communicators[0]
+    for one in ranks.communicators:
+        one.abort(ValueError("it hurts"))
+    with monkeypatch.context() as patch:
+        patch.setattr(comm._monitor, "meet", mock.Mock(side_effect=sw.PeerSilent("no answer")))
+        with pytest.raises(sw.PeerSilent, match="no answer"):
+            comm.recover()
+    ranks.recover()
+
+
 def test_a_communicator_is_freed_while_its_device_is_watched(ranks: Ranks) -> None:
     ranks.gather(0, "gather a")
     comm = weakref.ref(ranks.communicators.pop(0))

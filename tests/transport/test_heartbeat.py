@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from shardwise.errors import PeerSilent
+from shardwise.errors import PeerLost, PeerSilent
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport.communicator import communicator
@@ -45,6 +45,11 @@ def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
         beat(own, 0)
     beat(other, 10)  # it was only slow
     beat(own, 0)
+    del other  # publishes that it has ended
+    for count in range(seconds):
+        beat(own, count)
+    with pytest.raises(PeerLost, match=r"^rank 1 ended normally after step 0: it had fewer batch"):
+        beat(own, 0)
 
 
 @on_ranks(2)

@@ -266,7 +266,7 @@ class Communicator:
             self.check_peers()
         recovery, self._recovery = self._recovery, None
         if recovery.error is not None:
-            if isinstance(recovery.error, PeerLost):
+            if isinstance(recovery.error, PeerLost) and not isinstance(recovery.error, PeerSilent):
                 self._lost = recovery.error
             raise recovery.error
         self.epoch += 1
@@ -412,10 +412,8 @@ class Communicator:
         looks = self._torch_looks.look((ranks, report.queues))
         if ranks:
             monitor.publish(replace(report, looks=looks, blocked_with=ranks))
-            # No other rank may be left to judge. The main thread raises when it is out of torch.
-            try:
-                monitor.check_reports(self.epoch)
-            except StepError as error:
+            # The main thread raises it when it is out of torch.
+            if (error := monitor.judge(self.epoch)) is not None:
                 failed = replace(report, failure=type(error).__name__, error=str(error))
                 monitor.announce(failed)
         elif self._torch_ranks:

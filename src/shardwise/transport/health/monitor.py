@@ -30,14 +30,7 @@ from typing import Any, TypeVar
 from shardwise._private import default_store
 from shardwise.errors import PeerLost, PeerSilent, StepError
 from shardwise.transport.health.plain_data import decode, encode
-from shardwise.transport.health.status import (
-    LookCounter,
-    Report,
-    Restart,
-    are_below,
-    table,
-    verdict,
-)
+from shardwise.transport.health.status import LookCounter, Report, Restart, table, verdict
 from shardwise.transport.health.store import BoundedStore
 
 __all__ = [
@@ -60,6 +53,7 @@ ENDED_NORMALLY = "no exception, it ran fewer steps"
 _MAX_TEXT = 500
 # A rank whose connection was closed waits so long for the reason from the other side.
 _REASON_SECONDS = 2.0
+_REFUSED = "refused"  # instead of a `Restart`
 _PAUSE_SECONDS = 0.01, 0.5  # between two looks at the store: at first, and at most
 
 _log = logging.getLogger("shardwise")
@@ -118,17 +112,6 @@ class _Silence:
     rank: int
     seconds: float
     beat: str  # its last heartbeat
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """How all ranks continue after an error."""
-
-    queues: tuple[Restart, ...]
-
-    def fits(self, num_ranks: int) -> bool:
-        running = [exchange for queue in self.queues for exchange in queue.unfinished]
-        return all(are_below(num_ranks, one.ranks, ranks) for one, ranks in running)
 
 
 class Monitor:
@@ -251,21 +234,25 @@ class Monitor:
         return failure
 
     def check_reports(self, epoch: int) -> None:
-        """Raise the failure of ``epoch``, or the error of `verdict` if this rank is to judge."""
+        """Raise the failure of ``epoch``, or the error of `judge`."""
         if (failure := self.failure(epoch)) is not None:
             raise failure.raised
+        if (error := self.judge(epoch)) is not None:
+            raise error
+
+    def judge(self, epoch: int) -> StepError | None:
+        """Return the error of `verdict`, if this rank is the last one that got stuck."""
         if not self._is_judge:
-            return
+            return None
         reports = self.reports(epoch)
         error = verdict(reports, epoch)
         known = ((rank, report) for rank, report in enumerate(reports) if report is not None)
         blocked = {rank: report.looks for rank, report in known if report.blocked_with}
         # Ranks in torch collectives must not have moved since this rank became the judge.
         before = self._blocked = self._blocked or blocked
-        if error is None:
-            self._is_judge = False
-        elif all(before.get(rank, looks) < looks for rank, looks in blocked.items()):
-            raise error
+        self._is_judge = error is not None
+        is_confirmed = all(before.get(rank, looks) < looks for rank, looks in blocked.items())
+        return error if is_confirmed else None
 
     def reports(self, epoch: int) -> list[Report | None]:
         """Return the last reports of all ranks, None for those without one in ``epoch``."""
@@ -306,8 +293,12 @@ class Monitor:
 
         Raises:
             PeerSilent: names a rank whose counter has not changed for ``silent_seconds``.
+            PeerLost: that rank has ended normally.
         """
         if (silence := self._silence()) is not None:
+            last = self._message(Heartbeat, silence.beat.encode())
+            if last is not None and (ended := _ended_normally({silence.rank: last.report})):
+                raise PeerLost(ended)
             raise PeerSilent(
                 f"rank {self._rank} lost rank {silence.rank}: its process gave "
                 f"{_no_sign_of_life(silence)}; it is stopped (SIGSTOP, a debugger), its machine is "
@@ -354,21 +345,23 @@ class Monitor:
         Raises:
             StepError: another process has overwritten a report.
         """
-        key, came = self._key("met", report.epoch), self._key("came", report.epoch)
-        self._set(f"{came}/{self._rank}", report)
+        came = [self._key("came", report.epoch, rank) for rank in range(self._size)]
+        met = [self._key("met", report.epoch, queue) for queue in range(len(report.queues))]
+        self._set(came[self._rank], report)
         if self._rank == 0:
-            keys = [f"{came}/{rank}" for rank in range(self._size)]
-            _eventually(lambda: self._store.has(*keys))
-            found = [self._message(Report, content) for content in self._store.read(keys)]
-            reports = [one for one in found if one is not None]
-            queues = list(zip(*(one.queues for one in reports), strict=False))
-            is_valid = len(reports) == self._size and len(queues) == len(report.queues)
-            self._set(key, _Meeting(tuple(map(Restart.of, queues)) if is_valid else ()))
-        _eventually(lambda: self._store.has(key))
-        meeting = self._message(_Meeting, self._store.peek(key))
-        if meeting is None or len(meeting.queues) != len(report.queues):
+            _eventually(lambda: self._store.has(*came))
+            found = [self._message(Report, content) for content in self._store.read(came)]
+            reports = [one for one in found if one is not None and len(one.queues) == len(met)]
+            is_complete = len(reports) == self._size
+            for queue, key in enumerate(met):
+                states = [one.queues[queue] for one in reports]
+                self._store.set(key, encode(Restart.of(states)) if is_complete else _REFUSED)
+        _eventually(lambda: self._store.has(*met))
+        answers = [self._message(Restart, content) for content in self._store.read(met)]
+        restarts = tuple(one for one in answers if one is not None)
+        if len(restarts) < len(met):
             raise StepError("the job's store has a report that no rank of this job wrote")
-        return meeting.queues
+        return restarts
 
     def _set(self, key: str, value: Any) -> None:
         self._store.set(key, encode(value))
@@ -380,7 +373,7 @@ class Monitor:
         except ValueError:
             return None
         named = message.report if isinstance(message, Heartbeat) else message
-        is_foreign = isinstance(named, (Report, _Meeting)) and not named.fits(self._size)
+        is_foreign = isinstance(named, (Report, Restart)) and not named.fits(self._size)
         return None if is_foreign else message
 
 

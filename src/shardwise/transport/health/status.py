@@ -19,7 +19,7 @@ from types import MappingProxyType
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["LookCounter", "QueueState", "Report", "Restart", "are_below", "table", "verdict"]
+__all__ = ["LookCounter", "QueueState", "Report", "Restart", "table", "verdict"]
 
 LOOKS = 2
 _MAX_ROWS = 32  # of a table; of more ranks, equal ones share a row
@@ -98,7 +98,7 @@ class Report:
     def fits(self, num_ranks: int) -> bool:
         """Whether all ranks that it names are among ``num_ranks``."""
         running = [state.running.ranks for state in self.queues if state.running is not None]
-        return are_below(num_ranks, self.blocked_with, *running)
+        return _are_below(num_ranks, self.blocked_with, *running)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Report:
         return str(self.step), self.where, last or "-", awaited, python
 
 
-def are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:
+def _are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:
     """Whether all numbers of the ``groups`` are ranks of a job of ``num_ranks``."""
     return all(min(group) >= 0 and max(group) < num_ranks for group in groups if group)
 
@@ -157,6 +157,10 @@ class Restart:
             if not all(states[rank].has_begun(one) for rank in one.ranks)
         )
         return Restart(max(state.issued for state in states), unfinished)
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether all ranks that it names are among ``num_ranks``."""
+        return all(_are_below(num_ranks, one.ranks, ranks) for one, ranks in self.unfinished)
 
 
 def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingProxyType({})) -> str:
