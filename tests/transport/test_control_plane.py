@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from shardwise.transport.health.monitor import (
     Monitor,
     Patience,
     Place,
-    _let_others_read,
+    _await_end,
 )
 from shardwise.transport.health.plain_data import encode
 from shardwise.transport.health.status import QueueState, Report, Restart
@@ -233,8 +234,8 @@ def cable() -> Iterator[Cable]:
 
 
 def test_a_rank_that_is_cut_off_from_the_store_raises(cable: Cable) -> None:
-    patience = Patience(beat_seconds=0.05, silent_seconds=1.0)
-    store = BoundedStore(TCPStore("127.0.0.1", cable.port), patience.silent_seconds)
+    patience = Patience(beat_seconds=0.05)
+    store = BoundedStore(TCPStore("127.0.0.1", cable.port), 1.0)
     monitor = Monitor(store, "group", 1, 2, patience)
     look(monitor, waiting(0, 2))
     cable.cut()
@@ -343,9 +344,10 @@ def test_a_rank_whose_connection_was_closed_lets_the_other_side_say_why(
 def test_rank_0_waits_before_it_exits_until_others_know_a_failure() -> None:
     store, place = HashStore(), Place()
     first, other = (monitor_of(store, rank, 3, place=one) for rank, one in ((0, place), (1, None)))
-    bounded = BoundedStore(store, 20.0)
-    args = (lambda: first), bounded, place, "shardwise/group/told", 3, 60.0
-    exits = threading.Thread(target=_let_others_read, args=args)
+    beating = mock.Mock(spec=threading.Thread)
+    told = "shardwise/group/told", 3
+    args: Any = (lambda: beating), SimpleQueue(), 60.0, BoundedStore(store, 20.0), place, told
+    exits = threading.Thread(target=_await_end, args=args)
     first.announce(FAILED)
     exits.start()
     exits.join(0.1)
@@ -389,7 +391,7 @@ def seconds_until_a_death_is_known(size: int, straggler_seconds: float) -> float
     """All ranks but one wait on one store; then one dies. Return how long until all others know."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port) for _ in range(NUM_DRIVERS)]
-    stores = [BoundedStore(client, Patience().silent_seconds) for client in clients]
+    stores = [BoundedStore(client, Patience().store_seconds) for client in clients]
     ranks = [Rank(rank, size, stores[rank % NUM_DRIVERS]) for rank in range(size)]
     waiting_ranks, dead = ranks[1:-1], ranks[-1]
     is_over = threading.Event()

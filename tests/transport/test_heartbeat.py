@@ -23,6 +23,7 @@ from shardwise.transport.health.monitor import Heartbeat, Monitor, Patience
 from shardwise.transport.health.status import Report
 from shardwise.transport.health.store import BoundedStore
 from tests.ranks import on_ranks
+from tests.waiting import eventually
 
 
 def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
@@ -45,7 +46,8 @@ def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
         beat(own, 0)
     beat(other, 10)  # it was only slow
     beat(own, 0)
-    del other  # publishes that it has ended
+    del other  # its thread publishes that it has ended
+    assert eventually(lambda: b"no exception" in store.peek("shardwise/group/heartbeat/1"))
     for count in range(seconds):
         beat(own, count)
     with pytest.raises(PeerLost, match=r"^rank 1 ended normally after step 0: it had fewer batch"):
@@ -73,6 +75,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
+        assert eventually(lambda: comm._monitor is not None and not comm._monitor._silence())
     else:
         while not over.exists():  # stopped and continued here
             time.sleep(0.01)

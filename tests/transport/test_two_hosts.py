@@ -34,7 +34,7 @@ DEADLINE_SECONDS = 90.0
 _CLONE_NEWNET = 0x40000000
 
 SILENT = r"rank \d lost rank 2: its process gave no sign of life"
-ALONE = "no answer for 8 s from the process that holds the job's store"
+ALONE = "no answer for 10 s from the process that holds the job's store"
 # What happens, the ranks that are left, and the first words of what each of them raises.
 FAULTS = {
     "rank 3 dies": dict.fromkeys((0, 1, 2), r"rank \d lost rank 3: "),

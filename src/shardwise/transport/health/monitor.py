@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ class Patience:
     poll_seconds: float = POLL_SECONDS  # between two looks during a wait
     beat_seconds: float = 2.0
     silent_seconds: float = 8.0  # also for a rank whose C code holds the GIL
+    store_seconds: float = 10.0  # until a call of the job's store is given up
     log_seconds: float = 15.0  # until a waiting rank logs it; then twice as long each time
 
 
@@ -73,8 +75,9 @@ def usual_patience() -> Patience:
     """Return the defaults, scaled by the environment variable."""
     usual = Patience()
     log = float(os.environ.get(_PATIENCE_VARIABLE, usual.log_seconds))
-    silent = usual.silent_seconds * log / usual.log_seconds
-    return Patience(silent_seconds=silent, log_seconds=log)
+    factor = log / usual.log_seconds
+    silent, store = factor * usual.silent_seconds, factor * usual.store_seconds
+    return Patience(silent_seconds=silent, store_seconds=store, log_seconds=log)
 
 
 def connect_to_store(patience: Patience) -> BoundedStore:
@@ -83,7 +86,7 @@ def connect_to_store(patience: Patience) -> BoundedStore:
     Other waits on the store do not block the heartbeat then.
     """
     store = default_store().clone()  # type: ignore[attr-defined]
-    return BoundedStore(store, patience.silent_seconds)
+    return BoundedStore(store, patience.store_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +153,22 @@ class Monitor:
         self._stuck: tuple[Any, ...] | None = None  # what this rank is counted as stuck in
         self._is_judge = False  # it was the last one to get stuck
         self._blocked: dict[int, int] = {}  # looks of ranks in a torch collective
-        own = store, self._beats[rank]
         store.set(self._beats[rank], "0")
         store.set(self._reports[rank], "")
-        done = threading.Event()
+        done: SimpleQueue[None] = SimpleQueue()  # has an item when the heartbeat ends
         thread = threading.Thread(
             target=_beat,
-            args=(*own, done, patience.beat_seconds, on_beat),
+            args=(store, self._beats[rank], done, patience.beat_seconds, on_beat, place),
             name="shardwise-heartbeat",
             daemon=True,
         )
         thread.start()
-        owner = (None if on_beat is None else getattr(on_beat(), "__self__", None)) or self
-        weakref.finalize(owner, _end, done, thread, *own, place)
-        if rank == 0:  # its process may hold the store
-            known = self._key("told"), size, 2 * patience.beat_seconds
-            weakref.finalize(owner, _let_others_read, weakref.ref(owner), store, place, *known)
+        owner = None if on_beat is None else getattr(on_beat(), "__self__", None)
+        # The garbage collector may run this on any thread, so it waits for nothing.
+        weakref.finalize(owner or self, done.put, None)
+        told = (self._key("told"), size) if rank == 0 else None  # its process may hold the store
+        ended = weakref.ref(thread), done, 2 * patience.beat_seconds
+        weakref.finalize(thread, _await_end, *ended, store, place, told)
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
@@ -426,12 +429,13 @@ def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | Non
 def _beat(
     store: BoundedStore,
     key: str,
-    done: threading.Event,
+    done: "SimpleQueue[None]",
     seconds: float,
     on_beat: "weakref.WeakMethod[Callable[[int], None]] | None",
+    place: Place,
 ) -> None:
     count, is_logged = 0, False
-    while not done.wait(seconds):
+    while not _has_item(done, seconds):
         count += 1
         try:
             if on_beat is not None and (call := on_beat()) is not None:
@@ -444,38 +448,38 @@ def _beat(
                 _log.warning("a heartbeat failed, the next one is tried: %s", error)
             is_logged = True
         call = None  # otherwise this thread would keep the object until the next beat
-
-
-def _end(
-    done: threading.Event,
-    thread: threading.Thread,
-    store: BoundedStore,
-    key: str,
-    place: Place,
-) -> None:
-    done.set()
-    # If Python exits while the thread is in a call of the store, C++ aborts the process.
-    if thread is not threading.current_thread():
-        thread.join(timeout=1.0)
-    error = getattr(sys, "last_value", None)  # an exception that nothing caught
-    text = ENDED_NORMALLY if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
-    last = Heartbeat(0, Report(0, 0, place.step, place.where, (), error=text))
+    last = getattr(sys, "last_value", None)  # an exception that nothing caught
+    text = ENDED_NORMALLY if last is None else f"{type(last).__name__}: {last}"[:_MAX_TEXT]
+    report = Report(0, 0, place.step, place.where, (), error=text)
     with contextlib.suppress(PeerLost):
-        store.set(key, encode(last))
+        store.set(key, encode(Heartbeat(0, report)))
 
 
-def _let_others_read(
-    owner: "weakref.ref[object]",
-    store: BoundedStore,
-    place: Place,
-    key: str,
-    size: int,
+def _has_item(queue: "SimpleQueue[None]", seconds: float) -> bool:
+    """Whether ``queue`` gets an item in the next ``seconds``."""
+    with contextlib.suppress(Empty):
+        queue.get(timeout=seconds)
+        return True
+    return False
+
+
+def _await_end(
+    thread: "weakref.ref[threading.Thread]",
+    done: "SimpleQueue[None]",
     seconds: float,
+    store: BoundedStore,
+    place: Place,
+    told: tuple[str, int] | None,
 ) -> None:
-    """Before the interpreter exits, wait until other ranks know the failure."""
-    failure = place.failure
-    if owner() is None or failure is None:
-        return  # it was freed before
-    num_alive = size - isinstance(failure.raised, PeerLost)
-    with contextlib.suppress(PeerLost):
-        _eventually(lambda: store.add(f"{key}/{failure.epoch}", 0) >= num_alive, seconds)
+    """Before the interpreter exits, publish why, and let other ranks read a failure."""
+    beating, failure = thread(), place.failure
+    if beating is None:
+        return  # it has ended before
+    done.put(None)
+    # If Python exits while the thread is in a call of the store, C++ aborts the process.
+    beating.join(seconds)
+    if told is not None and failure is not None:
+        key, num_ranks = told
+        num_alive = num_ranks - isinstance(failure.raised, PeerLost)
+        with contextlib.suppress(PeerLost):
+            _eventually(lambda: store.add(f"{key}/{failure.epoch}", 0) >= num_alive, seconds)

@@ -88,8 +88,10 @@ class BoundedStore:
             self._late = work
             raise self._unreachable
         if isinstance(work.error, RuntimeError):
-            text = f"the process that holds the job's store is gone: {work.error}"
-            raise PeerLost(text) from work.error
+            reason, *_ = str(work.error).splitlines() or [""]  # without the stack of C++
+            raise PeerLost(
+                f"the process that holds the job's store is gone: {reason}"
+            ) from work.error
         if work.error is not None:
             raise work.error
         return answers[0]
