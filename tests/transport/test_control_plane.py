@@ -1,10 +1,13 @@
 """What a rank asks of the job's store does not grow with the number of ranks, and always ends."""
 
 import contextlib
+import gc
 import logging
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +35,7 @@ from shardwise.transport.health.monitor import (
     _await_end,
 )
 from shardwise.transport.health.plain_data import encode
+from shardwise.transport.health.python_stack import calls_of
 from shardwise.transport.health.status import QueueState, Report, Restart
 from shardwise.transport.health.store import BoundedStore
 from shardwise.transport.process_group import ProcessGroupCollectives
@@ -278,6 +282,37 @@ def test_heartbeats_go_on_after_an_error_of_the_store(caplog: pytest.LogCaptureF
     count = int(store.store.get("shardwise/group/heartbeat/0"))
     assert eventually(lambda: int(store.store.get("shardwise/group/heartbeat/0")) > count)
     assert monitor.failure(0) is None
+
+
+def test_a_monitor_is_freed_while_the_store_gives_no_answer() -> None:
+    """The garbage collector may free it on a thread that holds any lock."""
+    store, answers = Counted(), threading.Event()
+    monitor = monitor_of(store, 0, 2, Patience(beat_seconds=0.01))
+    freed = weakref.ref(monitor)
+    store.before = lambda: answers.wait(60.0)
+    monitors = [monitor]
+    del monitor
+    freeing = threading.Thread(target=monitors.clear)
+    freeing.start()
+    freeing.join(10.0)  # a call of the store would take 20 s
+    assert not freeing.is_alive()
+    assert freed() is None
+    answers.set()
+    assert eventually(lambda: b"no exception" in store.store.get("shardwise/group/heartbeat/0"))
+
+
+def test_no_destructor_runs_while_python_lists_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python holds a lock then, without which no thread can end."""
+    collects: list[bool] = []
+
+    def current_frames() -> dict[int, Any]:
+        collects.append(gc.isenabled())
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
+    assert calls_of(threading.get_ident()) == ()
+    assert collects == [False]
+    assert gc.isenabled()
 
 
 # -- the first failure -----------------------------------------------------------------------------
