@@ -193,7 +193,7 @@ class Monitor:
         if report.is_stuck:
             stuck = report.epoch, report.queues, report.blocked_with, report.is_host_busy
         with self._publishing:
-            before, self._stuck = self._stuck, stuck
+            before = self._stuck
             # In a torch collective this rank does not look itself, so others count its looks.
             if stuck != before or report.blocked_with:
                 self._set(self._reports[self._rank], report)
@@ -203,8 +203,10 @@ class Monitor:
             key = self._key("stuck", report.epoch)
             if before is not None and before[0] == report.epoch:
                 self._store.add(key, -1)
-            if stuck is not None and self._store.add(key, 1) == self._size:
+            # More than all, if a call that was given up has had an effect.
+            if stuck is not None and self._store.add(key, 1) >= self._size:
                 self._is_judge, self._blocked = True, {}
+            self._stuck = stuck
 
     def announce(self, failure: Report) -> Report:
         """Publish ``failure``; return the first one that any rank announced in its epoch.
