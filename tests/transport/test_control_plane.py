@@ -427,12 +427,13 @@ def seconds_until_a_death_is_known(size: int, straggler_seconds: float) -> float
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port) for _ in range(NUM_DRIVERS)]
     stores = [BoundedStore(client, Patience().store_seconds) for client in clients]
-    ranks = [Rank(rank, size, stores[rank % NUM_DRIVERS]) for rank in range(size)]
+    with mock.patch.object(module, "_beat", return_value=None):  # no thread of its own
+        ranks = [Rank(rank, size, stores[rank % NUM_DRIVERS]) for rank in range(size)]
     waiting_ranks, dead = ranks[1:-1], ranks[-1]
     is_over = threading.Event()
 
     def drive(number: int) -> None:
-        """Do what the threads of some of the ranks do; one process cannot run thousands."""
+        """Do what the threads of some of the ranks do; one process cannot run thousands of them."""
         began = time.monotonic()
         for second in count():
             for rank in ranks[number::NUM_DRIVERS]:
