@@ -115,6 +115,10 @@ def test_a_look_and_a_heartbeat_take_a_constant_number_of_calls(size: int) -> No
     beat = store.cost(lambda: monitor.beat(Heartbeat(1, waiting(6, size))))
     assert beat[0] == 3
     assert beat[1] < 600
+    in_torch = replace(waiting(0, size), blocked_with=tuple(range(size)))
+    blocked = store.cost(lambda: monitor.publish(in_torch))
+    assert blocked[0] <= 2
+    assert blocked[1] < 600
 
 
 def test_one_rank_judges_the_reports_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

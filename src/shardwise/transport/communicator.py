@@ -408,7 +408,8 @@ class Communicator:
         if inside and parent is not None:
             with contextlib.suppress(KeyError):  # the program has destroyed the group
                 members = dist.get_process_group_ranks(parent)
-        ranks = tuple(i for i, rank in enumerate(members) if rank in inside and i != self.rank)
+        ranks = tuple(i for i, rank in enumerate(members) if rank in inside)
+        ranks = ranks if set(ranks) - {self.rank} else ()
         looks = self._torch_looks.look((ranks, report.queues))
         if ranks:
             monitor.publish(replace(report, looks=looks, blocked_with=ranks))

@@ -82,7 +82,7 @@ class Report:
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
     awaited: str = ""  # label of a collective
     python: tuple[str, ...] = ()  # calls, innermost first
-    blocked_with: tuple[int, ...] = ()  # the other ranks of a torch collective that this one is in
+    blocked_with: tuple[int, ...] = ()  # the ranks of a torch collective that this one is in
     is_host_busy: bool = False  # its main thread runs, while its device waits
 
     @property
