@@ -160,13 +160,13 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
     store = Counted(shared)
     first, second = monitor_of(shared, 0, size), monitor_of(store, 1, size)
     report = waiting(0, size)
-    before = store.calls["check"]
+    content, before = encode(report), store.calls["check"]
     with ThreadPoolExecutor(1) as pool:
         restarts: list[tuple[Restart, ...]] = []
         cost = pool.submit(store.cost, lambda: restarts.append(second.meet(report)))
         assert eventually(lambda: store.calls["check"] > before), "it waits for the others"
         for rank in range(2, size):
-            shared.set(f"shardwise/group/came/0/{rank}", encode(report))
+            shared.set(f"shardwise/group/came/0/{rank}", content)
         begun_none = replace(report, queues=(QueueState(7, 7, None, ()),))
         expected = (Restart(7, ((report.queues[0].running, tuple(range(1, size))),)),)  # type: ignore[arg-type]
         assert first.meet(begun_none) == expected
