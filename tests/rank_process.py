@@ -159,8 +159,8 @@ class Serving:
         return 0
 
 
-def _impatient(device: torch.device) -> Patience:
-    return replace(usual_patience(device), poll_seconds=0.1)
+def _impatient() -> Patience:
+    return replace(usual_patience(), poll_seconds=0.1)
 
 
 def run(pool: Connection, stacks: Path, output: Path, rank: int, world_size: int) -> None:

@@ -203,7 +203,7 @@ def simulated(
             patch.setattr(communicator, "Monitor", _Monitor)
             patch.setattr(communicator, "connect_to_store", lambda _patience: None)
         else:
-            patch.setattr(communicator, "usual_patience", lambda _device: patience)
+            patch.setattr(communicator, "usual_patience", lambda: patience)
         if simulation.is_late:
             _poison_pools(patch)
         stack.callback(simulation.memory.close)

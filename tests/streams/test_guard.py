@@ -28,6 +28,7 @@ from tests.runtime.one_process import adamw, assert_equal_models, own_part, runt
 from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
+from tests.waiting import eventually
 
 PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.5)
 DEADLINE = 120.0
@@ -283,6 +284,8 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
             finally:
                 over.touch()
                 os.kill(pids[LAST], signal.SIGCONT)
+            monitor: Any = runtime_of(run.model).scheduler._comm._monitor
+            assert eventually(lambda: not monitor._silence())
         else:
             text = run.error(sw.PeerSilent, before_backward=wait_to_be_stopped)
         assert text.startswith(f"rank 0 lost rank {LAST}: its process gave no sign of life")

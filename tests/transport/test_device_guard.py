@@ -21,6 +21,7 @@ from shardwise.transport.api import RankGroup
 from shardwise.transport.communicator import Communicator
 from shardwise.transport.device import KINDS, Device
 from shardwise.transport.health.monitor import Patience
+from shardwise.transport.health.store import BoundedStore
 from shardwise.transport.process_group import ProcessGroupCollectives
 
 PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
@@ -89,7 +90,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     store = HashStore()
     monkeypatch.setattr(Late, "is_open", True)
     monkeypatch.setitem(KINDS, "cpu", Late)
-    monkeypatch.setattr(module, "connect_to_store", lambda _patience: store)
+    monkeypatch.setattr(module, "connect_to_store", lambda _patience: BoundedStore(store, 60.0))
     monkeypatch.setattr(
         module,
         "make_collectives",
@@ -166,6 +167,33 @@ def test_a_device_that_may_continue_is_no_error(ranks: Ranks, labels: tuple[str,
         assert not comm.is_broken
         comm.recover()
         assert comm.epoch == 0
+
+
+def test_a_device_that_waits_while_the_store_is_gone_is_an_error(ranks: Ranks) -> None:
+    comm = ranks.communicators[0]
+    assert comm._monitor is not None
+    gone = RuntimeError("no route to host")
+    comm._monitor._store._store = mock.Mock(
+        **{"set.side_effect": gone, "compare_set.side_effect": gone}
+    )
+    Late.is_open = False
+    ranks.gather(0, "gather a")
+    until(lambda: comm._error is not None)
+    with pytest.raises(sw.PeerLost, match="holds the job's store is gone: no route to host"):
+        comm.recover()
+
+
+def test_a_recovery_that_gets_no_answer_from_the_store_is_tried_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = ranks.communicators[0]
+    for one in ranks.communicators:
+        one.abort(ValueError("it hurts"))
+    with monkeypatch.context() as patch:
+        patch.setattr(comm._monitor, "meet", mock.Mock(side_effect=sw.PeerSilent("no answer")))
+        with pytest.raises(sw.PeerSilent, match="no answer"):
+            comm.recover()
+    ranks.recover()
 
 
 def test_a_communicator_is_freed_while_its_device_is_watched(ranks: Ranks) -> None:

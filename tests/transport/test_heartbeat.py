@@ -4,8 +4,8 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,44 +15,43 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from shardwise.errors import PeerSilent
+from shardwise.errors import PeerLost, PeerSilent
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.transport.communicator import communicator
-from shardwise.transport.health import monitor
-from shardwise.transport.health.monitor import Monitor, Patience
+from shardwise.transport.health.monitor import Heartbeat, Monitor, Patience
+from shardwise.transport.health.status import Report
+from shardwise.transport.health.store import BoundedStore
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 
 
-def test_a_rank_whose_counter_stays_the_same_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now))
-    store, counter = HashStore(), "shardwise/group/heartbeat/1"
-    own = Monitor(store, "group", 0, 3, Patience())
-    other = Monitor(store, "group", 1, 3, Patience(beat_seconds=0.02))
-    for _ in range(10):  # rank 1 beats, and rank 2 has not started
-        seen = store.get(counter)
-        assert eventually(lambda seen=seen: store.get(counter) != seen)  # type: ignore[misc]
-        now += 2.0
+def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
+    """Silence is counted in heartbeats of the rank that watches, not measured by the clock."""
+    store, quiet = BoundedStore(HashStore(), 20.0), Patience(beat_seconds=1000.0)
+    seconds = int(quiet.silent_seconds / Patience().beat_seconds)
+    patience = replace(quiet, silent_seconds=seconds * quiet.beat_seconds)
+    own, other = (Monitor(store, "group", rank, 3, patience) for rank in range(2))
+
+    def beat(monitor: Monitor, count: int) -> None:
+        monitor.beat(Heartbeat(count, Report(0, 0, count, "forward", ())))
         own.check_heartbeats()
-    del other
-    own.check_heartbeats()
-    for _ in range(5):
-        now += 2.0
-        own.check_heartbeats()
-    now += 2.0
+
+    for count in range(10):  # rank 2, which has not started, is not silent
+        beat(other, count)
+        beat(own, count)
+    for count in range(10, 10 + seconds - 1):
+        beat(own, count)
     with pytest.raises(PeerSilent, match=r"^rank 0 lost rank 1: its process gave no sign of life"):
-        own.check_heartbeats()
-
-
-def test_heartbeats_of_an_earlier_wait_are_ignored() -> None:
-    store = HashStore()
-    own = Monitor(store, "group", 0, 2, Patience(beat_seconds=0.02, silent_seconds=0.01))
-    store.set("shardwise/group/heartbeat/1", "7")
-    own.check_heartbeats()
-    time.sleep(0.06)  # as if the whole job had been stopped and continued
-    own.check_heartbeats()
+        beat(own, 0)
+    beat(other, 10)  # it was only slow
+    beat(own, 0)
+    del other  # its thread publishes that it has ended
+    assert eventually(lambda: b"no exception" in store.peek("shardwise/group/heartbeat/1"))
+    for count in range(seconds):
+        beat(own, count)
+    with pytest.raises(PeerLost, match=r"^rank 1 ended normally after step 0: it had fewer batch"):
+        beat(own, 0)
 
 
 @on_ranks(2)
@@ -76,6 +75,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
+        assert eventually(lambda: comm._monitor is not None and not comm._monitor._silence())
     else:
         while not over.exists():  # stopped and continued here
             time.sleep(0.01)

@@ -18,6 +18,7 @@ from shardwise.transport.health.history import _Shown
 from shardwise.transport.health.monitor import Heartbeat, Monitor, Patience
 from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import QueueState, Report
+from shardwise.transport.health.store import BoundedStore
 
 RUNNING = CollectiveId(3, "gather 0", 1 << 40, (0, 1), True, ((1, 8, 16),))
 QUEUES = (QueueState(4, 3, RUNNING, (1, 2), "gather 1"), QueueState(0, 0, None, ()))
@@ -82,19 +83,22 @@ def test_other_bytes_are_refused(content: bytes) -> None:
 def test_what_others_write_into_the_store_is_ignored(tmp_path: Path) -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
-    monitor = Monitor(store, "group", 0, 2, Patience(beat_seconds=60))
+    bounded = BoundedStore(store, 20.0)
+    monitor = Monitor(bounded, "group", 0, 2, Patience(beat_seconds=60))
     bad = [
         pickle.dumps(Harmful(tmp_path / "ran")),
         b"\x80\x04.",
         encode(Report(0, 0, 0, "", (), blocked_with=(7,))).encode(),  # no such rank
         encode(BEAT).encode(),
     ]
-    keys = [f"shardwise/group/{kind}1" for kind in ("", "heartbeat/", "history/")]
+    keys = [f"shardwise/group/{kind}1" for kind in ("report/", "heartbeat/", "history/")]
     for content in bad:
         for key in keys:
             store.set(key, content)  # type: ignore[arg-type] # bytes do
-        store.set("shardwise/group/failed in epoch 0", content)  # type: ignore[arg-type] # bytes do
-        assert 1 not in monitor.check_reports(0)
+        store.set("shardwise/group/failed/0", content)  # type: ignore[arg-type] # bytes do
+        store.set("shardwise/group/silent", content)  # type: ignore[arg-type] # bytes do
+        monitor.check_reports(0)
+        assert monitor.reports(0)[1] is None
         monitor.check_heartbeats()
         assert monitor.heartbeat(1) in (None, BEAT)
         assert "rank" in monitor.table()
@@ -103,7 +107,7 @@ def test_what_others_write_into_the_store_is_ignored(tmp_path: Path) -> None:
     assert monitor.announce(failure) == failure
     with pytest.raises(StepError, match="own"):
         monitor.check_reports(0)
-    store.set("shardwise/group/1/epoch 0", bad[0])  # type: ignore[arg-type] # bytes do
+    store.set("shardwise/group/came/0/1", bad[0])  # type: ignore[arg-type] # bytes do
     with pytest.raises(StepError, match="no rank of this job wrote"):
         monitor.meet(REPORT)
     assert not (tmp_path / "ran").exists()

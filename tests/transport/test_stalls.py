@@ -159,6 +159,9 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
         finally:
             os.kill(pids[ODD], signal.SIGCONT)
             over.touch()
+        assert eventually(
+            lambda: job.comm._monitor is not None and not job.comm._monitor._silence()
+        )
     assert text.startswith(f"rank 0 lost rank {ODD}: its process gave no sign of life")
     assert re.search(r"no sign of life for \d+ s; was at .*test_stalls\.py:\d+", row(text, ODD))
     assert_same(text)

@@ -19,6 +19,7 @@ from shardwise.transport.health.status import (
     Report,
     verdict,
 )
+from shardwise.transport.health.store import BoundedStore
 
 counts = st.integers(0, 1 << 40)
 # Few characters, because hypothesis takes seconds to build its tables of all of Unicode.
@@ -99,18 +100,29 @@ def test_a_queue_has_begun_running_and_ended_collectives() -> None:
 
 def test_a_rank_sees_the_last_report_of_each_rank() -> None:
     store = HashStore()
-    monitors = [Monitor(store, "group", rank, 2, Patience()) for rank in range(2)]
-    other = Monitor(store, "another group", 0, 2, Patience())
+    monitors = [
+        Monitor(BoundedStore(store, 20.0), "group", rank, 2, Patience()) for rank in range(2)
+    ]
+    other = Monitor(BoundedStore(store, 20.0), "another group", 0, 2, Patience())
     for monitor in (*monitors, other):
         monitor.check_reports(epoch=0)
     for report_, monitor in zip(SLOW, monitors, strict=True):
         monitor.publish(report_)
         monitor.check_reports(epoch=0)
     for report_, monitor in zip(DEADLOCK, monitors, strict=True):
+        monitor.publish(replace(report_, looks=0))
+        monitor.check_reports(epoch=0)
+    for report_, monitor in zip(DEADLOCK, monitors, strict=True):
         monitor.publish(report_)
+    monitors[0].check_reports(epoch=0)
+    with pytest.raises(
+        sw.RanksDiverged, match=r"\n  1 +7 "
+    ) as found:  # by the last one to be stuck
+        monitors[1].check_reports(epoch=0)
+    monitors[1].announce(replace(SLOW[1], failure="RanksDiverged", error=str(found.value)))
+    with pytest.raises(sw.RanksDiverged, match=r"\n  1 +7 "):
+        monitors[0].check_reports(epoch=0)
     for monitor in monitors:
-        with pytest.raises(sw.RanksDiverged, match=r"\n  1 +7 "):
-            monitor.check_reports(epoch=0)
         monitor.check_reports(epoch=1)
     other.check_reports(epoch=0)
 
@@ -118,7 +130,9 @@ def test_a_rank_sees_the_last_report_of_each_rank() -> None:
 def test_a_rank_that_announced_an_error_keeps_publishing_it() -> None:
     """It may wait again in the same epoch, while other ranks have not seen the error."""
     store = HashStore()
-    monitors = [Monitor(store, "group", rank, 2, Patience()) for rank in range(2)]
+    monitors = [
+        Monitor(BoundedStore(store, 20.0), "group", rank, 2, Patience()) for rank in range(2)
+    ]
     failure, other = (
         replace(SLOW[rank], failure="PeerAborted", error=f"rank {rank} gave up") for rank in (0, 1)
     )
@@ -261,31 +275,22 @@ def test_reports_of_another_epoch_are_ignored() -> None:
 
 @pytest.mark.parametrize("kind", _ERRORS.values())
 def test_an_error_is_relayed_at_once(kind: type[sw.StepError]) -> None:
-    text = "rank 2 gave up in step 3: ValueError: it hurts"
-    failed = Report(0, 0, 3, "forward", (), kind.__name__, text)
-    error = error_of((None, SLOW[1], failed))
-    assert type(error) is kind
-    assert str(error) == text
-
-
-def test_a_divergence_has_the_same_message_on_every_rank() -> None:
-    """The rank that finds it first publishes it, and the others repeat its message."""
-    found = error_of(DEADLOCK)
-    published = Report(0, 0, 7, "elsewhere", (), "RanksDiverged", str(found))
-    for seen in [
-        (published, DEADLOCK[1]),
-        (DEADLOCK[0], published),
-        (published, None),
-        (published, published),
-    ]:
-        repeated = error_of(seen)
-        assert isinstance(repeated, sw.RanksDiverged)
-        assert str(repeated) == str(found)
+    store, text = HashStore(), "rank 2 gave up in step 3: ValueError: it hurts"
+    Monitor(BoundedStore(store, 20.0), "group", 2, 3, Patience()).announce(
+        Report(0, 0, 3, "forward", (), kind.__name__, text)
+    )
+    for rank in (0, 1):
+        monitor = Monitor(BoundedStore(store, 20.0), "group", rank, 3, Patience())
+        with pytest.raises(kind) as found:
+            monitor.check_reports(epoch=0)
+        assert type(found.value) is kind
+        assert str(found.value) == text
 
 
 def test_a_store_that_is_gone_raises_peer_lost() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monitor = Monitor(TCPStore("127.0.0.1", host.port), "group", 0, 2, Patience())
+    store = BoundedStore(TCPStore("127.0.0.1", host.port), 20.0)
+    monitor = Monitor(store, "group", 0, 2, Patience())
     monitor.publish(SLOW[0])
     del host
     with pytest.raises(sw.PeerLost, match="holds the job's store"):  # noqa: PT012

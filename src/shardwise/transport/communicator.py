@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -24,7 +24,7 @@ from shardwise.errors import (
 )
 from shardwise.transport.api import RankGroup, Work
 from shardwise.transport.device import ThreadStream, make_current, run_together
-from shardwise.transport.health.history import Comparison
+from shardwise.transport.health.history import Comparison, History
 from shardwise.transport.health.monitor import (
     POLL_SECONDS,
     Heartbeat,
@@ -114,7 +114,7 @@ class Communicator:
         self._device = device
         self.num_ranks = world.size
         self.rank = world.own_rank
-        self.patience = patience = patience or usual_patience(device)
+        self.patience = patience = patience or usual_patience()
         names = ("gather",) if world.has_one_queue else ("gather", "reduce")
         queues = [make_collectives(world, device, name) for name in names]
         self.gather, self.reduce = queues[0], queues[-1]
@@ -127,6 +127,7 @@ class Communicator:
         self._entered: deque[tuple[int, int, str]] = deque(maxlen=RECENT_UNITS)  # step, call, unit
         self._wait_began = 0.0  # on the clock of `time.monotonic`
         self._logged_seconds = 0.0  # length of the wait when it was last logged
+        self._num_logged = 0  # times that it was logged
         # The heartbeat thread uses all that follows.
         self._lock = threading.Lock()  # held while it checks others, and by `abort`
         self._lock_thread = 0  # the thread that holds it
@@ -227,10 +228,11 @@ class Communicator:
             self._monitor.publish(self._report())
         if work.error is not None:
             self.raise_found()
-            error = self._with_table(work.error)
-            note_place(error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
-            self.abort(error)
-            raise error
+            if isinstance(work.error, PeerLost) and self._monitor is not None:
+                raise self._end_lost(self._explained(work.error))
+            note_place(work.error, f"step {self.step}, {self.where}, {awaited or 'an exchange'}")
+            self.abort(work.error)
+            raise work.error
 
     def check_peers(self) -> None:
         """Check that the other processes run. Call it regularly while this rank waits for them.
@@ -269,7 +271,7 @@ class Communicator:
             self.check_peers()
         recovery, self._recovery = self._recovery, None
         if recovery.error is not None:
-            if isinstance(recovery.error, PeerLost):
+            if isinstance(recovery.error, PeerLost) and not isinstance(recovery.error, PeerSilent):
                 self._lost = recovery.error
             raise recovery.error
         self.epoch += 1
@@ -284,9 +286,9 @@ class Communicator:
         """
         make_current(self._device)
         assert self._monitor is not None
-        reports = self._monitor.meet(self._report())
-        for number, queue in enumerate(self._monitored):
-            queue.restart([report.queues[number] for report in reports])
+        restarts = self._monitor.meet(self._report())
+        for queue, restart in zip(self._monitored, restarts, strict=True):
+            queue.restart(restart)
 
     def raise_found(self) -> None:
         """Raise the error that the heartbeat thread found. Call it after the host has waited."""
@@ -314,31 +316,42 @@ class Communicator:
         )
         try:
             self._monitor.publish(report)
-            reports = self._monitor.check_reports(self.epoch)
+            self._monitor.check_reports(self.epoch)
             self._monitor.check_heartbeats(f"; step {self.step}, {self.where}, waits for {awaited}")
-            self._log_slow_wait(report, reports)
+            self._log_slow_wait(report)
         except StepError as error:
-            return error
+            return self._explained(error)
         return None
 
-    def _restart_wait(self) -> None:
-        self._wait_began, self._logged_seconds = time.monotonic(), 0.0
+    def _explained(self, error: StepError) -> StepError:
+        """Return ``error`` with the positions of all ranks, if another one is lost."""
+        if isinstance(error, PeerLost) and self._monitor is not None:
+            with contextlib.suppress(PeerLost):  # the store is gone
+                return self._monitor.explain(error, self.epoch)
+        return error
 
-    def _log_slow_wait(self, own: Report, reports: Mapping[int, Report]) -> None:
-        """Log the wait after ``log_seconds``, and each time that it has become twice as long."""
+    def _restart_wait(self) -> None:
+        self._wait_began, self._logged_seconds, self._num_logged = time.monotonic(), 0.0, 0
+
+    def _log_slow_wait(self, own: Report) -> None:
+        """Log the wait after ``log_seconds``, and each time that it has become twice as long.
+
+        Of the ranks that wait for the same, the first reads which ranks they wait for.
+        """
         assert self._monitor is not None
         seconds = time.monotonic() - self._wait_began
         if seconds < max(self.patience.log_seconds, 2 * self._logged_seconds):
             return
-        self._logged_seconds = seconds
-        others = (rank for rank in range(self.num_ranks) if rank != self.rank)
-        elsewhere = [rank for rank in others if rank not in reports or not reports[rank].is_stuck]
-        beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
-        _log.warning(
-            "rank %d has waited for %.1f s: step %d, %s, %s%s",
-            *(self.rank, seconds, self.step, self.where, own.awaited),
-            describe_elsewhere(elsewhere, beats),
-        )
+        self._logged_seconds, self._num_logged = seconds, self._num_logged + 1
+        wait = f"step {self.step}, {self.where}, {own.awaited}"
+        others = "; another rank has logged which ranks are awaited"
+        if self._monitor.is_first("log", self._num_logged, self.epoch, wait):
+            reports = enumerate(self._monitor.reports(self.epoch))
+            stuck = {rank for rank, report in reports if report is not None and report.is_stuck}
+            elsewhere = [rank for rank in range(self.num_ranks) if rank not in {*stuck, self.rank}]
+            beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
+            others = describe_elsewhere(elsewhere, beats)
+        _log.warning("rank %d has waited for %.1f s: %s%s", self.rank, seconds, wait, others)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
@@ -358,14 +371,11 @@ class Communicator:
             run_together([queue.stop for queue in self._monitored])
         return agreed
 
-    def _with_table(self, error: BaseException) -> BaseException:
-        """Add the positions of all ranks to a PeerLost, and that a rank has ended normally."""
-        if not isinstance(error, PeerLost) or self._monitor is None:
-            return error
-        with contextlib.suppress(PeerLost):  # the store is gone
-            reason = self._monitor.ended_normally() or str(error)
-            return type(error)(f"{reason}\n{self._monitor.table()}")
-        return error
+    def _end_lost(self, error: StepError) -> StepError:
+        """End the step after a lost connection, unless the heartbeat thread has ended it."""
+        with self._locked():
+            found, self._error = self._error, None
+            return found or (error if self.is_broken else self._end_step(error))
 
     # -- on the heartbeat thread -----------------------------------------------------------------
 
@@ -380,16 +390,20 @@ class Communicator:
         marks = tuple(history.marks.copy() for history in histories)
         if self.is_broken:
             marks = ()  # aborted collectives count as ended
-        monitor.beat(Heartbeat(count, report, marks))
-        with self._locked():
-            if self.is_broken:
-                return
-            self._report_torch_collective(monitor, report)
-            if not histories:
-                return  # without a device, the main thread waits itself
-            error = self._look_at_device() or self._comparison.look(monitor, histories, self.epoch)
-            if error is not None:
-                self._end_step(error, raises_later=True)
+        try:
+            monitor.beat(Heartbeat(count, report, marks))
+        finally:  # a device may wait for other ranks even if the store cannot be reached
+            with self._locked():
+                if not self.is_broken:
+                    self._look(monitor, report, histories)
+
+    def _look(self, monitor: Monitor, report: Report, histories: Sequence[History]) -> None:
+        self._report_torch_collective(monitor, report)
+        if not histories:
+            return  # without a device, the main thread waits itself
+        error = self._look_at_device() or self._comparison.look(monitor, histories, self.epoch)
+        if error is not None:
+            self._end_step(error, raises_later=True)
 
     def _report_torch_collective(self, monitor: Monitor, report: Report) -> None:
         """Publish when the main thread is inside a collective of torch, and when it has left it."""
@@ -399,10 +413,15 @@ class Communicator:
         if inside and parent is not None:
             with contextlib.suppress(KeyError):  # the program has destroyed the group
                 members = dist.get_process_group_ranks(parent)
-        ranks = tuple(i for i, rank in enumerate(members) if rank in inside and i != self.rank)
+        ranks = tuple(i for i, rank in enumerate(members) if rank in inside)
+        ranks = ranks if set(ranks) - {self.rank} else ()
         looks = self._torch_looks.look((ranks, report.queues))
         if ranks:
             monitor.publish(replace(report, looks=looks, blocked_with=ranks))
+            # The main thread raises it when it is out of torch.
+            if (error := monitor.judge(self.epoch)) is not None:
+                failed = replace(report, failure=type(error).__name__, error=str(error))
+                monitor.announce(failed)
         elif self._torch_ranks:
             monitor.publish(report)
         self._torch_ranks = ranks

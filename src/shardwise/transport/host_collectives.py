@@ -32,7 +32,7 @@ from shardwise.transport.api import (
     Work,
 )
 from shardwise.transport.device import ThreadStream, copy_scaled_
-from shardwise.transport.health.status import QueueState
+from shardwise.transport.health.status import QueueState, Restart
 
 __all__ = ["HostCollectives", "all_reduce_bytes"]
 
@@ -339,25 +339,25 @@ class HostCollectives:
         with self._lock:
             self._stopped = True
 
-    def restart(self, states: Sequence[QueueState]) -> None:
+    def restart(self, restart: Restart) -> None:
         """Continue, with the same numbers on all ranks."""
-        self._release(states)
+        self._release(restart)
         self.stream.submit(lambda: None).wait()
         with self._lock:
-            self._issued = self._begun = max(state.issued for state in states)
+            self._issued = self._begun = restart.issued
             self._stopped = False
 
-    def _release(self, states: Sequence[QueueState]) -> None:
+    def _release(self, restart: Restart) -> None:
         """Send placeholders to ranks that wait in exchanges that this rank has not begun."""
         # By tag and rank: disjoint groups may run collectives with the same tag.
         running: dict[int, dict[int, CollectiveId]] = {}
-        for other, state in enumerate(states):
-            collective = state.running
-            if collective is not None and self._own in collective.ranks:
-                running.setdefault(collective.tag, {})[other] = collective
+        for collective, ranks in restart.unfinished:
+            if self._own in collective.ranks:
+                running.setdefault(collective.tag, {}).update(dict.fromkeys(ranks, collective))
+        state = self.state()
         for _, waiting in sorted(running.items()):
             collective = next(iter(waiting.values()))
-            if states[self._own].has_begun(collective):
+            if state.has_begun(collective):
                 continue
             with _peer_lost():
                 self._release_one(collective, waiting)
@@ -383,4 +383,4 @@ def _peer_lost() -> Iterator[None]:
     try:
         yield
     except RankLostError as error:
-        raise PeerLost(str(error)) from error
+        raise PeerLost(str(error)) from (error.__cause__ or error)

@@ -49,7 +49,7 @@ from shardwise.transport.device import (
 )
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.history import History, Mark
-from shardwise.transport.health.status import QueueState
+from shardwise.transport.health.status import QueueState, Restart
 from shardwise.transport.host_collectives import all_reduce_bytes
 from shardwise.transport.registered_memory import MemoryKind
 
@@ -400,6 +400,8 @@ class ProcessGroupCollectives:
                 self._ended.append(collective)
                 self.history.marks[collective.ranks] = mark
             running = self._queued[0][1] if self._queued else self._creating
+            if self._is_stopped:  # it was aborted
+                running = None
             return QueueState.of(self._issued, self._issued, running, self._ended)
 
     def stop(self) -> None:
@@ -424,7 +426,7 @@ class ProcessGroupCollectives:
         path = Path(f"{prefix}{self.name.replace('/', '_')}_{members[self._own_rank]}")
         write_flight_record(path, str(self._backend), members, states)
 
-    def restart(self, states: Sequence[QueueState]) -> None:
+    def restart(self, restart: Restart) -> None:
         """Continue with new process groups. All ranks call this."""
         for group in (*self._groups.values(), *self._earlier):
             _destroy(group)
@@ -435,7 +437,7 @@ class ProcessGroupCollectives:
             self.history = History()
             self._epoch += 1
             self._is_stopped = False
-            self._issued = max(state.issued for state in states)
+            self._issued = restart.issued
 
 
 def _abort(group: dist.ProcessGroup) -> None:

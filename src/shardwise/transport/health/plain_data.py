@@ -15,9 +15,15 @@ __all__ = ["decode", "encode"]
 
 T = TypeVar("T")
 
+_MAX_RANGE = 1 << 20  # numbers of ranks are smaller
+
 
 def encode(message: Any) -> str:
-    """Return a dataclass as JSON; mappings become lists of pairs."""
+    """Return a dataclass as JSON.
+
+    Mappings become lists of pairs, and evenly spaced numbers, such as the ranks of a group, become
+    the arguments of a `range`, so that the size does not grow with the number of ranks.
+    """
     return json.dumps(_plain(message), separators=(",", ":"))
 
 
@@ -41,6 +47,12 @@ def _plain(value: Any) -> Any:
         return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return [[_plain(key), _plain(item)] for key, item in value.items()]
+    if isinstance(value, tuple) and len(value) > 3 and set(map(type, value)) == {int}:  # noqa: PLR2004
+        first, second, *_, last = value
+        step = second - first
+        is_small = 0 <= first < last < _MAX_RANGE and step > 0
+        if is_small and value == tuple(range(first, last + 1, step)):
+            return {"range": [first, last + 1, step]}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
@@ -56,14 +68,21 @@ def _read(kind: Any, value: Any) -> Any:
     if origin is None:
         _check(type(value) is kind, kind, value)
         return value
+    if isinstance(value, dict) and arguments == (int, ...):
+        return _numbers(value.get("range"))
     _check(isinstance(value, list), kind, value)
     if origin is Mapping:
         pairs = [_read(types.GenericAlias(tuple, arguments), pair) for pair in value]
         return dict(pairs)
-    if arguments[-1] is ...:
-        return tuple(_read(arguments[0], item) for item in value)
-    _check(len(value) == len(arguments), kind, value)
-    return tuple(map(_read, arguments, value))
+    kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+    _check(len(value) == len(kinds), kind, value)
+    return tuple(map(_read, kinds, value))
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    start, stop, step = _read(tuple[int, int, int], value)
+    _check(0 <= start < stop <= _MAX_RANGE and step > 0, range, value)
+    return tuple(range(start, stop, step))
 
 
 @cache

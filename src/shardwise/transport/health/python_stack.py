@@ -5,6 +5,7 @@ returned. So these functions hold no frame while they wait for anything.
 """
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -63,7 +64,15 @@ def fingerprint(thread: int) -> int:
 
 def _frames(thread: int) -> Iterator[FrameType]:
     """The frames of ``thread``, innermost first."""
-    frame = sys._current_frames().get(thread)
+    # Python holds a lock of its own in this call. A destructor that waits there would never return
+    # (python/cpython#106883).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,8 +1,8 @@
 """The reports that ranks publish during a long wait, and the verdict on them.
 
-A healthy step publishes nothing. Once a rank has waited for a second, it puts a `Report` into the
-job's store, reads the reports of the others, and calls `verdict`. It does so at every *look*; a
-rank whose state is the same over two looks is stuck.
+A healthy step publishes nothing. A rank that waits looks once per second whether anything has
+changed; a rank whose state is the same over two *looks* is stuck. It puts a `Report` into the job's
+store, and the last rank to get stuck reads the reports of all and calls `verdict`.
 
 No rank can go on if all are stuck, no running exchange was begun by all its ranks (one that all
 have begun will end, however slow the network is), and no queue is about to begin one (its thread
@@ -12,15 +12,17 @@ collective waits here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import groupby
+from operator import itemgetter
 from types import MappingProxyType
 
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 from shardwise.transport.api import CollectiveId
 
-__all__ = ["LookCounter", "QueueState", "Report", "table", "verdict"]
+__all__ = ["LookCounter", "QueueState", "Report", "Restart", "table", "verdict"]
 
 LOOKS = 2
+_MAX_ROWS = 32  # of a table; of more ranks, equal ones share a row
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
 
 
@@ -80,7 +82,7 @@ class Report:
     entered: tuple[tuple[int, str], ...] = ()  # the last calls of units in this step, numbered
     awaited: str = ""  # label of a collective
     python: tuple[str, ...] = ()  # calls, innermost first
-    blocked_with: tuple[int, ...] = ()  # the other ranks of a torch collective that this one is in
+    blocked_with: tuple[int, ...] = ()  # the ranks of a torch collective that this one is in
     is_host_busy: bool = False  # its main thread runs, while its device waits
 
     @property
@@ -96,7 +98,7 @@ class Report:
     def fits(self, num_ranks: int) -> bool:
         """Whether all ranks that it names are among ``num_ranks``."""
         running = [state.running.ranks for state in self.queues if state.running is not None]
-        return all(0 <= rank < num_ranks for rank in chain(self.blocked_with, *running))
+        return _are_below(num_ranks, self.blocked_with, *running)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -107,6 +109,11 @@ class Report:
         return str(self.step), self.where, last or "-", awaited, python
 
 
+def _are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:
+    """Whether all numbers of the ``groups`` are ranks of a job of ``num_ranks``."""
+    return all(min(group) >= 0 and max(group) < num_ranks for group in groups if group)
+
+
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     """Return the error to raise on every rank, or None if the ranks may still go on.
 
@@ -115,9 +122,6 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
         epoch: reports of other epochs are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
-    for report in current.values():
-        if report.failure:
-            return report.raised
     if len({len(report.queues) for report in current.values()}) > 1:
         return None  # one of them is not of this job
     if len(current) < len(reports) or not all(report.is_stuck for report in current.values()):
@@ -132,18 +136,60 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What the ranks have to know to continue a queue of collectives after an error."""
+
+    issued: int  # number of collectives, the largest of all ranks
+    # Exchanges that some ranks run and others have not begun, each with the ranks that run it.
+    unfinished: tuple[tuple[CollectiveId, tuple[int, ...]], ...]
+
+    @staticmethod
+    def of(states: Sequence[QueueState]) -> "Restart":
+        """Return it for a queue with the ``states`` of all ranks."""
+        running: dict[CollectiveId, list[int]] = {}
+        for rank, state in enumerate(states):
+            if state.running is not None:
+                running.setdefault(state.running, []).append(rank)
+        unfinished = tuple(
+            (one, tuple(ranks))
+            for one, ranks in running.items()
+            if not all(states[rank].has_begun(one) for rank in one.ranks)
+        )
+        return Restart(max(state.issued for state in states), unfinished)
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether all ranks that it names are among ``num_ranks``."""
+        return all(_are_below(num_ranks, one.ranks, ranks) for one, ranks in self.unfinished)
+
+
 def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return a table of the positions of ranks; a rank in ``remarks`` no longer runs."""
-    rows: list[tuple[str, ...]] = [("rank", "step", "in", "last completed", "waits for", "Python")]
+    """Return a table of the positions of ranks; a rank in ``remarks`` no longer runs.
+
+    Many ranks at one position share a row, so that the message of a job of thousands can be read.
+    """
+    ranks_at: dict[tuple[str, ...], list[int]] = {}
+    shares = len(reports) > _MAX_ROWS
     for rank in sorted({*reports, *remarks}):
         cells = reports[rank].cells if rank in reports else ("-",) * 5
-        remark = (f"{remarks[rank]}; was at {cells[-1]}",) if rank in remarks else cells[-1:]
-        rows.append((str(rank), *cells[:-1], *remark))
+        if rank in remarks:
+            cells = *cells[:-1], f"{remarks[rank]}; was at {cells[-1]}"
+        ranks_at.setdefault(("" if shares else str(rank), *cells), []).append(rank)
+    rarest = sorted(ranks_at.items(), key=lambda item: len(item[1]))[:_MAX_ROWS]
+    rows: list[tuple[str, ...]] = [("rank", "step", "in", "last completed", "waits for", "Python")]
+    rows += [(_ranges(ranks), *cells[1:]) for cells, ranks in sorted(rarest, key=itemgetter(1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (zip(row, widths, strict=True) for row in rows)
     return "\n".join(
         "  ".join(["", *(cell.ljust(width) for cell, width in line)]).rstrip() for line in lines
     )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ``ranks`` as text, such as "0-6, 8"."""
+    runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)
 
 
 def _can_move(reports: Mapping[int, Report]) -> bool:
