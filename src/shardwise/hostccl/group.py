@@ -127,7 +127,10 @@ class HostGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [own], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any = None,  # torch 2.11 passes none
     ) -> HostWork:
         job = _Job(self, "all_gather_single")
         for output, own in zip(outputs, inputs, strict=True):
