@@ -342,7 +342,7 @@ def one_rank_has_other_offsets(_simulation: Simulation) -> Any:
 
 
 _OFFLOAD = Program(offload="all")
-_SYMMETRIC = Program("stack", memory=MemoryKind.SYMMETRIC)
+_SYMMETRIC = Program("stack", memory=MemoryKind.SYMMETRIC, steps=3)  # planned in the third step
 _ACTIVATIONS = Program("wide", offloads_activations=True)
 _HSDP = Program(strategy="hsdp")
 
