@@ -67,7 +67,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SUM = dist.ReduceOp.SUM
 _ALLOCATE_SECONDS = 60.0  # timeout of ranks that allocate symmetric memory together
-_POLL_SECONDS = 1.0  # between two looks whether the ranks have been stopped
+_PAUSE_SECONDS = 1e-3, 0.1  # between two looks at the store: at first, and at most
 _ALL = "all ranks have come"
 _MAX_DESCRIPTION = 300  # characters
 # Multiplying by 2**-k is exact in these dtypes, before or after a sum. In float16 small numbers
@@ -364,16 +364,19 @@ class ProcessGroupCollectives:
         if num_ranks == group.size:
             store.set(key, _ALL)
         self._creating = CollectiveId(self._issued + 1, f"creation of {what}", 0, group.ranks)
+        pause, longest = _PAUSE_SECONDS
         try:
-            while not self._is_stopped and time.monotonic() < until:
-                with contextlib.suppress(dist.DistStoreError):  # not yet
-                    store.wait([key], timedelta(seconds=_POLL_SECONDS))
+            # Not `Store.wait`: after a timeout, the same connection may get no answer any more.
+            while not (found := store.check([key])):
+                if self._is_stopped or time.monotonic() > until:
                     break
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
         finally:
             self._creating = None
         if self._is_stopped:
             raise self._stopped()
-        reason = store.get(key).decode() if store.check([key]) else "a rank did not come in time"
+        reason = store.get(key).decode() if found else "a rank did not come in time"
         if reason != _ALL:
             raise StepError(f"the ranks {group.ranks} cannot create {what}: {reason}")
 
