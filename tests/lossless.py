@@ -22,7 +22,9 @@ class _Lossless:
         return num_elements * torch.float64.itemsize
 
     def encode(self, numbers: Tensor, encoded: Tensor) -> None:
-        assert numbers.isfinite().all(), "memory that nothing was written to is sent"
+        # On a device, the host would wait here for an exchange that another rank may have left.
+        if numbers.device.type == "cpu":
+            assert numbers.isfinite().all(), "memory that nothing was written to is sent"
         encoded.view(torch.float64).copy_(numbers)
 
     def decode(self, encoded: Tensor, numbers: Tensor) -> None:
