@@ -118,9 +118,13 @@ def call(request: bytes) -> bytes:
     gc.collect()
     gc.freeze()
     torch.default_generator.manual_seed(0)
+    environment = dict(os.environ)  # libraries set LOCAL_RANK, which would number simulated devices
     try:
         return pickle.dumps(function(*arguments))
     finally:
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
         gc.collect()
 
 
