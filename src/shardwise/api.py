@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -152,7 +152,7 @@ def fully_shard(
     """
     _check_word("unused", unused, UNUSED)
     _check_word("on_different_values", on_different_values, ("error", "warn"))
-    _check_word("communicators", communicators, ("separate", "shared"))
+    _check_word("communicators", communicators, get_args(Communicators))
     ignored_params = ignored_params or ()
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
@@ -239,7 +239,7 @@ class ShardingRequest:
 
     def apply(self, module: nn.Module) -> None:
         """Plan ``module`` and shard it; also after a conversion to other dtypes or devices."""
-        separate = _separate_models(module, self.mesh)
+        is_new, separate = HANDLE not in vars(module), _separate_models(module, self.mesh)
         manual, plan = self._plan(module, separate)
         _warn_of_padding(plan, self.mesh)
         handles = {name: handle_of(module.get_submodule(name)) for name in manual}
@@ -258,7 +258,7 @@ class ShardingRequest:
         apply_precision(module, choice.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
         runtime.watch_structure(module, warns=self.warns)
-        if self.units is None and self.mesh.size > 1:
+        if is_new and self.units is None and self.mesh.size > 1:
             warn_if_whole(module, plan)
 
     def apply_later(self, module: nn.Module) -> None:

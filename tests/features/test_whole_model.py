@@ -35,6 +35,7 @@ def test_a_model_with_blocks_and_without_units_warns_at_its_first_forward() -> N
             one(torch.randn(2, WIDTH)).sum().backward()
         assert not warnings_of(one)
         assert not one._forward_pre_hooks
+        assert not warnings_of(one.double().float()), "nor after a conversion"
 
 
 @on_ranks(2)

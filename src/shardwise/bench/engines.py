@@ -15,6 +15,7 @@ from shardwise.bench import baselines
 from shardwise.bench.options import BenchOptions, check_choices
 from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work, fused_adamw
 from shardwise.errors import ConfigError
+from shardwise.tensor.mesh import Communicators
 
 __all__ = [
     "ALONE",
@@ -64,7 +65,7 @@ class Ours:
     prefetch: int = 1
     transaction: bool = False
     granularity: Literal["element", "row", "dim"] = "element"
-    communicators: Literal["separate", "shared"] = "separate"
+    communicators: Communicators = "separate"
     wire: sw.Wire = field(default_factory=sw.Wire)
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
     outer: sw.Outer | None = None  # synchronizes two replicas, each with half of the ranks

@@ -23,9 +23,8 @@ from shardwise.diagnose.recording import (
     file_of_rank,
     to_json,
 )
-from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
-from shardwise.plan.policies import choose_units
+from shardwise.plan.policies import repeated_blocks
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
@@ -175,9 +174,10 @@ class Recorder(LedgerReader):
         assert ledger is not None
         samples, self._samples = self._samples, []
         tokens, self._tokens = self._tokens, None
-        began, end = self._forward_began, None
         if records and is_timed(records):
-            began, end = records[0].began, records[-1].ended
+            began, ended_at = records[0].began, records[-1].ended
+        else:
+            began, ended_at = self._forward_began, self._clock()
         ended = EndedStep(
             step,
             records,
@@ -187,7 +187,7 @@ class Recorder(LedgerReader):
             tokens=tokens,
             is_detailed=step in self._steps,
             began=began,
-            ended=self._clock() if end is None else end,
+            ended=ended_at,
         )
         self._pending.append(ended)
         self._write_pending()
@@ -280,8 +280,8 @@ def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
         if unit.has_child_units:
             continue
         module = model.get_submodule(unit.name)
-        with suppress(PlanError):  # raised if there are no repeated blocks
-            found = [module.get_submodule(name) for name in choose_units(module, "auto")[1:]]
+        found = [module.get_submodule(name) for name in repeated_blocks(module)]
+        if found:
             blocks[unit.label] = [sum(p.numel() for p in block.parameters()) for block in found]
     return blocks
 

@@ -1,14 +1,12 @@
 """Warns about models that are gathered whole, although their blocks could be units."""
 
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from shardwise._warnings import warn_caller
-from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
-from shardwise.plan.policies import choose_units
+from shardwise.plan.policies import repeated_blocks
 from shardwise.plan.strategy import AxisPlacement
 from shardwise.runtime.module import handle_of
 
@@ -21,7 +19,7 @@ def warn_if_whole(module: nn.Module, plan: Plan) -> None:
     Only then it is known that no later call makes it a part of a larger model.
     """
     is_cut = AxisPlacement.SHARD in plan.strategy.parameters
-    if is_cut and len(plan.units) == 1 and _blocks_of(module):
+    if is_cut and len(plan.units) == 1 and repeated_blocks(module):
         module.register_forward_pre_hook(_warn)
 
 
@@ -29,7 +27,7 @@ def _warn(module: nn.Module, _args: Any) -> None:
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _warn]:  # also in a copy
         del hooks[key]
-    blocks = _blocks_of(module)
+    blocks = repeated_blocks(module)
     plan = handle_of(module).runtime.plan
     if len(plan.units) > 1 or not blocks:
         return
@@ -40,9 +38,3 @@ def _warn(module: nn.Module, _args: Any) -> None:
         'pass units="auto" to fully_shard, or call fully_shard on each block first (with the '
         "FSDP1 wrapper: pass auto_wrap_policy)"
     )
-
-
-def _blocks_of(module: nn.Module) -> list[str]:
-    with suppress(PlanError):  # raised if there are none
-        return choose_units(module, "auto")[1:]
-    return []

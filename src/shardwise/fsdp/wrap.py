@@ -46,7 +46,6 @@ __all__ = [
     "wrap_children",
 ]
 
-_MIN_NUM_PARAMS = 100_000_000
 Wrapper = Callable[..., nn.Module]
 Policy = Callable[..., bool]
 
@@ -58,18 +57,10 @@ class CustomPolicy(TorchCustomPolicy):
         return recurse or bool(self._lambda_fn(module))
 
 
-def default_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = _MIN_NUM_PARAMS,
-    **options: Any,
-) -> bool:
+def default_auto_wrap_policy(*args: Any, **options: Any) -> bool:
     """`size_based_auto_wrap_policy`, under its name in PyTorch 1.11."""
     warn_caller("default_auto_wrap_policy is now called size_based_auto_wrap_policy", FutureWarning)
-    return bool(
-        size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params, **options)
-    )
+    return bool(size_based_auto_wrap_policy(*args, **options))
 
 
 def wrap_children(

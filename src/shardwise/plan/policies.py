@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,14 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.spelling import did_you_mean
 
-__all__ = ["NEVER_CALLED", "UnitPolicy", "Units", "check_is_unit", "choose_units"]
+__all__ = [
+    "NEVER_CALLED",
+    "UnitPolicy",
+    "Units",
+    "check_is_unit",
+    "choose_units",
+    "repeated_blocks",
+]
 
 # FSDP1's protocol: called with recurse=True on the way down, to decide whether to look inside the
 # module, and with recurse=False on the way up, to decide whether the module is a unit, given the
@@ -42,6 +50,13 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
     for name in names:
         check_is_unit(root.get_submodule(name), name)
     return ["", *names]
+
+
+def repeated_blocks(root: nn.Module) -> list[str]:
+    """The names of the units inside ``root`` that "auto" chooses; empty if it cannot choose any."""
+    with suppress(PlanError):
+        return choose_units(root, "auto")[1:]
+    return []
 
 
 def check_is_unit(module: nn.Module, name: str) -> None:

@@ -80,7 +80,7 @@ class Runtime:
         plan: Plan,
         mesh: DataParallelMesh,
         device: torch.device,
-        request: "Request",
+        request: Request,
         observer: StepObserver,
         make_notes: Callable[[nn.Module, Plan, Sequence[Unit], Pools], MemoryNotes],
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit

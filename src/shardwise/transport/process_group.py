@@ -5,7 +5,6 @@ import hashlib
 import math
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from shardwise.transport.device import (
 from shardwise.transport.health.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.transport.health.history import History, Mark
 from shardwise.transport.health.status import QueueState, Restart
+from shardwise.transport.health.store import becomes_true
 from shardwise.transport.host_collectives import all_reduce_bytes
 from shardwise.transport.registered_memory import MemoryKind
 
@@ -67,7 +67,6 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SUM = dist.ReduceOp.SUM
 _ALLOCATE_SECONDS = 60.0  # timeout of ranks that allocate symmetric memory together
-_PAUSE_SECONDS = 1e-3, 0.1  # between two looks at the store: at first, and at most
 _ALL = "all ranks have come"
 _MAX_DESCRIPTION = 300  # characters
 # Multiplying by 2**-k is exact in these dtypes, before or after a sum. In float16 small numbers
@@ -359,24 +358,18 @@ class ProcessGroupCollectives:
             PeerAborted: another rank raised.
             StepError: another rank cannot create its part, or ``timeout`` is over.
         """
-        until, store = time.monotonic() + timeout.total_seconds(), default_store()
+        store = default_store()
         num_ranks, key = store.add(f"{key}/ranks", 1), f"{key}/met"
         if num_ranks == group.size:
             store.set(key, _ALL)
         self._creating = CollectiveId(self._issued + 1, f"creation of {what}", 0, group.ranks)
-        pause, longest = _PAUSE_SECONDS
         try:
-            # Not `Store.wait`: after a timeout, the same connection may get no answer any more.
-            while not (found := store.check([key])):
-                if self._is_stopped or time.monotonic() > until:
-                    break
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
+            becomes_true(lambda: self._is_stopped or store.check([key]), timeout.total_seconds())
         finally:
             self._creating = None
         if self._is_stopped:
             raise self._stopped()
-        reason = store.get(key).decode() if found else "a rank did not come in time"
+        reason = store.get(key).decode() if store.check([key]) else "a rank did not come in time"
         if reason != _ALL:
             raise StepError(f"the ranks {group.ranks} cannot create {what}: {reason}")
 

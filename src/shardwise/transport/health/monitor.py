@@ -16,11 +16,9 @@ One rank reads the reports of all: the last one to get stuck, or the first one t
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from shardwise._private import default_store
 from shardwise.errors import PeerLost, PeerSilent, StepError
 from shardwise.transport.health.plain_data import decode, encode
 from shardwise.transport.health.status import LookCounter, Report, Restart, table, verdict
-from shardwise.transport.health.store import BoundedStore
+from shardwise.transport.health.store import BoundedStore, becomes_true
 
 __all__ = [
     "ENDED_NORMALLY",
@@ -55,7 +53,6 @@ _MAX_TEXT = 500
 # A rank whose connection was closed waits so long for the reason from the other side.
 _REASON_SECONDS = 2.0
 _REFUSED = "refused"  # instead of a `Restart`
-_PAUSE_SECONDS = 0.01, 0.5  # between two looks at the store: at first, and at most
 
 _log = logging.getLogger("shardwise")
 
@@ -288,7 +285,7 @@ class Monitor:
         return type(error)(f"{error}\n{self.table(remarks)}")
 
     def _awaits_failure(self, epoch: int, seconds: float) -> bool:
-        return _eventually(lambda: self.failure(epoch) is not None, seconds)
+        return becomes_true(lambda: self.failure(epoch) is not None, seconds)
 
     def check_heartbeats(self, where: str = "") -> None:
         """Check that no rank is silent. Call it regularly during a wait.
@@ -354,14 +351,14 @@ class Monitor:
         met = [self._key("met", report.epoch, queue) for queue in range(len(report.queues))]
         self._set(came[self._rank], report)
         if self._rank == 0:
-            _eventually(lambda: self._store.has(*came))
+            becomes_true(lambda: self._store.has(*came))
             found = [self._message(Report, content) for content in self._store.read(came)]
             reports = [one for one in found if one is not None and len(one.queues) == len(met)]
             is_complete = len(reports) == self._size
             for queue, key in enumerate(met):
                 states = [one.queues[queue] for one in reports]
                 self._store.set(key, encode(Restart.of(states)) if is_complete else _REFUSED)
-        _eventually(lambda: self._store.has(*met))
+        becomes_true(lambda: self._store.has(*met))
         answers = [self._message(Restart, content) for content in self._store.read(met)]
         restarts = tuple(one for one in answers if one is not None)
         if len(restarts) < len(met):
@@ -400,17 +397,6 @@ def _ended_normally(reports: Mapping[int, Report]) -> str:
 
 def _no_sign_of_life(silence: _Silence) -> str:
     return f"no sign of life for {silence.seconds:.0f} s"
-
-
-def _eventually(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
-    """Whether ``condition``, which reads the store, becomes true in the next ``seconds``."""
-    until, pause = time.monotonic() + seconds, _PAUSE_SECONDS[0]
-    while not condition():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSE_SECONDS[1])
-    return True
 
 
 def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | None]) -> str:
@@ -484,4 +470,4 @@ def _await_end(
         key, num_ranks = told
         num_alive = num_ranks - isinstance(failure.raised, PeerLost)
         with contextlib.suppress(PeerLost):
-            _eventually(lambda: store.add(f"{key}/{failure.epoch}", 0) >= num_alive, seconds)
+            becomes_true(lambda: store.add(f"{key}/{failure.epoch}", 0) >= num_alive, seconds)

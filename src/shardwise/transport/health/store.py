@@ -1,7 +1,9 @@
 """The job's store, whose calls end even if the process that holds it does not answer."""
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,11 +15,12 @@ from shardwise.transport.device import ThreadStream
 if TYPE_CHECKING:
     from shardwise.transport.api import Work
 
-__all__ = ["BoundedStore"]
+__all__ = ["BoundedStore", "becomes_true"]
 
 _T = TypeVar("_T")
 
 _WAITS = 5  # of one call, before it is given up
+_PAUSE_SECONDS = 0.01, 0.5  # between two looks at the store: at first, and at most
 
 _log = logging.getLogger("shardwise")
 
@@ -102,3 +105,18 @@ class BoundedStore:
             f"no answer for {self._seconds:.0f} s from the process that holds the job's store: it "
             "is stopped, or its machine or this one is off the network"
         )
+
+
+def becomes_true(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Whether ``condition``, which reads the store, becomes true in the next ``seconds``.
+
+    It polls: after a `Store.wait` that times out just as its key is set, the same connection may
+    get no answers any more.
+    """
+    until, pause = time.monotonic() + seconds, _PAUSE_SECONDS[0]
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE_SECONDS[1])
+    return True
