@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
@@ -55,7 +57,6 @@ from shardwise.runtime.optimizers import restore_ties
 from shardwise.runtime.structure import HANDLE
 from shardwise.tensor.mesh import Communicators, DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
-from shardwise.transport.device import make_current
 
 __all__ = ["fully_shard"]
 

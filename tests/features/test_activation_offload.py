@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.transport.device import KINDS, Device
+from shardwise.comm.device import KINDS, Device
 from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks

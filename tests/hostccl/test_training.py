@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._private import group_timeout
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.hostccl import HostGroup
-from shardwise.transport.host_collectives import HostCollectives
 from tests import ranks
 from tests.models import Block
 from tests.ranks import RankFailed, on_ranks, run_on

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import communicator
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.memory import step_memory
+from shardwise.hostccl.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
@@ -25,9 +29,6 @@ from shardwise.runtime.memory import CAN_SWAP, Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import communicator
-from shardwise.transport.host_collectives import HostCollectives
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of, runtime_of, world_size
@@ -278,7 +279,7 @@ def _has_memory(kind: type) -> bool:
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of its mapped shared memory."""
-    if pool.shared is not None:
+    if isinstance(pool.shared, SharedMemory):
         opened = [one[1] for one in list(pool.shared._opened.values())]  # a thread changes it
         for memory in (*pool.shared._own.values(), *opened):
             yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

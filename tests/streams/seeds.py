@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import device as transport_device, process_group
+from shardwise.comm.api import RankGroup
+from shardwise.comm.device import DeviceStream, DeviceWork
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
@@ -24,11 +29,6 @@ from shardwise.schedule.events import EventKind
 from shardwise.schedule.memory import MemoryPlacement
 from shardwise.tensor import reductions
 from shardwise.tensor.sharding import local_of
-from shardwise.transport import device as transport_device, process_group
-from shardwise.transport.api import RankGroup
-from shardwise.transport.device import DeviceStream, DeviceWork
-from shardwise.transport.process_group import ProcessGroupCollectives
-from shardwise.transport.registered_memory import MemoryKind
 from tests.streams.clock import Event, Stream
 from tests.streams.programs import DEVICE, Program
 from tests.streams.simulation import Problem, Simulation

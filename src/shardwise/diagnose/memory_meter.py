@@ -10,12 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks
+from shardwise.comm.device import allocated_bytes, is_accelerator
 from shardwise.diagnose.recording import HeldBytes
 from shardwise.features.activation_offload import Unmoved, storage_of, unpack
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import allocated_bytes, is_accelerator
 
 __all__ = ["MemoryMeter"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.comm.device import DeviceStream, DeviceWork, is_accelerator
 from shardwise.errors import StepError
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import allocated_bytes, is_accelerator, num_allocation_failures
 from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools
@@ -19,7 +20,6 @@ from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.observer import MemoryNotes
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
 
 __all__ = ["HeldMemory", "is_out_of_memory"]
 

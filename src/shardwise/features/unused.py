@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shardwise.comm.communicator import Communicator
 from shardwise.errors import StepError
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.ledger import count_sent
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
-from shardwise.transport.communicator import Communicator
 
 __all__ = [
     "UNUSED",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
+from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan, keeps_its_class, named_parameters
@@ -21,7 +22,6 @@ from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
-from shardwise.transport.device import check_device
 
 __all__ = [
     "device_for",

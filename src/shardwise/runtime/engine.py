@@ -2,7 +2,7 @@
 
 From a call to its all-gather: `FSDPModule.__call__` calls `Runtime.call`, which enters the unit in
 the `Scheduler`. It gets the events to perform from `schedule.sequencer`, and has the `Unit` launch
-the gather in a queue of `transport.communicator`.
+the gather in a queue of `comm.communicator`.
 """
 
 import weakref
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _private
+from shardwise.comm.api import RankGroup
+from shardwise.comm.communicator import Collectives, communicator
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.registered_memory import MemoryKind, check_memory
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
@@ -32,10 +36,6 @@ from shardwise.runtime.structure import HANDLE, Structure
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import RankGroup
-from shardwise.transport.communicator import Collectives, communicator
-from shardwise.transport.process_group import ProcessGroupCollectives
-from shardwise.transport.registered_memory import MemoryKind, check_memory
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.device import copy_
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -32,7 +33,6 @@ from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import copy_
 
 __all__ = ["ExtendedBuffer"]
 

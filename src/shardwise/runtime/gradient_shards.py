@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.device import DeviceWork, copy_scaled_
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
@@ -16,7 +17,6 @@ from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.device import DeviceWork, copy_scaled_
 
 __all__ = ["GradientShard"]
 

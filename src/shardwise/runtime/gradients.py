@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise._private import num_tensor_references
+from shardwise.comm.api import Reduction, Work
+from shardwise.comm.communicator import Collectives
+from shardwise.comm.device import copy_, is_accelerator, join_streams, note_stream
+from shardwise.comm.quantized import QuantizedSums
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
@@ -20,10 +24,6 @@ from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import Reduction, Work
-from shardwise.transport.communicator import Collectives
-from shardwise.transport.device import copy_, is_accelerator, join_streams, note_stream
-from shardwise.transport.quantized import QuantizedSums
 
 __all__ = ["GradientBuffer", "GradientState"]
 

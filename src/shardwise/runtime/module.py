@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _private
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan, UnitSettings
 from shardwise.plan.units import named_parameters
@@ -26,7 +27,6 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import AssignableDTensor, sharding_of
-from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
     "FSDPModule",

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise.comm.device import DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
-from shardwise.transport.device import DeviceStream, DeviceWork, copy_, is_accelerator
 
 __all__ = ["HostOffloader"]
 

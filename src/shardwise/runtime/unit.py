@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.api import SMALL_BYTES, Work
+from shardwise.comm.communicator import Collectives, Communicator
+from shardwise.comm.device import copy_
+from shardwise.comm.quantized import quantized_gather
 from shardwise.errors import StepError
-from shardwise.host.peers import INLINE_BYTES
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import UnitSettings
 from shardwise.plan.units import UnitPlan
@@ -31,14 +34,10 @@ from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import Collectives, Communicator
-from shardwise.transport.device import copy_
-from shardwise.transport.quantized import quantized_gather
 
 __all__ = ["FlatParameters", "Unit"]
 
-SMALL_BYTES = INLINE_BYTES  # sent inline; shared memory needs one more message
+SMALL_UNIT_BYTES = SMALL_BYTES  # for each rank; shared memory needs one more message
 
 
 class FlatParameters:
@@ -63,7 +62,7 @@ class FlatParameters:
         self._plan = plan
         self._pools = pools
         self._blocks = plan.gathers(layout)
-        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        is_small = layout.gathered_bytes <= SMALL_UNIT_BYTES * layout.world_size
         # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
         is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.host.handshake import Host
+from shardwise.hostccl.handshake import Host
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.unit import FlatParameters
