@@ -23,6 +23,7 @@ from shardwise.hostccl.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool
@@ -219,7 +220,8 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
 def _pools_of(runtime: Runtime) -> list[Pool]:
     """All pools of a step, on the device and on the host."""
     flats = [flat for unit in runtime.units for flat in unit.flats]
-    staging = {id(flat.offloader): flat.offloader.staging for flat in flats if flat.offloader}
+    hosts = [flat.codec.offloader for flat in flats if isinstance(flat.codec, HostCodec)]
+    staging = {id(one): one.staging for one in hosts}
     return [*runtime.pools, *staging.values()]
 
 
@@ -262,7 +264,7 @@ def _live_bytes(runtime: Runtime) -> int:
     for start, num_bytes in _in_common(runtime.pools.gathered):
         for address in [one for one in live if start <= one < start + num_bytes]:
             del live[address]
-    buffers = [flat.buffer for unit in runtime.scheduler.units for flat in unit.flats]
+    buffers = [flat.codec.buffer for unit in runtime.scheduler.units for flat in unit.flats]
     in_buffers = sum(
         one.flat.nbytes
         for one in buffers

@@ -18,6 +18,7 @@ from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
+from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import GradientBuffer
 from shardwise.runtime.memory import Pool
@@ -165,7 +166,7 @@ def shard_is_copied_on_another_stream(simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, to: on_stream(side)(original(self, to))
 
-    return patched(FlatParameters, "_copy_shard", wrap)
+    return patched(RunCodec, "fill", wrap)
 
 
 def chunks_are_unpacked_at_once(_simulation: Simulation) -> Any:

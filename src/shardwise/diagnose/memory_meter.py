@@ -40,7 +40,7 @@ class MemoryMeter:
         self._shard_bytes = self._bytes_of(*shards) + copies
         self._buffer_bytes = self._bytes_of(*model.buffers())
         self._optimizer_bytes = 0
-        views = [view for flat in self._flats for view in flat.views[:1]]
+        views = [view for flat in self._flats for view in flat.codec.buffer.views[:1]]
         parameters = [local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()]
         self._saved: SavedTensors | None = None
         if not is_accelerator(self._device):

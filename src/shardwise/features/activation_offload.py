@@ -58,9 +58,8 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         StepError: in backward, if a tensor that was not moved has been changed in place since.
     """
     runtime = runtime_of_root(model)
-    buffers = {
-        storage_of(view) for unit in runtime.units for flat in unit.flats for view in flat.views[:1]
-    }
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    buffers = {storage_of(view) for flat in flats for view in flat.codec.buffer.views[:1]}
     if runtime not in _streams:
         device = runtime.pools.device
         _streams[runtime] = DeviceStream(device), DeviceStream(device)

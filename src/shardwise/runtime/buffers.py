@@ -45,6 +45,7 @@ class FlatBuffer:
         self._pool = pool
         self._memory: torch.UntypedStorage | None = None  # while acquired
         self._is_from_pool = True
+        self._slots: dict[int, Tensor] = {}  # by rank
         self._private: torch.UntypedStorage | None = None  # replaces shared memory
         names = [one.parameter.names for one in layout.extents]
         self._key = zlib.crc32(repr((names, suffix)).encode())
@@ -75,9 +76,11 @@ class FlatBuffer:
         return (self._storage,)
 
     def slot_of(self, rank: int) -> Tensor:
-        """The part [S] of ``flat`` that ``rank`` owns."""
-        size = self.layout.shard_elements
-        return self.flat[rank * size : (rank + 1) * size]
+        """The part [S] of ``flat`` that ``rank`` owns; the buffer must have memory."""
+        if rank not in self._slots:
+            size = self.layout.shard_elements
+            self._slots[rank] = self.flat[rank * size : (rank + 1) * size]
+        return self._slots[rank]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
         """Give the buffer memory with undefined content.

@@ -24,7 +24,7 @@ from shardwise.plan.plan import Plan, UnitChoice
 from shardwise.plan.units import UnitPlan
 from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import make_unit, move_buffers
+from shardwise.runtime.attach import move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Allocator, Pools
@@ -33,7 +33,7 @@ from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import Unit, make_unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
 

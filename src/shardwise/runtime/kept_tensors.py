@@ -46,7 +46,7 @@ class ParameterViews:
         self._lazy: list[Unit] = []  # units whose storages are made by their gathers
         for unit in units:
             self._note(unit)
-            if any(flat.layout.is_extended for flat in unit.flats):
+            if not all(flat.codec.buffer.storages for flat in unit.flats):
                 self._lazy.append(unit)
 
     def unit_of(self, tensor: Tensor) -> str | None:
@@ -107,7 +107,7 @@ class ParameterViews:
 
     def _note(self, unit: Unit) -> None:
         for flat in unit.flats:
-            ids = [_private.storage_id(storage) for storage in flat.buffer.storages]
+            ids = [_private.storage_id(storage) for storage in flat.codec.buffer.storages]
             self._labels.update(dict.fromkeys(ids, unit.plan.label))
             if flat.is_whole:
                 self._kept.update(ids)
