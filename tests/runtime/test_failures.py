@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import _private
 from shardwise.comm.api import Work
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import UnitState
 from tests import ranks
@@ -173,7 +173,7 @@ def _make() -> tuple[nn.Sequential, nn.Sequential]:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("owner", "name"), [(FlatParameters, "launch_gather"), (GradientBuffer, "launch_reduce")]
+    ("owner", "name"), [(FlatParameters, "launch_gather"), (Gradients, "launch_reduce")]
 )
 def test_an_error_between_two_launches_of_a_unit_waits_for_the_first(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str

@@ -20,7 +20,7 @@ from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
 from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
@@ -185,18 +185,18 @@ def reduction_is_not_awaited(_simulation: Simulation) -> Any:
 
 
 def buffer_is_released_at_reduce(_simulation: Simulation) -> Any:
-    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._close()))
+    return patched(Gradients, "launch_reduce", then(lambda buffer: buffer._close()))
 
 
 def scratch_is_freed_at_reduce(_simulation: Simulation) -> Any:
-    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._free_scratch()))
+    return patched(Gradients, "launch_reduce", then(lambda buffer: buffer._free_scratch()))
 
 
 def gradient_is_written_after_reduce(_simulation: Simulation) -> Any:
-    def write(buffer: GradientBuffer) -> None:
+    def write(buffer: Gradients) -> None:
         buffer._buffer.views[0].add_(1)
 
-    return patched(GradientBuffer, "launch_reduce", then(write))
+    return patched(Gradients, "launch_reduce", then(write))
 
 
 def gradients_are_allocated_on_another_stream(simulation: Simulation) -> Any:
@@ -284,7 +284,7 @@ def sum_is_at_the_first_slot(_simulation: Simulation) -> Any:
 
         return launch
 
-    return patched(GradientBuffer, "launch_reduce", wrap)
+    return patched(Gradients, "launch_reduce", wrap)
 
 
 def norms_are_not_awaited(_simulation: Simulation) -> Any:

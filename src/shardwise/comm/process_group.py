@@ -55,7 +55,7 @@ _ALLOCATE_SECONDS = 60.0  # timeout of ranks that allocate symmetric memory toge
 _ALL = "all ranks have come"
 _MAX_DESCRIPTION = 300  # characters
 # Multiplying by 2**-k is exact in these dtypes, before or after a sum. In float16 small numbers
-# would be lost (`GradientBuffer._divisors` of the runtime).
+# would be lost (`Gradients._divisors` of the runtime).
 _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 

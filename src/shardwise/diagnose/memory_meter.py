@@ -88,7 +88,7 @@ class MemoryMeter:
     def _gradient_bytes_of(self, flat: FlatParameters) -> int:
         if flat.gradients is None:
             return 0
-        current = flat.gradients.shard.current
+        current = flat.gradients.kept_memory
         if current is not None:
             return self._bytes_of(current)
         # The gradients of all parameters share one storage, unless the user set some of them.

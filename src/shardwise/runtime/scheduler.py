@@ -380,7 +380,7 @@ class Scheduler:
         self.sequencer.steps_in_backward = observer.steps_in_backward
         for unit in self.units:
             for gradients in unit.gradients:
-                gradients.shard.step_in_backward(observer.steps_in_backward)
+                gradients.step_in_backward(observer.steps_in_backward)
 
     @property
     def needs_preparation(self) -> bool:

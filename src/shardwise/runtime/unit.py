@@ -29,7 +29,7 @@ from shardwise.runtime.attach import settings_of
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.codecs import HostCodec, RunCodec, SlotCodec
 from shardwise.runtime.extensions import ExtensionCodec
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
@@ -69,9 +69,9 @@ class FlatParameters:
         self.codec = self._make_codec(pools.own, offloader)
         # In the dtype of the shard, between steps.
         self._held: FlatBuffer | ChunkedBuffer | None = None
-        self.gradients: GradientBuffer | None = None
+        self.gradients: Gradients | None = None
         if layout.trainable:
-            self.gradients = GradientBuffer(
+            self.gradients = Gradients(
                 layout, self.parameters, mesh, pools, plan, settings, offloader
             )
 
@@ -243,7 +243,7 @@ class Unit:
             yield from flat.parameters
 
     @property
-    def gradients(self) -> Iterator[GradientBuffer]:
+    def gradients(self) -> Iterator[Gradients]:
         return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
     @property
@@ -338,7 +338,7 @@ class Unit:
     def claim_gradient(
         self, flat: FlatParameters, position: int, *, in_slot: bool
     ) -> tuple[Tensor, bool] | None:
-        """Where to compute the gradient of a parameter; see `GradientBuffer.claim`."""
+        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
         if flat.gradients is None or not self.expects_gradients:
             return None
         return flat.gradients.claim(position, in_slot=in_slot)
