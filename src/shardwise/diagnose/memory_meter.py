@@ -132,4 +132,4 @@ class SavedTensors:
         if identity not in self._excluded and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False
-        return Unmoved(tensor, tensor._version)
+        return Unmoved(tensor.detach(), tensor._version)

@@ -69,7 +69,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         small = tensor.numel() * tensor.element_size() < _MIN_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
         if small or not moves or storage_of(tensor) in buffers:
-            return Unmoved(tensor, tensor._version)
+            return Unmoved(tensor.detach(), tensor._version)
         return mover.move(tensor)
 
     with saved_tensors_hooks(pack, unpack):

@@ -204,7 +204,9 @@ class Entries:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         is_parameter = self._running and self._views.unit_of(tensor) is not None
-        return _Saved(tensor, tensor._version, self._running[-1] if is_parameter else None)
+        entry = self._running[-1] if is_parameter else None
+        # A node that saves its own output would keep itself alive through it.
+        return _Saved(tensor.detach(), tensor._version, entry)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.entry is not None and not _has_memory(saved.tensor):
