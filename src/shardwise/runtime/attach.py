@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
 from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime import optimizers
 from shardwise.runtime.checks import is_on_meta

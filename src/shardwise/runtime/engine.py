@@ -20,7 +20,8 @@ from shardwise.comm.communicator import Collectives, communicator
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.registered_memory import MemoryKind, check_memory
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan, UnitChoice
+from shardwise.plan.options import UnitOptions
+from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
@@ -46,7 +47,7 @@ class Handle:
 
     runtime: "Runtime"
     index: int
-    choice: UnitChoice  # the user's options
+    options: UnitOptions  # what the user chose
 
     @property
     def unit(self) -> Unit:
@@ -125,7 +126,7 @@ class Runtime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the forward of a unit with its parameters gathered."""
-        scheduler, index, precision = self.scheduler, handle.index, handle.choice.precision
+        scheduler, index, precision = self.scheduler, handle.index, handle.options.precision
         task = hooks.current_task()
         if task != hooks.NO_TASK:
             scheduler.join_backward(task)

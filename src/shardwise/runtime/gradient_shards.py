@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.device import DeviceWork, copy_scaled_
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.runtime.accumulation import AccumulatedGradients, UnreducedGradient, reduced_part_of
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared

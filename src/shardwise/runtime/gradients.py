@@ -15,7 +15,7 @@ from shardwise.comm.device import copy_, is_accelerator, join_streams, note_stre
 from shardwise.comm.quantized import QuantizedSums
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.accumulation import Accumulated, AccumulatedGradients
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer

@@ -23,7 +23,7 @@ from shardwise.comm.device import copy_
 from shardwise.comm.quantized import quantized_gather
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
@@ -62,7 +62,7 @@ class FlatParameters:
         self._blocks = plan.gathers(layout)
         is_small = layout.gathered_bytes <= SMALL_UNIT_BYTES * layout.world_size
         # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
-        is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
+        is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_name = f"part for {layout.extents[0].parameter.name}"
@@ -206,7 +206,7 @@ class FlatParameters:
     def _make_codec(self, own_pool: Pool, offloader: HostOffloader | None) -> SlotCodec:
         layout, plan, mesh = self.layout, self._plan, self.mesh
         if layout.is_extended:
-            return ExtensionCodec(self.parameters, mesh, own_pool, plan.precision)
+            return ExtensionCodec(self.parameters, mesh, own_pool, plan.options.precision)
         if offloader is None or plan.offload is None:
             return RunCodec(layout, mesh.rank, self._pool, own_pool)
         keeps_copy = not plan.offload.parameters
