@@ -239,6 +239,21 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     assert watch_of(comm)._error is None
 
 
+def test_a_rank_whose_device_has_failed_tells_the_others(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a device assert, for example, every call of CUDA raises."""
+    failed = mock.Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr(ranks.communicators[1].gather, "state", failed)
+    ranks.communicators[1].watch.abort(ValueError("it hurts"))
+    assert ranks.communicators[1].watch.is_broken
+    Late.is_open = False
+    ranks.gather(0, "gather b")
+    until(lambda: watch_of(ranks.communicators[0])._error is not None)
+    with pytest.raises(sw.PeerAborted, match="ValueError: it hurts"):
+        ranks.communicators[0].watch.recover()
+
+
 def test_an_interrupt_while_an_error_is_announced_leaves_the_rank_out_of_step(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

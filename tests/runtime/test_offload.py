@@ -103,6 +103,7 @@ def test_an_exception_leaves_nothing_under_way() -> None:
         for flat in unit.flats:
             assert isinstance(flat.codec, HostCodec)
             assert flat.codec.offloader.staging.allocated_bytes == 0
+    assert runtime_of(model).pools.of_gradients.allocated_bytes == 0
     for optimizer in optimizers:
         optimizer.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):

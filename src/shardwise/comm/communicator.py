@@ -81,10 +81,10 @@ class Watch:
         work.wait()
 
     def failed(self, error: BaseException) -> None:
-        """Raise the error of all ranks, if this one of a work follows from it."""
+        """Raise the error that ended the step on all ranks, if a work failed because of it."""
 
     def check_peers(self) -> None:
-        """Raise PeerSilent if another process is silent. Call it regularly during a long wait."""
+        """Raise PeerLost if another process is silent or has ended. Call it during a long wait."""
 
     def raise_found(self) -> None:
         """Raise the error that was found meanwhile. Call it after the host has waited."""
@@ -115,6 +115,7 @@ class HostQueues(Protocol):
         """Return memory for the gathered parameters of a model, if ranks can share it."""
 
 
+@dataclass(slots=True)
 class _Parts:
     """What other packages have added to this one; see `shardwise.parts`."""
 
@@ -122,20 +123,26 @@ class _Parts:
     new_watch: NewWatch | None = None
 
 
+_parts = _Parts()
+
+
 def use_host_queues(kind: HostQueues) -> None:
     """Use queues of this ``kind`` between CPUs, in the place of Gloo."""
-    _Parts.host_queues = kind
+    _parts.host_queues = kind
 
 
 def watch_with(new_watch: NewWatch) -> None:
     """Watch all new communicators with ``new_watch``."""
-    _Parts.new_watch = staticmethod(new_watch)
+    _parts.new_watch = new_watch
 
 
 def communicator(
     world: RankGroup, device: torch.device, new_watch: NewWatch | None = None
 ) -> "Communicator":
-    """Return the communicator of all ranks of a mesh. All ranks make the first call together."""
+    """Return the communicator of all ranks of a mesh. All ranks make the first call together.
+
+    ``new_watch`` makes what watches a new one, in the place of that of `watch_with`.
+    """
     if world.parent is None:
         return Communicator(world, device)
     # No lock: a group belongs to one rank, and a new communicator waits for the other ranks.
@@ -160,16 +167,16 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
             'that moves host memory; pass backend="cpu:gloo,cuda:nccl" to init_process_group, or '
             "move the model to the CPU"
         )
-    if world.size > 1 and is_on_host and _Parts.host_queues is not None:
-        return _Parts.host_queues(world, name)
+    if world.size > 1 and is_on_host and _parts.host_queues is not None:
+        return _parts.host_queues(world, name)
     return ProcessGroupCollectives(world, device, backend, name)
 
 
 def new_shared_memory(device: torch.device) -> SharedMemory | None:
     """Return memory on ``device`` in which ranks may gather together, if there is any."""
-    if is_accelerator(device) or _Parts.host_queues is None:
+    if is_accelerator(device) or _parts.host_queues is None:
         return None
-    return _Parts.host_queues.new_shared_memory()
+    return _parts.host_queues.new_shared_memory()
 
 
 class Communicator:
@@ -193,7 +200,7 @@ class Communicator:
         self.gather, self.reduce = queues[0], queues[-1]
         self.place = Place()
         self.watch = Watch()
-        new_watch, watched = new_watch or _Parts.new_watch, [q for q in queues if q.is_monitored]
+        new_watch, watched = new_watch or _parts.new_watch, [q for q in queues if q.is_monitored]
         if new_watch is not None and watched:
             self.watch = new_watch(world, device, watched, self.place)
 

@@ -2,11 +2,13 @@
 
     shard  --fill-->  own slot of flat [world_size * S]  --all-gather-->  flat  --unpack-->  views
 
-A layout has one codec. Adding a kind of shard is adding a class here:
+A layout has one codec. To add a kind of shard, add a class, and choose it in `FlatParameters`:
 
-    RunCodec           the shard is a part of the buffer, perhaps in another dtype
-    HostCodec          the same, in host memory
+    RunCodec           the shard is copied to its slot, with a cast if its dtype is another; or it
+                       is the whole buffer, if that has one slot
+    HostCodec          the shard is in host memory
     `ExtensionCodec`   the classes of the parameters make the slots, and parameters from them
+                       (`extensions.py`)
 """
 
 from collections.abc import Callable, Iterator
@@ -160,7 +162,7 @@ class RunCodec:
 
 
 class HostCodec(RunCodec):
-    """A shard [S] in host memory; with ``keeps_copy`` also on the device, from step to step."""
+    """A shard [S] in host memory, and perhaps a copy on the device, from step to step."""
 
     def __init__(
         self,
@@ -169,14 +171,12 @@ class HostCodec(RunCodec):
         pool: Pool,
         own_pool: Pool,
         offloader: HostOffloader,
-        *,
-        keeps_copy: bool,
     ) -> None:
-        shard = offloader.allocate_shard(layout, layout.dtype) if layout.needs_gather else None
+        shard = offloader.allocate_shard(layout, layout.dtype)
         super().__init__(layout, rank, pool, own_pool, shard)
         self.offloader = offloader
         self._copy: Tensor | None = None  # [S], on the device
-        if keeps_copy and shard is not None:
+        if offloader.keeps_copies:
             dtype = self.buffer.flat.dtype
             self._copy = torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
         self._is_stale = True

@@ -129,7 +129,10 @@ class GradientShard:
         self._end_offload()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Restore None as the gradient of parameters that no rank used and that had none."""
+        """Restore None as the gradient of parameters that no rank used and that had none.
+
+        Then call the hooks that users have registered for accumulated gradients.
+        """
         if self._fresh is None:
             return
         for position in self._fresh:
@@ -145,7 +148,7 @@ class GradientShard:
             if self.gets_gradient(position) and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
-    def end_backward(self) -> bool:
+    def forget_fresh(self) -> bool:
         """Forget which gradients are new. Returns whether any were handed over."""
         fresh, self._fresh = self._fresh, None
         return fresh is not None

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 import torch
@@ -74,7 +74,8 @@ class Gradients:
         # By position: autograd has computed a gradient since gradients were last handed over.
         self.used = [False] * len(layout.extents)
         self._owns_buffer = plan.holds_gradients
-        # They stay in ``.grad`` until the reduction, so no buffer exists while child units compute.
+        # They stay in ``.grad`` until the reduction, so that no buffer exists while child units
+        # compute, unless one gradient is most of it (`claim`).
         self._is_deferred = plan.has_child_units and not plan.holds_gradients
         self._layout = layout
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
@@ -115,6 +116,7 @@ class Gradients:
 
     def _use_buffer_of(self, pool: Pool) -> None:
         self._pool = self.accumulated.pool = pool
+        self._padding: list[Tensor] | None = None  # parts of the buffer, once it had memory
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
             pool,
@@ -266,14 +268,14 @@ class Gradients:
         )
         if self._quantized is None:
             return collectives.reduce(reduction, label)
-        _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
+        self._zero_padding()  # it would affect the scales of blocks
         return self._quantized.reduce(collectives, reduction, label)
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:
         """Call ``hook`` to reduce the buffer, including its padding."""
+        self._zero_padding()
         flat = self._buffer.flat.detach()  # the hook may replace its `.data`
-        _zero_padding(flat, self._layout)
         if self.mesh.size == 1:
             reduced = flat
             hook(flat)
@@ -313,7 +315,10 @@ class Gradients:
         return self._shard.gets_gradient(position)
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Restore None as the gradient of parameters that no rank used and that had none."""
+        """Restore None as the gradient of parameters that no rank used and that had none.
+
+        Then call the hooks that users have registered for accumulated gradients.
+        """
         self._shard.settle(used_anywhere)
         self.forget()
 
@@ -323,7 +328,7 @@ class Gradients:
 
     def forget(self) -> None:
         """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
-        if self._shard.end_backward():
+        if self._shard.forget_fresh():
             self.used = [False] * len(self.used)
 
     def step_in_backward(self, is_stepped: bool) -> None:
@@ -337,7 +342,9 @@ class Gradients:
     def discard(self) -> None:
         """Drop the gradients of the backward that raised."""
         self._forget_written()
-        self._reduced = None
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None and self._shard.offloader is not None:  # it was not delivered
+            self._pool.free(reduced.untyped_storage())
         self._close()
         self._free_scratch()
         if self._quantized is not None:
@@ -409,6 +416,12 @@ class Gradients:
         name = f"{purpose} of {self._buffer.name}"
         return self._pool.allocate_tensor(num_elements, dtype, name)
 
+    def _zero_padding(self) -> None:
+        if self._padding is None:
+            self._padding = list(_padding_of(self._buffer.flat, self._layout))
+        if self._padding:
+            torch._foreach_zero_(self._padding)
+
     def _free_scratch(self) -> None:
         for storage in self._scratch:
             self._pool.free(storage)
@@ -431,12 +444,14 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
 
 
-def _zero_padding(flat: Tensor, layout: Layout) -> None:
-    """Fill the padding of a flat buffer with zeros."""
+def _padding_of(flat: Tensor, layout: Layout) -> Iterator[Tensor]:
+    """Yield the parts of a flat buffer that no parameter has."""
     for rank, shard in enumerate(flat.view(layout.world_size, -1)):
         end = 0
         for extent in layout.extents:
             start = layout.offset_in_shard(extent, rank)
-            shard[end:start].zero_()
+            if end < start:
+                yield shard[end:start]
             end = start + layout.num_owned(extent, rank)
-        shard[end:].zero_()
+        if end < len(shard):
+            yield shard[end:]

@@ -30,6 +30,7 @@ class HostOffloader:
     def __init__(self, device: torch.device, policy: CPUOffloadPolicy) -> None:
         self._has_streams = is_accelerator(device)
         self._is_pinned = self._has_streams and policy.pin_memory
+        self.keeps_copies = not policy.parameters  # of shards, on the device
         self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
         self._to_device = DeviceStream(device)
         self._to_host = DeviceStream(device)

@@ -455,6 +455,8 @@ class Scheduler:
             names = [one.name for one in unit.parameters if one.name in (changed or ())]
             if names:
                 self._versions.note(index, self.sequencer.tick, names)
+        if changed is not None and any(unit.plan.offload is not None for unit in self.units):
+            wait_for_device(self._device.torch_device)  # until the shards on the host are written
         self.in_gathered = False
 
     def abort(self, error: BaseException) -> None:

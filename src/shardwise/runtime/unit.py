@@ -207,10 +207,9 @@ class FlatParameters:
         layout, plan, mesh = self.layout, self._plan, self.mesh
         if layout.is_extended:
             return ExtensionCodec(self.parameters, mesh, own_pool, plan.options.precision)
-        if offloader is None or plan.offload is None:
+        if offloader is None:
             return RunCodec(layout, mesh.rank, self._pool, own_pool)
-        keeps_copy = not plan.offload.parameters
-        return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader, keeps_copy=keeps_copy)
+        return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
 
     def reclaim_locals(self) -> None:
         """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""

@@ -56,7 +56,29 @@ class RecentUnits:
 
     def of(self, step: int) -> tuple[tuple[int, str], ...]:
         """Return number and unit of each call in ``step``."""
-        return tuple((call, unit) for at, call, unit in self._calls if at == step)
+        calls = self._calls.copy()  # the main thread may add one
+        return tuple((call, unit) for at, call, unit in calls if at == step)
+
+
+class SlowWait:
+    """The length of a wait, which is logged each time that it has become twice as long."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._logged_seconds = 0.0
+        self.num_logged = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def is_due(self, first_seconds: float) -> bool:
+        """Whether to log it now; the first time after ``first_seconds``."""
+        seconds = self.seconds
+        if seconds < max(first_seconds, 2 * self._logged_seconds):
+            return False
+        self._logged_seconds, self.num_logged = seconds, self.num_logged + 1
+        return True
 
 
 class RankWatch(Watch):
@@ -86,12 +108,11 @@ class RankWatch(Watch):
         self._lost: PeerLost | None = None  # the process group can never be used again
         self._recovery: Work | None = None  # in progress
         self._entered = RecentUnits()
-        self._wait_began = 0.0  # on the clock of `time.monotonic`
-        self._logged_seconds = 0.0  # length of the wait when it was last logged
-        self._num_logged = 0  # times that it was logged
+        self._known_states: tuple[QueueState, ...] = ()  # of the queues, at the last look
         # The heartbeat thread uses all that follows.
         self._lock = threading.Lock()  # held while it checks others, and by `abort`
-        self._lock_thread = 0  # the thread that holds it
+        self._lockers: set[int] = set()  # the thread that holds it, and those that are about to
+        self._device_wait = SlowWait()
         self._error: StepError | None = None  # that it found, for the main thread to raise
         self._device_looks = LookCounter()  # at collectives that run on the device
         self._torch_looks = LookCounter()  # at the main thread in a collective of torch
@@ -118,16 +139,17 @@ class RankWatch(Watch):
     @property
     def is_locked_here(self) -> bool:
         """Whether this thread holds the lock that `abort` waits for, so that it would hang."""
-        return self._lock_thread == threading.get_ident()
+        return threading.get_ident() in self._lockers
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:
-            self._lock_thread = threading.get_ident()
-            try:
+        thread = threading.get_ident()
+        self._lockers.add(thread)  # first: the garbage collector may run a destructor anywhere
+        try:
+            with self._lock:
                 yield
-            finally:
-                self._lock_thread = 0
+        finally:
+            self._lockers.discard(thread)
 
     def enter(self, unit: str) -> None:
         """Record that the forward of ``unit`` begins."""
@@ -139,14 +161,14 @@ class RankWatch(Watch):
         collective = work.collective
         awaited = "" if collective is None else collective.label
         looks: LookCounter | None = None
-        self._restart_wait()
+        wait = SlowWait()
         while not work.wait(self.patience.poll_seconds):
             looks = looks or LookCounter()
             states = self._states()
             # On a busy machine, the stream's thread may not have marked it as done yet.
             is_over = collective is not None and any(collective.tag in s.ended for s in states)
             looks.look(states, has_moved=is_over)
-            error = self._look_at_peers(looks.count, awaited)
+            error = self._look_at_peers(looks.count, awaited, wait)
             if error is not None:
                 raise self._end_step(error)
         if looks is not None:
@@ -162,6 +184,7 @@ class RankWatch(Watch):
 
         Raises:
             PeerSilent: another process is silent.
+            PeerLost: it has ended normally.
         """
         self._monitor.check_heartbeats()
 
@@ -181,7 +204,7 @@ class RankWatch(Watch):
             PeerLost: another rank died; or it is silent, and the next call tries again.
             StepError: what `wait` would have raised for the last step of a device.
         """
-        is_broken = self.is_broken  # before `raise_found`: the heartbeat thread sets it last
+        is_broken = self.is_broken  # read first: the heartbeat thread sets the error before it
         self.raise_found()
         if not is_broken:
             return
@@ -220,7 +243,7 @@ class RankWatch(Watch):
     # -- a wait that takes long ------------------------------------------------------------------
 
     def _look_at_peers(
-        self, looks: int, awaited: str, is_host_busy: bool = False
+        self, looks: int, awaited: str, wait: SlowWait, is_host_busy: bool = False
     ) -> StepError | None:
         """Publish a report of this rank; return an error if no rank can move, or one is gone.
 
@@ -238,7 +261,7 @@ class RankWatch(Watch):
             self._monitor.check_reports(self.epoch)
             where = f"; step {self.place.step}, {self.place.where}, waits for {awaited}"
             self._monitor.check_heartbeats(where)
-            self._log_slow_wait(report)
+            self._log_slow_wait(report, wait)
         except StepError as error:
             return self._explained(error)
         return None
@@ -250,21 +273,16 @@ class RankWatch(Watch):
                 return self._monitor.explain(error, self.epoch)
         return error
 
-    def _restart_wait(self) -> None:
-        self._wait_began, self._logged_seconds, self._num_logged = time.monotonic(), 0.0, 0
-
-    def _log_slow_wait(self, own: Report) -> None:
-        """Log the wait after ``log_seconds``, and each time that it has become twice as long.
+    def _log_slow_wait(self, own: Report, wait: SlowWait) -> None:
+        """Log the wait if it is long.
 
         Of the ranks that wait for the same, the first reads which ranks they wait for.
         """
-        seconds = time.monotonic() - self._wait_began
-        if seconds < max(self.patience.log_seconds, 2 * self._logged_seconds):
+        if not wait.is_due(self.patience.log_seconds):
             return
-        self._logged_seconds, self._num_logged = seconds, self._num_logged + 1
-        wait = f"step {self.place.step}, {self.place.where}, {own.awaited}"
+        place = f"step {self.place.step}, {self.place.where}, {own.awaited}"
         others = "; another rank has logged which ranks are awaited"
-        if self._monitor.is_first("log", self._num_logged, self.epoch, wait):
+        if self._monitor.is_first("log", wait.num_logged, self.epoch, place):
             reports = enumerate(self._monitor.reports(self.epoch))
             stuck = {rank for rank, report in reports if report is not None and report.is_stuck}
             elsewhere = [
@@ -272,7 +290,7 @@ class RankWatch(Watch):
             ]
             beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
             others = describe_elsewhere(elsewhere, beats)
-        _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, seconds, wait, others)
+        _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, wait.seconds, place, others)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
@@ -288,8 +306,10 @@ class RankWatch(Watch):
             for one in (error, agreed):
                 if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
                     self._lost = one
-            self._write_flight_records()
-            run_together([queue.stop for queue in self._queues])
+            try:
+                self._write_flight_records()
+            finally:
+                run_together([queue.stop for queue in self._queues])
         return agreed
 
     def _end_lost(self, error: StepError) -> StepError:
@@ -302,8 +322,10 @@ class RankWatch(Watch):
         parent, prefix = self._parent(), os.environ.get(PREFIX_VARIABLE)
         if not prefix:
             return
-        ranks = range(self._num_ranks)
-        members = list(ranks) if parent is None else dist.get_process_group_ranks(parent)
+        members = list(range(self._num_ranks))
+        if parent is not None:
+            with contextlib.suppress(KeyError):  # the program has destroyed the group
+                members = dist.get_process_group_ranks(parent)
         for queue in self._on_device:
             path = Path(f"{prefix}{queue.name.replace('/', '_')}_{members[self._rank]}")
             with contextlib.suppress(OSError):  # the error is more important than the record
@@ -366,11 +388,12 @@ class RankWatch(Watch):
         running = [state.running.label for state in states if state.running is not None]
         stuck = self._device_looks.look(states, has_moved=not running)
         if not stuck:
-            self._restart_wait()
+            self._device_wait = SlowWait()
             if not was_stuck:
                 return None
         looks = max(0, stuck - _DEVICE_GRACE)
-        return self._look_at_peers(looks, ", ".join(running), self._stack != last_stack)
+        is_host_busy = self._stack != last_stack
+        return self._look_at_peers(looks, ", ".join(running), self._device_wait, is_host_busy)
 
     def _report(self) -> Report:
         calls = calls_of(self._thread)
@@ -379,7 +402,9 @@ class RankWatch(Watch):
         )
 
     def _states(self) -> tuple[QueueState, ...]:
-        return tuple(queue.state() for queue in self._queues)
+        with contextlib.suppress(RuntimeError):  # a device that has failed cannot be asked
+            self._known_states = tuple(queue.state() for queue in self._queues)
+        return self._known_states
 
 
 def _describe(error: BaseException) -> str:
