@@ -11,6 +11,7 @@ import typer
 
 from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def plan(
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
         str,
-        typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, muon, sgd, soap."),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class."),
     ] = "adamw",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
@@ -154,7 +155,7 @@ def plan(
     settings = Configuration(
         sequence=seq,
         master_dtype=resolved.master_dtype,
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
     )

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.train.model import GPT, Block, Shape
 
@@ -98,9 +99,14 @@ class VerifyOptions:
             ConfigError: the wire is malformed.
         """
         # 8-bit states do not support parameters that are cut by element.
-        granularity = self.granularity or ("row" if self.optimizer == "adam8bit" else None)
+        granularity = self.granularity or ("row" if self._has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
         return options if self.wire is None else {**options, "wire": self._wire()}
+
+    @property
+    def _has_blocks(self) -> bool:
+        spec = OPTIMIZERS.get(self.optimizer or "")
+        return spec is not None and spec.kind == "blocks"
 
     def _wire(self) -> Wire:
         if self.wire is None:

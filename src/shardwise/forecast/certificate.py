@@ -323,7 +323,7 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     The foreach implementation computes the roots of all parameters at once. The for-loop computes
     those of one parameter, and divides them in a second tensor. Fused kernels need no temporaries.
     """
-    if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
+    if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
         return 0
     layouts = list(trained_layouts(plan, offloaded=False))
     if configuration.optimizer_loop == "foreach":

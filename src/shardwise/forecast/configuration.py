@@ -1,11 +1,12 @@
 """The training configuration: everything that a forecast needs besides model and machine."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from shardwise.errors import PlanError
+from shardwise.plan.optimizers import OptimizerSpec, optimizer_spec
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import Strategy, resolve_strategy
 
@@ -15,7 +16,6 @@ __all__ = [
     "Checkpointing",
     "Configuration",
     "Offload",
-    "Optimizer",
     "OptimizerLoop",
     "Stack",
 ]
@@ -23,9 +23,6 @@ __all__ = [
 Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]
-Optimizer = Literal[
-    "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd", "sgd_momentum", "soap"
-]
 OptimizerLoop = Literal["foreach", "fused", "for_loop"]
 Attention = Literal["flash", "math"]
 Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
@@ -69,7 +66,8 @@ class Configuration:
             with autocast.
         reduce_dtype: dtype of gradients while they are reduced.
         autocast: whether to compute under ``torch.autocast``.
-        optimizer: the optimizer, which determines the states of a rank.
+        optimizer: a name in `OPTIMIZERS`, or ``"package.module:Class"``.
+        optimizer_options: its options, which may add states, such as ``(("momentum", 0.9),)``.
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
@@ -105,7 +103,8 @@ class Configuration:
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     autocast: bool = False
-    optimizer: Optimizer = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: tuple[tuple[str, Any], ...] = ()
     optimizer_loop: OptimizerLoop = "fused"
     clips: bool = True
     compiled: bool = False
@@ -114,6 +113,7 @@ class Configuration:
 
     def __post_init__(self) -> None:
         resolve_strategy(self.strategy)
+        optimizer_spec(self.optimizer, self.optimizer_options)
         for name in _DEGREES:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -141,6 +141,11 @@ class Configuration:
     def parameter_dtype(self) -> torch.dtype:
         """Dtype of gathered parameters."""
         return self.gather_dtype or (self.master_dtype if self.autocast else self.compute_dtype)
+
+    @property
+    def states(self) -> OptimizerSpec:
+        """The states of the optimizer."""
+        return optimizer_spec(self.optimizer, self.optimizer_options)
 
     @property
     def row(self) -> Strategy:
@@ -194,7 +199,6 @@ _CHOICES = {
     "accumulate": Accumulate,
     "checkpointing": Checkpointing,
     "offload": Offload,
-    "optimizer": Optimizer,
     "optimizer_loop": OptimizerLoop,
     "attention": Attention,
     "stack": Stack,

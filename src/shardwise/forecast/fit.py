@@ -85,6 +85,7 @@ class Fit:
             prefetch=configuration.prefetch,
             mp_policy=precision_of(configuration),
             offload_policy=offload_of(configuration),
+            granularity=configuration.states.granularity,
             reshard_after_forward=None if is_whole else configuration.reshard_after_forward,
         )
         if configuration.activation_offload:
@@ -311,7 +312,7 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
     ranks = least.shard_size * least.replicas
     changes = {
         "optimizer='sgd'": replace(least, optimizer="sgd"),
-        "optimizer='adamw8bit'": replace(least, optimizer="adamw8bit"),
+        "optimizer='adam8bit'": replace(least, optimizer="adam8bit"),
         f"{2 * ranks} ranks": replace(least, strategy="fsdp", shard_size=2 * ranks, replicas=1),
     }
     if not search.on_cpu:

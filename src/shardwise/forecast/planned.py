@@ -28,6 +28,7 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         reshard_after_forward=configuration.reshard_after_forward,
         precision=precision_of(configuration),
         offload=offload_of(configuration),
+        granularity=configuration.states.granularity,
     )
 
 
@@ -81,6 +82,8 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         arguments["reshard_after_forward"] = str(configuration.reshard_after_forward)
     if configuration.prefetch != 1:
         arguments["prefetch"] = str(configuration.prefetch)
+    if configuration.states.granularity != "element":
+        arguments["granularity"] = f'"{configuration.states.granularity}"'
     policy = precision_of(configuration)
     if policy is not DEFAULT_PRECISION:
         given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]

@@ -16,7 +16,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.forecast.configuration import (
     Checkpointing,
     Configuration,
-    Optimizer,
     OptimizerLoop,
     Stack,
 )
@@ -54,7 +53,7 @@ _STRATEGIES = {
     "ddp": "ddp",
     "none": "ddp",
 }
-_OPTIMIZERS: dict[str, tuple[Optimizer, OptimizerLoop]] = {
+_OPTIMIZERS: dict[str, tuple[str, OptimizerLoop]] = {
     "adamw": ("adamw", "foreach"),
     "adamw fused": ("adamw", "fused"),
     "cpu_adam": ("adamw", "fused"),

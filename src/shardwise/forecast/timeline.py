@@ -13,7 +13,7 @@ from itertools import groupby
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machine import Group, Machine, SegmentCost
-from shardwise.forecast.owned import OWNER_OPTIMIZERS, PlannedOwners
+from shardwise.forecast.owned import PlannedOwners
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
@@ -22,17 +22,6 @@ from shardwise.schedule.events import EventKind
 __all__ = ["StepTime", "step_time"]
 
 _REPLAYED_PASSES = 3  # the first micro-batch, one in the middle, and the last
-# Reads and writes of the shards by an optimizer that runs as one kernel.
-_UPDATE_PASSES = {
-    "adamw": 7.0,
-    "adamw8bit": 4.0,
-    "adafactor": 4.0,
-    "lion": 5.0,
-    "muon": 5.0,  # without the work on whole matrices
-    "sgd": 3.0,
-    "sgd_momentum": 5.0,
-    "soap": 7.0,  # without the work on whole matrices
-}
 _UNFUSED_UPDATE = 2.5  # factor on the passes of an optimizer that is not fused
 _CLIP_PASSES = 3.0  # to compute the gradient norm and scale the gradients
 _FUSED_KERNELS = 2  # compiled kernels between two matrix products
@@ -224,7 +213,7 @@ class _Step:
     def _update_seconds(self) -> float:
         """Predict the optimizer's update, on the device or in host memory."""
         shards = sum(unit.gradient_shard_bytes for unit in self.plan.units)
-        passes = _UPDATE_PASSES[self.configuration.optimizer]
+        passes = self.configuration.states.passes
         if self.configuration.optimizer_loop != "fused":
             passes *= _UNFUSED_UPDATE
         clipping = _CLIP_PASSES * self.configuration.clips
@@ -237,7 +226,7 @@ class _Step:
     def _owner_seconds(self) -> float:
         """Predict the exchange with owners of matrices and their work, after the backward."""
         optimizer = self.configuration.optimizer
-        if optimizer not in OWNER_OPTIMIZERS:
+        if not self.configuration.states.has_owners:
             return 0.0
         itemsize = 2 if optimizer == "muon" and not self.machine.computes_on_cpu else 4
         owners = PlannedOwners(self.plan, optimizer, itemsize)

@@ -11,13 +11,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory import step_memory
+from shardwise.forecast.states import state_bytes
 from shardwise.plan.offload import NO_OFFLOAD
+from shardwise.plan.optimizers import plain_options
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
-from shardwise.train.optimizer import check_optimizer, num_states
+from shardwise.train.optimizer import check_optimizer, spec_of
 from shardwise.train.replica import check_outer
 from shardwise.train.sinks import check_trackers
 from shardwise.train.source import Source, source_of
@@ -118,8 +121,11 @@ class Footprint:
 
 def process_footprint(plan: Plan, config: Config) -> Footprint:
     """The bytes of one process that holds the whole model."""
-    states = int(num_states(config.train) * plan.gradient_bytes)
-    return Footprint(plan.parameter_bytes, plan.gradient_bytes, states, transient=0)
+    states = _state_bytes(plan, config, offloaded=False) + _state_bytes(
+        plan, config, offloaded=True
+    )
+    ranks = max(1, plan.gradient_bytes // max(1, plan.gradient_shard_bytes))
+    return Footprint(plan.parameter_bytes, plan.gradient_bytes, states * ranks, transient=0)
 
 
 def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
@@ -132,21 +138,26 @@ def rank_footprint(plan: Plan, config: Config, device: str) -> Footprint:
         steps_in_backward=config.memory.step_in_backward,
         on_cpu=device == "cpu",
     )
-    states = num_states(config.train)
-    offloaded = (unit.gradient_shard_bytes for unit in plan.units if unit.offload is not None)
-    states_on_host = int(states * sum(offloaded))
+    on_host = _state_bytes(plan, config, offloaded=True)
     return Footprint(
         parameters=plan.shard_bytes + sum(unit.device_copy_bytes for unit in plan.units),
         gradients=memory.gradient_bytes,
-        optimizer=int(states * plan.gradient_shard_bytes),
+        optimizer=_state_bytes(plan, config, offloaded=False) + on_host,
         transient=memory.transient_bytes,
-        host=memory.host_bytes + states_on_host,
+        host=memory.host_bytes + on_host,
     )
+
+
+def _state_bytes(plan: Plan, config: Config, *, offloaded: bool) -> int:
+    spec = spec_of(config.train)
+    options = plain_options(config.train.optimizer_options)
+    configuration = Configuration(optimizer=spec.name, optimizer_options=options)
+    return state_bytes(plan, configuration, offloaded=offloaded)
 
 
 def _granularity(config: Config) -> Literal["element", "row"]:
     """Rows for optimizers with 8-bit states, whose blocks must not cross rows."""
-    return "row" if config.train.optimizer == "adam8bit" else "element"
+    return spec_of(config.train).granularity
 
 
 def _precision_policy(config: Config) -> sw.MixedPrecisionPolicy:

@@ -4,20 +4,19 @@ from functools import partial
 
 import torch
 
-from shardwise.errors import ConfigError
-from shardwise.forecast.configuration import Configuration, Offload, Optimizer
+from shardwise.forecast.configuration import Configuration, Offload
 from shardwise.forecast.fit import Search, choose
 from shardwise.forecast.machines import local_machine
 from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
+from shardwise.plan.optimizers import plain_options
 from shardwise.train.build import build_model
-from shardwise.train.config import Config, TrainConfig
+from shardwise.train.config import Config
 from shardwise.train.planned import checkpointing_of
 
-__all__ = ["optimizer_of", "within"]
+__all__ = ["within"]
 
 _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
-_OPTIMIZERS: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 
 
 def within(config: Config, budget: str) -> Config:
@@ -29,7 +28,7 @@ def within(config: Config, budget: str) -> Config:
 
     Raises:
         PlanError: nothing fits.
-        ConfigError: the memory of the optimizer, or this GPU, is not known.
+        ConfigError: this GPU is not known.
     """
     memory = {"checkpoint_every": 0, "activations": "device", "accumulate": "shards"}
     plain = config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
@@ -40,7 +39,8 @@ def within(config: Config, budget: str) -> Config:
         compute_dtype=getattr(torch, config.precision.compute),
         reduce_dtype=getattr(torch, config.precision.reduce),
         offload=_OFFLOADS[config.memory.offload],
-        optimizer=optimizer_of(config.train, budget),
+        optimizer=config.train.optimizer,
+        optimizer_options=plain_options(config.train.optimizer_options),
     )
     search = Search(
         Model(config.run.name, factory=partial(build_model, plain)),
@@ -56,15 +56,3 @@ def within(config: Config, budget: str) -> Config:
             "memory": config.memory.model_copy(update=memory | checkpointing_of(found)),
         }
     )
-
-
-def optimizer_of(config: TrainConfig, budget: str) -> Optimizer:
-    """The forecast's name of ``config.optimizer``; raises a ConfigError if it has none."""
-    if config.optimizer not in _OPTIMIZERS:
-        raise ConfigError(
-            f"--memory {budget}: the memory of train.optimizer={config.optimizer!r} is not "
-            f"known; expected one of {', '.join(_OPTIMIZERS)}"
-        )
-    if config.optimizer == "sgd" and config.optimizer_options.get("momentum"):
-        return "sgd_momentum"
-    return _OPTIMIZERS[config.optimizer]
