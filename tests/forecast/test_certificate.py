@@ -10,7 +10,6 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.forecast.certificate import CATEGORIES, Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory import step_memory
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.work import Segment, Workload
 from shardwise.plan.wire import Wire
@@ -91,8 +90,9 @@ def test_without_activations_the_peak_is_that_of_the_plan() -> None:
         replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
     ]
     workload = replace(workload_of(5), segments=tuple(bare), tokens=0)
-    certificate = memory_certificate(plan, workload, replace(CONFIGURATION, optimizer="sgd"))
-    assert certificate.peak_bytes == step_memory(plan).peak_bytes
+    configuration = replace(CONFIGURATION, optimizer="sgd")
+    certificate = memory_certificate(plan, workload, configuration)
+    assert certificate.peak_bytes == memory_certificate(plan, None, configuration).peak_bytes
 
 
 @pytest.mark.parametrize(

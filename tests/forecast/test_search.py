@@ -52,7 +52,7 @@ class Fake:
             optimizer=0 if one.offload != "none" else 160 * GB // one.shard_size // one.tensor,
             activations=kept * GB * one.micro_batch * (not one.activation_offload),
         )
-        return Forecast(one, self.cluster, Certificate((moment,), 0, 0, 0))
+        return Forecast(one, self.cluster, Certificate((moment,)))
 
     def timed(self, found: Forecast) -> Forecast:
         one = found.configuration
@@ -113,7 +113,7 @@ class Gathering(Fake):
         found = super().memory(one)
         [moment] = found.memory.timeline
         gathered = replace(moment, gathered=35 * GB * (1 + one.prefetch))
-        return replace(found, memory=Certificate((gathered,), 0, moment.optimizer, 0))
+        return replace(found, memory=Certificate((gathered,), reserve_bytes=moment.optimizer))
 
 
 def test_memory_that_states_split_counts_as_saved_by_offload() -> None:

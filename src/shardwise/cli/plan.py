@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,9 +30,9 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, or "
-            "package.module:function or file.py:function that builds a module. Frozen parameters "
-            "and those in bfloat16 count as they are.",
+            help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, the "
+            "TOML file of shardwise train, or package.module:function or file.py:function that "
+            "builds a module. Frozen parameters and those in bfloat16 count as they are.",
         ),
     ] = None,
     cluster: Annotated[
@@ -144,18 +143,21 @@ def plan(
     from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
     from shardwise.forecast.machines import machine_of  # noqa: PLC0415
-    from shardwise.forecast.models import resolve_model  # noqa: PLC0415
     from shardwise.forecast.numbers import number_of  # noqa: PLC0415
     from shardwise.forecast.saving import Storage  # noqa: PLC0415
-    from shardwise.train.planned import config_of  # noqa: PLC0415
+    from shardwise.plan.optimizers import optimizer_spec  # noqa: PLC0415
+    from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
     num_devices = machine.cluster.num_devices
-    resolved = resolve_model(model)
+    files = ModelFiles.of(model, config)
+    resolved = files.model
     settings = Configuration(
         sequence=seq,
         master_dtype=resolved.master_dtype,
         optimizer=optimizer,
+        optimizer_options=optimizer_spec(optimizer).options,
+        optimizer_loop=optimizer_spec(optimizer).loop,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
     )
@@ -180,7 +182,7 @@ def plan(
         forecaster,
         goal,
         Budget(None if tokens is None else number_of("tokens", tokens), price),
-        partial(config_of, path=_directory(model)),
+        files.toml_of,
         Progress(),
         scaling=scaling and not cluster.endswith(".json"),
     )
@@ -194,7 +196,11 @@ def plan(
         saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
         plan_terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
-    _write(planned, html, trace, config)
+    _write(planned, html, trace, None if planned.config_problem else config)
+    if config is not None:
+        if planned.config_problem:
+            raise ConfigError(f"--config {config}: {planned.config_problem}")
+        files.write_model(seq)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
 
@@ -243,14 +249,6 @@ class Progress:
         if self._clock() - self._printed_at >= QUIET_SECONDS:
             self._printed_at = self._clock()
             print(f"{message} ...", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _directory(model: str) -> str:
-    """The directory of a Hugging Face model, which the trainer can read; "" for other models."""
-    path = Path(model)
-    if path.is_dir():
-        return model
-    return str(path.parent) if path.suffix == ".json" else ""
 
 
 def _degree(option: str, text: str) -> "Degree":

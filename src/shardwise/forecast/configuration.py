@@ -60,14 +60,17 @@ class Configuration:
             backward.
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         prefetch: units gathered ahead of the one that computes.
+        units: "auto", the name of a module class, or a size in parameters.
         master_dtype: dtype of shards, gradient shards and optimizer states.
         compute_dtype: dtype of matrix products.
         gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
             with autocast.
         reduce_dtype: dtype of gradients while they are reduced.
+        full_norms: whether `torch.nn.LayerNorm` computes in ``master_dtype``.
         autocast: whether to compute under ``torch.autocast``.
         optimizer: a name in `OPTIMIZERS`, or ``"package.module:Class"``.
         optimizer_options: its options, which may add states, such as ``(("momentum", 0.9),)``.
+        step_in_backward: whether each unit is stepped as soon as its gradients are reduced.
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
@@ -98,14 +101,17 @@ class Configuration:
     activation_offload: bool = False
     offload: Offload = "none"
     prefetch: int = 1
+    units: str | int = "auto"
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
+    full_norms: bool = False
     autocast: bool = False
     optimizer: str = "adamw"
     optimizer_options: tuple[tuple[str, Any], ...] = ()
     optimizer_loop: OptimizerLoop = "fused"
+    step_in_backward: bool = False
     clips: bool = True
     compiled: bool = False
     attention: Attention = "flash"

@@ -28,7 +28,7 @@ from shardwise.forecast.machine import Machine
 from shardwise.forecast.machines import local_machine, machine_of
 from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
-from shardwise.forecast.planned import offload_of, precision_of
+from shardwise.forecast.planned import sharding_of
 from shardwise.forecast.process import (
     count_growth,
     growths,
@@ -77,17 +77,7 @@ class Fit:
         """
         configuration = self.configuration
         checkpoint_blocks(model, dict(zip(_blocks(model), self.checkpointing, strict=False)))
-        is_whole = not configuration.row.shards
-        fully_shard(
-            model,
-            units="auto",
-            strategy=configuration.strategy,
-            prefetch=configuration.prefetch,
-            mp_policy=precision_of(configuration),
-            offload_policy=offload_of(configuration),
-            granularity=configuration.states.granularity,
-            reshard_after_forward=None if is_whole else configuration.reshard_after_forward,
-        )
+        fully_shard(model, **sharding_of(configuration))
         if configuration.activation_offload:
             _offload_in_forward(model)
         return model

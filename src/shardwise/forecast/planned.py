@@ -1,6 +1,7 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
 from textwrap import indent
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 
-__all__ = ["call_of", "offload_of", "plan_of", "precision_of"]
+__all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
@@ -22,14 +23,29 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         module,
         world_size=num_shards * (configuration.replicas if row.is_two_level else 1),
         replicas=configuration.replicas,
-        units="auto",
+        units=configuration.units,
         strategy=configuration.strategy,
         prefetch=configuration.prefetch,
         reshard_after_forward=configuration.reshard_after_forward,
         precision=precision_of(configuration),
-        offload=offload_of(configuration),
+        offload=_offload_of(configuration),
         granularity=configuration.states.granularity,
     )
+
+
+def sharding_of(configuration: Configuration) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that make the plan of `plan_of`, without a mesh."""
+    two_axes = configuration.row.num_axes > 1
+    return {
+        "units": configuration.units,
+        "strategy": configuration.strategy,
+        "prefetch": configuration.prefetch,
+        "mp_policy": precision_of(configuration),
+        "offload_policy": _offload_of(configuration),
+        "granularity": configuration.states.granularity,
+        "sharding_factor": configuration.shard_ranks if two_axes else None,
+        "reshard_after_forward": configuration.reshard_after_forward,
+    }
 
 
 def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
@@ -37,14 +53,16 @@ def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
     compute = configuration.parameter_dtype
     if master == compute == reduce == torch.float32:
         return DEFAULT_PRECISION
+    has_norms = configuration.full_norms and compute != master
     return MixedPrecisionPolicy(
         param_dtype=compute,
         reduce_dtype=reduce,
+        full_precision=(nn.LayerNorm,) if has_norms else (),
         master_dtype=None if master == torch.float32 else "keep",
     )
 
 
-def offload_of(configuration: Configuration) -> OffloadPolicy:
+def _offload_of(configuration: Configuration) -> OffloadPolicy:
     if configuration.offload == "none":
         return NO_OFFLOAD
     return CPUOffloadPolicy(parameters=configuration.offload == "parameters")
@@ -75,7 +93,9 @@ def call_of(configuration: Configuration) -> str:
 def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     """Return the arguments of `fully_shard` as code; ``dims`` is the submesh to shard over."""
     arguments = {"mesh": dims} if dims else {}
-    arguments |= {"units": '"auto"', "strategy": f'"{configuration.strategy}"'}
+    units = configuration.units
+    arguments |= {"units": f'"{units}"' if isinstance(units, str) else str(units)}
+    arguments |= {"strategy": f'"{configuration.strategy}"'}
     if configuration.row.num_axes > 1 and not dims:
         arguments["sharding_factor"] = str(configuration.shard_size)
     if configuration.reshard_after_forward is not None:
@@ -88,6 +108,7 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     if policy is not DEFAULT_PRECISION:
         given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]
         given += ['master_dtype="keep"'] if policy.master_dtype else []
+        given += ["full_precision=(torch.nn.LayerNorm,)"] if policy.full_precision else []
         inner = "".join(f"        {one},\n" for one in given)
         arguments["mp_policy"] = f"sw.MixedPrecisionPolicy(\n{inner}    )"
     if configuration.offload != "none":

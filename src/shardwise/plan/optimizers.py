@@ -91,6 +91,11 @@ class OptimizerSpec:
         return "row" if self.kind == "blocks" else "element"
 
     @property
+    def loop(self) -> Literal["fused", "foreach"]:
+        """How the trainer's update iterates over parameters."""
+        return "fused" if self.is_fusable or not self.takes_roots else "foreach"
+
+    @property
     def has_owners(self) -> bool:
         """Whether hidden matrices are updated by owners, and other parameters by AdamW."""
         return self.kind == "matrices"

@@ -172,14 +172,16 @@ class PrecisionConfig(Section):
 
     compute: DType = "float32"  # dtype of gathered parameters, forward and backward
     reduce: DType = "float32"  # dtype in which gradients are reduced
+    norms: Literal["float32", "compute"] = "float32"  # dtype of layer norms
 
 
 class MemoryConfig(Section):
     """[memory]: options that save memory at the cost of computation and copies."""
 
     checkpoint_every: NonNegative = 0  # recompute every n-th block in backward; 0: none
-    # "selective" keeps the results of matrix products in these blocks; the others keep nothing.
-    checkpoint: Literal["full", "reentrant", "selective"] = "full"
+    # What these blocks keep: their inputs ("full", or "reentrant", PyTorch's older implementation),
+    # also the results of matrix products ("products"), or of every second one ("selective").
+    checkpoint: Literal["full", "reentrant", "products", "selective"] = "full"
     # Keep optimizer states and gradients in host memory; "all": parameters too.
     offload: Literal["none", "optimizer", "all"] = "none"
     activations: Literal["device", "host"] = "device"  # where activations are kept until backward
