@@ -178,7 +178,7 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
         (["gpt2", *ARGUMENTS, "--tokens", "1Q"], "--tokens 1Q: expected a number such as 300B"),
         (["gpt2", *ARGUMENTS, "--html", "no/such/page.html"], "no/such is not a directory"),
         (["gpt2", *ARGUMENTS, "--seq", "0"], "sequence=0: expected an integer of 1 or more"),
-        ([], "expected a model"),
+        ([], "Missing argument 'MODEL'"),
     ],
 )
 def test_bad_input_is_one_line_with_the_way_out(arguments: list[str], message: str) -> None:
@@ -228,14 +228,6 @@ def test_an_alternative_that_does_not_fit_is_tried_with_offload() -> None:
     assert "checkpointing full, micro-batch 2: fits only with optimizer on the host, " in output
     line = "checkpointing none, micro-batch 2: does not fit even with offload, without that needs"
     assert line in output
-
-
-def test_measurements_that_make_no_sense_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.json"
-    path.write_text('{"rows": [{"id": "one", "model": {"layers": "many"}}]}', "utf-8")
-    found = run("--score", str(path))
-    assert found.code == 2
-    assert "one" in found.errors
 
 
 def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:

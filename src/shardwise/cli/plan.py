@@ -27,14 +27,14 @@ _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try sev
 
 def plan(
     model: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="MODEL",
             help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, the "
             "TOML file of shardwise train, or package.module:function or file.py:function that "
             "builds a module. Frozen parameters and those in bfloat16 count as they are.",
         ),
-    ] = None,
+    ],
     cluster: Annotated[
         str,
         typer.Option(
@@ -115,12 +115,6 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a file for shardwise train.")
     ] = None,
-    score: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Predict published measurements instead, and print the errors."
-        ),
-    ] = None,
 ) -> None:
     """Find the best way to train a model on a cluster, without using a GPU.
 
@@ -128,11 +122,6 @@ def plan(
     checkpointing that divides the batch. Ranks the configurations that fit, prints how much memory
     the others lack, and prints the call of fully_shard for the best one.
     """
-    if score is not None:
-        _score(score)
-        return
-    if model is None:
-        raise ConfigError("plan: expected a model, such as llama-3-8b, or --score FILE")
     check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
@@ -203,13 +192,6 @@ def plan(
         files.write_model(seq)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
-
-
-def _score(path: Path) -> None:
-    from shardwise.forecast.score import score  # noqa: PLC0415 (torch takes seconds)
-
-    progress = Progress()
-    typer.echo(score(path, progress=lambda row: progress(f"predicting {row.id}")).text())
 
 
 def _dtype(name: str) -> "torch.dtype":

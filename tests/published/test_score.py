@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.published.score import Errors, Score, is_held_out, score
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.score import Errors, Score, is_held_out, score
-from tests.forecast.test_published import row_with, write
+from tests.published.test_rows import row_with, write
 
 OOM = {
     "outcome": "oom",

@@ -1,4 +1,5 @@
-"""The configuration of a published row. Where the row does not say, these assumptions apply:
+"""The configuration of a published row. `assumptions_of` lists what is assumed for fields that are
+not published. For all rows, these assumptions apply:
 
 - Gradients are reduced in the compute dtype unless the row names float32.
 - XLA and fused norm kernels count as compiled.
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.published.rows import Row
 from shardwise.errors import ShardwiseError
 from shardwise.forecast.configuration import (
     Checkpointing,
@@ -19,10 +21,16 @@ from shardwise.forecast.configuration import (
     OptimizerLoop,
     Stack,
 )
-from shardwise.forecast.published import Row
 from shardwise.forecast.transformer import Shape
 
-__all__ = ["UnscoredError", "checkpointings_of", "configuration_of", "is_flash1", "shape_of"]
+__all__ = [
+    "UnscoredError",
+    "assumptions_of",
+    "checkpointings_of",
+    "configuration_of",
+    "is_flash1",
+    "shape_of",
+]
 
 
 class UnscoredError(ShardwiseError):
@@ -40,6 +48,7 @@ _LOGITS_IN_LOOP_STACKS = ("KempnerForge",)
 # Stacks that split the head, gather its logits for the loss, and keep the whole embedding on each
 # rank (kempnerforge/distributed/tensor_parallel.py).
 _GATHERED_LOGITS_STACKS = ("KempnerForge",)
+_PRECISION = "bf16 mixed (fp32 sharded params, fp32 reduce)"  # if it is not published
 _COMPILERS = ("XLA", "JAX")
 _SKIPS = "skips gradient sync between micro-batches"
 _MINGPT_DROPOUT = 0.1  # default for embeddings, attention and both residuals
@@ -106,22 +115,23 @@ def configuration_of(row: Row) -> Configuration:
     Raises:
         UnscoredError: a required setting is not published, or not modelled.
     """
-    if not row.config_complete:
-        raise UnscoredError("its configuration is not complete")
+    if row.gpus is None:
+        raise UnscoredError("the number of GPUs is not published")
     if row.adapter:
         raise UnscoredError(f"adapters are not modelled ({row.adapter})")
-    if "fp8" in row.precision or "float8" in row.precision:
-        raise UnscoredError(f"8-bit matrix products are not modelled ({row.precision})")
+    precision = row.precision or _PRECISION
+    if "fp8" in precision or "float8" in precision:
+        raise UnscoredError(f"8-bit matrix products are not modelled ({precision})")
     sharding = row.strategy
-    if row.gpus is None or row.micro_batch is None or sharding.shard_group is None:
-        raise UnscoredError("the number of GPUs, the sharding or the batch is not published")
-    group, replicas = sharding.shard_group // sharding.cp, sharding.replicas or 1
+    replicas = sharding.replicas or 1
+    group = sharding.shard_group or row.data_parallel * sharding.cp // replicas
+    group //= sharding.cp
     strategy = _STRATEGIES[sharding.sharding]
     if strategy == "fsdp" and replicas > 1:
         strategy = "hsdp"
     if strategy == "ddp":
         group, replicas = 1, row.data_parallel
-    optimizer, loop = _OPTIMIZERS.get(row.optimizer, ("adamw", "foreach"))
+    optimizer, loop = _OPTIMIZERS.get(row.optimizer or "adamw", ("adamw", "foreach"))
     offload = row.offload or ""
     found = Configuration(
         strategy=strategy,
@@ -133,7 +143,7 @@ def configuration_of(row: Row) -> Configuration:
         pipeline=sharding.pp,
         context=sharding.cp,
         expert=sharding.ep,
-        micro_batch=row.micro_batch,
+        micro_batch=_micro_batch(row),
         accumulation=row.grad_accumulation or 1,
         accumulate="whole" if _SKIPS in (row.notes or "") else "shards",
         sequence=row.model.seq or 1,
@@ -147,10 +157,39 @@ def configuration_of(row: Row) -> Configuration:
         optimizer=optimizer,
         optimizer_loop=loop,
         compiled=_is_compiled(row),
-        attention="math" if row.attention.startswith("unfused") else "flash",
+        attention="math" if row.is_legacy else "flash",
         stack=_stack_of(row.framework),
     )
     return _with_precision(found, row)
+
+
+def _micro_batch(row: Row) -> int:
+    if row.micro_batch is not None or row.global_batch is None:
+        return row.micro_batch or 1
+    return max(1, row.global_batch // (row.data_parallel * (row.grad_accumulation or 1)))
+
+
+def assumptions_of(row: Row) -> list[str]:
+    """Return what the prediction assumes for fields of the row that are not published."""
+    found = []
+    if row.optimizer is None:
+        found.append("the optimizer is AdamW")
+    if row.precision is None:
+        found.append(f"the precision is {_PRECISION}")
+    if row.micro_batch is None:
+        known = row.global_batch is not None
+        found.append(
+            "micro-batches divide the global batch" if known else "a micro-batch has 1 sequence"
+        )
+    if row.strategy.shard_group is None and row.strategy.sharding not in ("ddp", "none"):
+        found.append("shards are on all data-parallel ranks")
+    if row.activation_checkpointing is None:
+        found.append("checkpointing is the least that fits")
+    if row.attention is None:
+        found.append("attention is fused")
+    if row.interconnect.inter_node_gbps_per_node is None and row.cluster().num_nodes > 1:
+        found.append("the network is the usual one of these GPUs")
+    return found
 
 
 def checkpointings_of(row: Row) -> list[Checkpointing | tuple[Checkpointing, ...]]:
@@ -171,7 +210,7 @@ def checkpointings_of(row: Row) -> list[Checkpointing | tuple[Checkpointing, ...
 
 def _is_compiled(row: Row) -> bool:
     by_stack = any(name in row.framework for name in _COMPILERS)
-    return bool(row.compile) or by_stack or "RMS kernel" in row.attention
+    return bool(row.compile) or by_stack or "RMS kernel" in (row.attention or "")
 
 
 def _stack_of(framework: str) -> Stack:
@@ -189,7 +228,7 @@ def _with_precision(configuration: Configuration, row: Row) -> Configuration:
 
     FSDP gathers parameters in the compute dtype even with autocast.
     """
-    precision = row.precision
+    precision = row.precision or _PRECISION
     half = torch.float16 if precision.startswith("fp16") else torch.bfloat16
     if precision.startswith("fp32"):
         half = torch.float32

@@ -4,6 +4,7 @@ A quarter of the rows, selected by a hash of their names, is held out: no consta
 was fitted on them. Errors are relative, for throughput and peak memory as each row defines them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,20 +12,21 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
-from shardwise.forecast.certificate import Certificate, memory_certificate
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import Model
-from shardwise.forecast.published import Row, read_rows
-from shardwise.forecast.row_configuration import (
+from benchmarks.published.configurations import (
     UnscoredError,
+    assumptions_of,
     checkpointings_of,
     configuration_of,
     is_flash1,
     shape_of,
 )
-from shardwise.forecast.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
+from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.forecast.certificate import Certificate, memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machine import Machine
+from shardwise.forecast.models import Model
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
 
@@ -49,6 +51,7 @@ class Prediction:
 
     row: Row
     reason: str = ""  # why the row is not predicted
+    assumptions: tuple[str, ...] = ()  # for what is not published
     time: StepTime | None = None
     memory: Certificate | None = None
     peers: tuple[tuple[str, float], ...] = ()  # errors of rules of thumb, by name
@@ -223,7 +226,7 @@ class _Predictor:
         if is_flash1(row):
             machine = machine.with_flash1()
         time = step_time(plan, workload, machine, configuration)
-        found = Prediction(row, time=time, memory=memory)
+        found = Prediction(row, assumptions=tuple(assumptions_of(row)), time=time, memory=memory)
         return replace(found, peers=tuple(_rule_errors(found, workload, configuration)))
 
 
@@ -310,6 +313,7 @@ def _lines(score: Score) -> Iterable[str]:
         errors = score.peer(rule)
         if errors:
             yield _line(errors)
+    yield from _assumed(score.predictions)
     yield from _unscored(score.predictions)
 
 
@@ -318,13 +322,23 @@ _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("of these, fitted on", lambda one: one.counts and not is_held_out(one.row)),
     ("of these, held out", lambda one: one.counts and is_held_out(one.row)),
     ("legacy stacks (unfused attention)", lambda one: one.row.scope == "core" and not one.counts),
-    ("extended rows", lambda one: one.row.scope == "extended"),
+    ("extended rows", lambda one: one.row.scope == "extended" and one.row.config_complete),
+    ("incomplete rows", lambda one: not one.row.config_complete),
 )
 
 
 def _line(errors: Errors) -> str:
     figures = f"{errors.median:>9.1%}{errors.bias:>+9.1%}{errors.share_close:>9.0%}"
     return f"{errors.name:38}{len(errors.values):>5}{figures}"
+
+
+def _assumed(predictions: Sequence[Prediction]) -> Iterable[str]:
+    counts = Counter(one for found in predictions for one in found.assumptions)
+    if counts:
+        yield ""
+        yield "Assumed where it is not published"
+    for assumption, count in counts.most_common():
+        yield f"  {assumption}: {count} rows"
 
 
 def _unscored(predictions: Sequence[Prediction]) -> Iterable[str]:
