@@ -11,15 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.api import fully_shard
 from shardwise.errors import PlanError
-from shardwise.features.activation_offload import offload_activations
+from shardwise.forecast.applying import apply_to
 from shardwise.forecast.blocks import find_stacks
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Checkpointing, Configuration
@@ -28,14 +26,12 @@ from shardwise.forecast.machine import Machine
 from shardwise.forecast.machines import local_machine, machine_of
 from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
-from shardwise.forecast.planned import sharding_of
 from shardwise.forecast.process import (
     count_growth,
     growths,
     release_memory,
     set_mmap_threshold,
 )
-from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.saving import on_meta
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.work import Workload
@@ -75,12 +71,7 @@ class Fit:
 
         Pass it batches of ``configuration.micro_batch`` rows.
         """
-        configuration = self.configuration
-        checkpoint_blocks(model, dict(zip(_blocks(model), self.checkpointing, strict=False)))
-        fully_shard(model, **sharding_of(configuration))
-        if configuration.activation_offload:
-            _offload_in_forward(model)
-        return model
+        return apply_to(model, self.configuration)
 
 
 def fit(
@@ -321,18 +312,3 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = find_stacks(model)
     return stacks[0].blocks if len(stacks) == 1 else ()
-
-
-def _offload_in_forward(model: nn.Module) -> None:
-    """Offload the tensors that autograd saves in each forward of ``model`` to the host."""
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(offload_activations(model))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)

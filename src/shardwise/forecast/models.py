@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from shardwise.forecast.hugging_face import read_hugging_face
 from shardwise.forecast.parallel import ModelPart
 from shardwise.forecast.planned import precision_of
 from shardwise.forecast.recomputing import modes_by_name
+from shardwise.forecast.saving import on_meta
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
 from shardwise.forecast.work import Workload
@@ -29,7 +30,7 @@ from shardwise.plan.policies import choose_units
 from shardwise.plan.precision import LOW_DTYPES
 from shardwise.plan.spelling import did_you_mean, simplified
 
-__all__ = ["Model", "known_models", "resolve_model", "workload_of"]
+__all__ = ["Model", "known_models", "model_of", "resolve_model", "workload_of"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Model:
     factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
     # Whether the factory's parameters have the dtypes of training. Others get ``master_dtype``.
     keeps_dtypes: bool = False
+    # The arguments of forward for a number of sequences and their length; None: tokens.
+    inputs: Callable[[int, int], Any] | None = None
+    loss: Callable[[Any], Tensor] | None = None  # of the output; None: the output or cross-entropy
 
     def is_built_in(self, configuration: Configuration) -> bool:
         """Whether `build` uses the shape, as it always does with model parallelism."""
@@ -131,9 +135,9 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     precision = precision_of(configuration)
     workload = trace(
         module,
-        _batch_of(module, configuration, stage),
+        _batch_of(model, module, configuration, stage),
         units=[traced[name] for name in names if name in traced],
-        loss=None if model.is_built_in(configuration) else _loss_of_logits,
+        loss=None if model.is_built_in(configuration) else model.loss or _loss_of_logits,
         autocast=configuration.compute_dtype if configuration.autocast else None,
         precision=precision,
         checkpointing={traced[name]: mode for name, mode in modes.items() if name in traced},
@@ -149,7 +153,7 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
 _Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
-def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
+def _batch_of(model: Model, module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
     """Return the arguments of the module's forward: tokens, and targets if it takes them."""
     batch, time = configuration.micro_batch, configuration.sequence // configuration.context
     if configuration.sequence % (configuration.context * configuration.tensor):
@@ -157,6 +161,9 @@ def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _B
             f"sequence={configuration.sequence}: expected a multiple of context x tensor = "
             f"{configuration.context} x {configuration.tensor}"
         )
+    if model.inputs is not None:
+        given = model.inputs(batch, time)
+        return given if isinstance(given, (Mapping, tuple)) else (given,)
     tokens = torch.empty(batch, time, dtype=torch.long, device="meta")
     if stage:
         size, dtype = _boundary(module, configuration), configuration.compute_dtype
@@ -198,6 +205,27 @@ def known_models() -> dict[str, Shape]:
     """Return the built-in shapes by name."""
     text = resources.files("shardwise.forecast").joinpath("models.json").read_text("utf-8")
     return {name: Shape(**fields) for name, fields in json.loads(text).items()}
+
+
+def model_of(
+    given: str | nn.Module | Callable[[], nn.Module],
+    *,
+    inputs: Callable[[int, int], Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Model:
+    """Return the model that a name, a module or a function stands for.
+
+    Args:
+        given: a name as for `resolve_model`, a module on any device, which is not changed, or a
+            function that returns one.
+        inputs: see `Model`.
+        loss: see `Model`.
+    """
+    if isinstance(given, str):
+        return replace(resolve_model(given), inputs=inputs, loss=loss)
+    factory = partial(on_meta, given) if isinstance(given, nn.Module) else given
+    name = type(given).__name__ if isinstance(given, nn.Module) else given.__name__
+    return Model(name, factory=factory, keeps_dtypes=True, inputs=inputs, loss=loss)
 
 
 def resolve_model(name: str) -> Model:
