@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.published.rows import Row
 from shardwise.errors import ShardwiseError
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import (
     Checkpointing,
     Configuration,
@@ -117,8 +118,6 @@ def configuration_of(row: Row) -> Configuration:
     """
     if row.gpus is None:
         raise UnscoredError("the number of GPUs is not published")
-    if row.adapter:
-        raise UnscoredError(f"adapters are not modelled ({row.adapter})")
     precision = row.precision or _PRECISION
     if "fp8" in precision or "float8" in precision:
         raise UnscoredError(f"8-bit matrix products are not modelled ({precision})")
@@ -159,8 +158,33 @@ def configuration_of(row: Row) -> Configuration:
         compiled=_is_compiled(row),
         attention="math" if row.is_legacy else "flash",
         stack=_stack_of(row.framework),
+        adapters=_adapters_of(row),
     )
     return _with_precision(found, row)
+
+
+# What the recipes of these stacks train; other stacks: the defaults of `Adapters`.
+_RECIPES = {
+    # fsdp_qlora, train.py: --lora_rank 64, --lora_dropout 0.1, --lora_target_modules "all"
+    "fsdp_qlora": Adapters(
+        rank=64,
+        dropout=0.1,
+        targets=("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"),
+    ),
+    # torchtune, recipes/configs/llama3/70B_lora.yaml
+    "torchtune": Adapters(
+        rank=16,
+        alpha=32,
+        targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    ),
+}
+
+
+def _adapters_of(row: Row) -> Adapters | None:
+    if row.adapter is None:
+        return None
+    recipe = next((one for name, one in _RECIPES.items() if name in row.framework), Adapters())
+    return replace(recipe, quantized="QLoRA" in row.adapter)
 
 
 def _micro_batch(row: Row) -> int:
@@ -185,6 +209,8 @@ def assumptions_of(row: Row) -> list[str]:
         found.append("shards are on all data-parallel ranks")
     if row.activation_checkpointing is None:
         found.append("checkpointing is the least that fits")
+    if row.adapter is not None:
+        found.append("adapters are those of the stack's recipe")
     if row.attention is None:
         found.append("attention is fused")
     if row.interconnect.inter_node_gbps_per_node is None and row.cluster().num_nodes > 1:
@@ -233,6 +259,7 @@ def _with_precision(configuration: Configuration, row: Row) -> Configuration:
     if precision.startswith("fp32"):
         half = torch.float32
     is_pure = any(word in precision for word in ("bf16 params", "(params, grads, states)"))
+    is_pure |= row.adapter is not None and precision == "bf16"
     return replace(
         configuration,
         master_dtype=half if is_pure else torch.float32,

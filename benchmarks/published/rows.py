@@ -259,6 +259,5 @@ _CONSISTENT = 3.0  # factor; published step times are rounded or from other step
 def tokens_of(row: Row) -> int:
     """Return the tokens per step over all ranks, for a row with a known batch."""
     assert row.micro_batch is not None
-    assert row.grad_accumulation is not None
     assert row.model.seq is not None
-    return row.micro_batch * row.grad_accumulation * row.data_parallel * row.model.seq
+    return row.micro_batch * (row.grad_accumulation or 1) * row.data_parallel * row.model.seq

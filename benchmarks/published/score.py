@@ -20,7 +20,7 @@ from benchmarks.published.configurations import (
     is_flash1,
     shape_of,
 )
-from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.rows import Row, read_rows, tokens_of
 from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
@@ -240,6 +240,8 @@ def measured_tokens(row: Row) -> float | None:
         return found.tokens_per_s_per_gpu
     if found.tflops_per_gpu is not None and row.definition.flops_formula:
         return found.tflops_per_gpu * _TERA / _flops_per_token(row)
+    if found.step_s is not None and None not in (row.micro_batch, row.model.seq, row.gpus):
+        return tokens_of(row) / found.step_s / (row.gpus or 1)
     return None
 
 
@@ -323,6 +325,7 @@ _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("of these, held out", lambda one: one.counts and is_held_out(one.row)),
     ("legacy stacks (unfused attention)", lambda one: one.row.scope == "core" and not one.counts),
     ("extended rows", lambda one: one.row.scope == "extended" and one.row.config_complete),
+    ("of these, adapters", lambda one: one.row.adapter is not None),
     ("incomplete rows", lambda one: not one.row.config_complete),
 )
 

@@ -84,6 +84,17 @@ def plan(
         str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
     ] = "bfloat16",
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Train adapters on a frozen base: r=16,targets=q_proj+v_proj,dora=true (targets: "
+            "all-linear), or the adapter_config.json of peft.",
+        ),
+    ] = None,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Adapters on a base with 4-bit weights (NF4).")
+    ] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
     ] = None,
@@ -128,6 +139,7 @@ def plan(
     from shardwise.diagnose import plan_terminal  # noqa: PLC0415
     from shardwise.diagnose.plan_text import Budget  # noqa: PLC0415
     from shardwise.diagnose.planning import make_planned  # noqa: PLC0415
+    from shardwise.forecast.adapters import adapters_of  # noqa: PLC0415
     from shardwise.forecast.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
@@ -149,6 +161,7 @@ def plan(
         optimizer_loop=optimizer_spec(optimizer).loop,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
+        adapters=adapters_of(lora, qlora=qlora),
     )
     goal = Goal(
         global_batch=8 * num_devices if global_batch is None else global_batch,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.diagnose.formatting import bytes_text, seconds_text
 from shardwise.diagnose.plan_text import describe, reasons
+from shardwise.forecast.adapters import adapters_of
 from shardwise.forecast.applying import apply_to
 from shardwise.forecast.candidates import Degree, Goal, Objective
 from shardwise.forecast.certificate import Certificate
@@ -136,6 +137,8 @@ def estimate(
     optimizer: str = "adamw",
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
+    lora: Any = None,
+    qlora: bool = False,
     strategies: Sequence[str] = (),
     micro_batches: Sequence[int] = (),
     checkpointing: Sequence[Checkpointing] = (),
@@ -166,6 +169,8 @@ def estimate(
         optimizer: a name in `plan.optimizers`, or "package.module:Class".
         dtype: dtype of gathered parameters and of compute.
         compiled: whether the blocks run under torch.compile.
+        lora: train adapters on a frozen base: "r=16,targets=q_proj+v_proj", or peft's LoraConfig.
+        qlora: whether the base of the adapters has 4-bit weights.
         strategies: names of strategies to try; empty: all.
         micro_batches: sequences per forward of a rank to try; empty: powers of two.
         checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
@@ -200,6 +205,7 @@ def estimate(
         master_dtype=resolved.master_dtype,
         compute_dtype=dtype,
         compiled=compiled,
+        adapters=adapters_of(lora, qlora=qlora),
         optimizer=optimizer,
         optimizer_options=spec.options,
         optimizer_loop=spec.loop,

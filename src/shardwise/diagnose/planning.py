@@ -67,6 +67,7 @@ class Planned:
         sequences, tokens = goal.global_batch, goal.settings.sequence
         return [
             f"{_amount(self.num_parameters)} parameters"
+            + f", {goal.settings.adapters}" * (goal.settings.adapters is not None)
             + trained * (self.num_trained < self.num_parameters),
             place,
             f"{counted(sequences, 'sequence')} of {counted(tokens, 'token')} per step",
@@ -134,7 +135,7 @@ def make_planned(
     return Planned(
         model=forecaster.model.name,
         num_parameters=forecaster.model.num_parameters,
-        num_trained=forecaster.model.num_trained,
+        num_trained=forecaster.model.num_trained(goal.settings.adapters),
         ranking=ranking,
         plan=on_winner.plan(winner),
         curves=scaling_curves(on_winner, winner, progress) if scaling else [],

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shardwise.errors import PlanError
+from shardwise.forecast.adapters import Adapters
 from shardwise.plan.optimizers import OptimizerSpec, optimizer_spec
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import Strategy, resolve_strategy
@@ -74,6 +75,8 @@ class Configuration:
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
+        adapters: adapters to train, on a frozen base in ``compute_dtype`` or with 4-bit weights;
+            None: train all parameters that are not frozen.
         compiled: whether the model runs under ``torch.compile``.
         attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
         stack: the library whose buffers are counted.
@@ -114,6 +117,7 @@ class Configuration:
     step_in_backward: bool = False
     clips: bool = True
     compiled: bool = False
+    adapters: Adapters | None = None
     attention: Attention = "flash"
     stack: Stack = "shardwise"
 
@@ -135,6 +139,8 @@ class Configuration:
             raise PlanError(
                 f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
             )
+        if self.adapters is not None and self.tensor > 1:
+            raise PlanError(f"tensor={self.tensor}: adapters of divided layers are not modelled")
         for name, kind in _CHOICES.items():
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):

@@ -245,7 +245,10 @@ class Search:
 
     def certificate(self, configuration: Configuration) -> Certificate:
         plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
-        found = memory_certificate(plan, workload, configuration, on_cpu=self.on_cpu)
+        buffers = self._forecaster.buffer_bytes(configuration)
+        found = memory_certificate(
+            plan, workload, configuration, buffer_bytes=buffers, on_cpu=self.on_cpu
+        )
         return replace(found, overhead_bytes=found.overhead_bytes + self.overhead_bytes)
 
     def fit(self, configuration: Configuration) -> Fit:

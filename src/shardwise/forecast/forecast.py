@@ -94,6 +94,7 @@ class Forecaster:
                 self.workload(configuration, stage),
                 configuration,
                 stage=stage,
+                buffer_bytes=self.buffer_bytes(configuration, stage),
                 on_cpu=self.machine.computes_on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
@@ -142,6 +143,11 @@ class Forecaster:
             self._workloads[key] = workload_of(self.model, *key)
         return self._workloads[key]
 
+    def buffer_bytes(self, configuration: Configuration, stage: int = -1) -> int:
+        """Return the bytes of the model's buffers on one rank of a stage."""
+        module = self._module(configuration, stage % configuration.pipeline)
+        return sum(buffer.nbytes for buffer in module.buffers())
+
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
         key = _shared(configuration, _OF_MODULES), stage
         if key not in self._modules:
@@ -158,7 +164,9 @@ _OF_MODULES = (
     "expert",
     "sequence",
     "master_dtype",
+    "compute_dtype",
     "attention",
+    "adapters",
 )
 _OF_TRACES = (
     *_OF_MODULES,
@@ -166,7 +174,6 @@ _OF_TRACES = (
     "context",
     "micro_batch",
     "checkpointing",
-    "compute_dtype",
     "gather_dtype",
     "reduce_dtype",
     "autocast",

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import resources
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.adapters import Adapters, adapt
 from shardwise.forecast.blocks import find_stacks, sample_of, with_blocks
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.functions import find_function
@@ -70,7 +71,12 @@ class Model:
             positions = self.shape.positions and max(self.shape.positions, configuration.sequence)
             shape = replace(self.shape, positions=positions)
             module = build(shape, part)
-        return (module if self.keeps_dtypes else module.to(configuration.master_dtype)).train()
+        adapters, master = configuration.adapters, configuration.master_dtype
+        if adapters is not None:
+            module = adapt(module, adapters, base=configuration.compute_dtype, trained=master)
+        elif not self.keeps_dtypes:
+            module = module.to(master)
+        return module.train()
 
     def _from_factory(self, part: ModelPart) -> nn.Module:
         if not part.is_whole:
@@ -97,10 +103,12 @@ class Model:
         """Number of parameters of the whole model; tied parameters count once."""
         return sum(parameter.numel() for parameter in self._parameters)
 
-    @property
-    def num_trained(self) -> int:
-        """Number of parameters that are not frozen."""
-        return sum(one.numel() for one in self._parameters if one.requires_grad)
+    def num_trained(self, adapters: Adapters | None = None) -> int:
+        """Return the number of parameters that are trained, which are those of ``adapters``."""
+        parameters: Iterable[nn.Parameter] = self._parameters
+        if adapters is not None:
+            parameters = self.build(Configuration(sequence=1, adapters=adapters)).parameters()
+        return sum(one.numel() for one in parameters if one.requires_grad)
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
@@ -76,6 +77,9 @@ def call_of(configuration: Configuration) -> str:
     """
     imports, mesh, dims = _mesh_of(configuration)
     before = ""
+    if configuration.adapters is not None:
+        imports += "from peft import LoraConfig, get_peft_model\n"
+        before += _adapters_of(configuration, configuration.adapters)
     if configuration.checkpointing != "none":
         imports += "from shardwise.forecast.recomputing import checkpoint_blocks\n"
         before += f"checkpoint_blocks(model, {_quoted(configuration.checkpointing)})\n"
@@ -88,6 +92,27 @@ def call_of(configuration: Configuration) -> str:
     call = f"sw.fully_shard(\n    model,\n{lines})\n"
     imports = f"import torch\n\nimport shardwise as sw\n{imports}"
     return f"{imports}\n{mesh}{before}{call}{_step_of(configuration)}"
+
+
+def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
+    """Return code that freezes the base, and adds adapters to it."""
+    targets = adapters.targets
+    options = {
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "use_dora": adapters.dora,
+        "target_modules": targets[0] if len(targets) == 1 else list(targets),
+    }
+    lines = "".join(
+        f"    {name}={_quoted(value) if name == 'target_modules' else value},\n"
+        for name, value in options.items()
+        if value
+    )
+    note = "# Load the base with 4-bit weights: NF4, with double quantization.\n"
+    cast = "" if adapters.quantized else f"model.to({configuration.compute_dtype})\n"
+    note = note if adapters.quantized else ""
+    return f"{note}{cast}lora = LoraConfig(\n{lines})\nmodel = get_peft_model(model, lora)\n"
 
 
 def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
@@ -146,7 +171,7 @@ def _step_of(configuration: Configuration) -> str:
     )
 
 
-def _quoted(modes: str | tuple[str, ...]) -> str:
+def _quoted(modes: object) -> str:
     return f"{modes!r}".replace("'", '"')
 
 

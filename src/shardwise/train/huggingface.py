@@ -105,6 +105,10 @@ class HuggingFace:
             base_model_name_or_path=str(self.directory.resolve()),
         )
         adapted: nn.Module = get_peft_model(model, lora)
+        dtype = getattr(torch, self.config.precision.compute)  # of the base, which is not updated
+        for parameter in adapted.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         unsupported = [
             name
             for name, parameter in adapted.named_parameters()

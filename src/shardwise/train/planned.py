@@ -7,6 +7,7 @@ import tomli_w
 import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.forecast.adapters import ALL_LINEAR, Adapters
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
 from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
@@ -49,6 +50,7 @@ def configuration_of(config: Config) -> Configuration:
         optimizer_loop=spec.loop,
         step_in_backward=config.memory.step_in_backward,
         clips=config.train.grad_clip > 0,
+        adapters=_adapters(config),
     )
 
 
@@ -89,7 +91,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
     kept = base.train.optimizer_options if is_same else {}
     offload = next(key for key, value in _OFFLOADS.items() if value == configuration.offload)
     changes: dict[str, dict[str, Any]] = {
-        "model": {"context": configuration.sequence},
+        "model": {"context": configuration.sequence, **_lora(configuration.adapters)},
         "train": {
             "global_batch": configuration.global_batch,
             "micro_batch": configuration.micro_batch,
@@ -122,6 +124,29 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         name: getattr(base, name).model_copy(update=values) for name, values in changes.items()
     }
     return Config.model_validate(base.model_copy(update=sections).model_dump())
+
+
+def _adapters(config: Config) -> Adapters | None:
+    model = config.model
+    if not model.lora_rank:
+        return None
+    targets = model.lora_targets
+    return Adapters(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=(targets,) if isinstance(targets, str) else targets,
+    )
+
+
+def _lora(adapters: Adapters | None) -> dict[str, Any]:
+    if adapters is None:
+        return {"lora_rank": 0}
+    targets = adapters.targets
+    return {
+        "lora_rank": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_targets": targets[0] if targets == (ALL_LINEAR,) else targets,
+    }
 
 
 def _norms(configuration: Configuration, base: Config) -> str:
