@@ -10,6 +10,7 @@ not published. For all rows, these assumptions apply:
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -19,9 +20,11 @@ from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import (
     Checkpointing,
     Configuration,
+    Float8,
     OptimizerLoop,
     Stack,
 )
+from shardwise.forecast.machine import Machine
 from shardwise.forecast.transformer import Shape
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "checkpointings_of",
     "configuration_of",
     "is_flash1",
+    "machine_of",
     "shape_of",
 ]
 
@@ -41,16 +45,33 @@ class UnscoredError(ShardwiseError):
 # Stacks whose published runs used kernels before FlashAttention-2, because they are older than its
 # release or pinned version 1.
 _FLASH1_STACKS = ("llm-foundry",)
-# Stacks whose loss takes 16-bit logits: fused kernels of FlashAttention and Liger, and plain
-# F.cross_entropy (KempnerForge, scripts/train.py at commit 01b461a, of the published runs).
-_NARROW_LOSS_STACKS = ("llm-foundry", "Liger", "KempnerForge")
+Loss = Literal["float32", "compute", "shifted", "fused", "fused_linear"]
+# Losses by the code of the stack:
+# - 16-bit logits: kernels of FlashAttention, and plain F.cross_entropy (KempnerForge,
+#   scripts/train.py at commit 01b461a, of the published runs).
+# - the fused linear loss of Liger's kernels for models of transformers.
+# - the loss of transformers 4.38, modeling_llama.py, and of GPT-2.
+_LOSSES: dict[Loss, tuple[str, ...]] = {
+    "compute": ("llm-foundry", "KempnerForge"),
+    "fused_linear": ("Liger",),
+    "shifted": ("fsdp_qlora", "Accelerate"),
+}
+# The machine of fsdp_qlora's report (benchmarks_03_2024.md): "without NVLink", "an older
+# motherboard and slow PCI lanes". Lanes are not published: four of PCIe 3 are assumed, which the
+# second slot of such boards often has. Its power limit of 280 W is ignored, because products that
+# accumulate in float32 run at half rate on this device.
+_OLD_BOARD_BANDWIDTH = 3.9e9
 # Stacks whose training loop has the logits in a variable until the next forward (same file).
 _LOGITS_IN_LOOP_STACKS = ("KempnerForge",)
 # Stacks that split the head, gather its logits for the loss, and keep the whole embedding on each
 # rank (kempnerforge/distributed/tensor_parallel.py).
 _GATHERED_LOGITS_STACKS = ("KempnerForge",)
 _PRECISION = "bf16 mixed (fp32 sharded params, fp32 reduce)"  # if it is not published
-_COMPILERS = ("XLA", "JAX")
+# Stacks that compile, or have fused kernels for norms and activations (Transformer Engine).
+_COMPILERS = ("XLA", "JAX", "Megatron-Bridge")
+# Stacks with cuDNN's attention (MaxText's attention="cudnn_flash_te", Transformer Engine), which is
+# about as fast as FlashAttention-3 (arXiv 2407.08608, figures 5 and 6).
+_CUDNN_STACKS = ("MaxText", "Megatron-Bridge")
 _SKIPS = "skips gradient sync between micro-batches"
 _MINGPT_DROPOUT = 0.1  # default for embeddings, attention and both residuals
 _STRATEGIES = {
@@ -101,13 +122,33 @@ def shape_of(row: Row) -> Shape:
         dropout=_MINGPT_DROPOUT if "minGPT" in model.name else 0.0,
         positions=(model.seq or 0) if model.arch == "gpt" else 0,
         tied_embeddings=bool(model.tied_embeddings),
-        loss="compute" if _has_narrow_loss(row) else "float32",
+        loss=_loss_of(row),
         keeps_logits=any(name in row.framework for name in _LOGITS_IN_LOOP_STACKS),
     )
 
 
-def _has_narrow_loss(row: Row) -> bool:
-    return any(name in f"{row.framework} {row.notes}" for name in _NARROW_LOSS_STACKS)
+def _loss_of(row: Row) -> Loss:
+    text = f"{row.framework} {row.notes}"
+    for loss, stacks in _LOSSES.items():
+        if any(name in text for name in stacks):
+            return loss
+    # torchtune's distributed recipes compute the loss over chunks (CEWithChunkedOutputLoss).
+    is_chunked = "chunked cross entropy" in text or "torchtune FSDP2" in text
+    return "fused" if is_chunked and row.compile else "float32"
+
+
+def machine_of(row: Row) -> Machine:
+    """Return the machine that the row ran on."""
+    cluster = row.cluster()
+    if "fsdp_qlora" in row.framework and row.gpu == "RTX-3090":
+        cluster = replace(
+            cluster, accelerator=replace(cluster.accelerator, link_bandwidth=_OLD_BOARD_BANDWIDTH)
+        )
+    machine = Machine.of(cluster)
+    if is_flash1(row):
+        return machine.with_flash1()
+    is_fast = row.attention == "FA3" or any(name in row.framework for name in _CUDNN_STACKS)
+    return machine.with_flash3() if is_fast else machine
 
 
 def configuration_of(row: Row) -> Configuration:
@@ -118,9 +159,6 @@ def configuration_of(row: Row) -> Configuration:
     """
     if row.gpus is None:
         raise UnscoredError("the number of GPUs is not published")
-    precision = row.precision or _PRECISION
-    if "fp8" in precision or "float8" in precision:
-        raise UnscoredError(f"8-bit matrix products are not modelled ({precision})")
     sharding = row.strategy
     replicas = sharding.replicas or 1
     group = sharding.shard_group or row.data_parallel * sharding.cp // replicas
@@ -159,8 +197,22 @@ def configuration_of(row: Row) -> Configuration:
         attention="math" if row.is_legacy else "flash",
         stack=_stack_of(row.framework),
         adapters=_adapters_of(row),
+        float8=_float8_of(row),
+        float8_gather="float8 all-gather" in (row.precision or ""),
+        step_in_backward="optimizer in backward"
+        in (row.notes or row.activation_checkpointing_detail or ""),
     )
     return _with_precision(found, row)
+
+
+def _float8_of(row: Row) -> Float8:
+    """Return how 8-bit operands are scaled: in JAX with delayed scales (flax.linen.fp8_ops)."""
+    precision = row.precision or ""
+    if "fp8" not in precision and "float8" not in precision:
+        return "none"
+    if any(name in row.framework for name in ("XLA", "JAX")):
+        return "delayed"
+    return "rowwise" if "rowwise" in precision else "tensorwise"
 
 
 # What the recipes of these stacks train; other stacks: the defaults of `Adapters`.
@@ -259,7 +311,8 @@ def _with_precision(configuration: Configuration, row: Row) -> Configuration:
     if precision.startswith("fp32"):
         half = torch.float32
     is_pure = any(word in precision for word in ("bf16 params", "(params, grads, states)"))
-    is_pure |= row.adapter is not None and precision == "bf16"
+    # fsdp_qlora and torchtune keep everything in the dtype of their option.
+    is_pure |= precision == "bf16" and any(name in row.framework for name in _RECIPES)
     return replace(
         configuration,
         master_dtype=half if is_pure else torch.float32,

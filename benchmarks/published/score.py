@@ -17,7 +17,7 @@ from benchmarks.published.configurations import (
     assumptions_of,
     checkpointings_of,
     configuration_of,
-    is_flash1,
+    machine_of,
     shape_of,
 )
 from benchmarks.published.rows import Row, read_rows, tokens_of
@@ -25,7 +25,6 @@ from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_toke
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machine import Machine
 from shardwise.forecast.models import Model
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
@@ -43,6 +42,11 @@ _MEMORY_CLOSE = 0.15  # relative error of the memory
 def is_held_out(row: Row) -> bool:
     """Whether the row is held out: no constant was fitted on it."""
     return int(sha256((_SEED + row.id).encode()).hexdigest(), 16) % _HELD_OUT == 0
+
+
+def is_float8(row: Row) -> bool:
+    """Whether linear layers have 8-bit products."""
+    return row.config_complete and any(word in (row.precision or "") for word in ("fp8", "float8"))
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,17 @@ class Prediction:
         return self.tokens_per_second / measured - 1.0
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether the row measured tensors, and not what the allocator reserves."""
+        metric = self.row.definition.memory_metric or ""
+        return "allocated" in metric or "active" in metric
+
+    @property
     def memory_bytes(self) -> int:
         """Memory in the metric of the row."""
         assert self.memory is not None
         metric = self.row.definition.memory_metric or ""
-        if "allocated" in metric or "active" in metric:
+        if self.is_allocated:
             return self.memory.peak_bytes
         return self.memory.device_bytes if "device" in metric else self.memory.reserved_bytes
 
@@ -211,7 +221,7 @@ class _Predictor:
             return Prediction(row, str(error))
 
     def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
-        machine = Machine.of(row.cluster())
+        machine = machine_of(row)
         forecaster = self._forecasters.setdefault(model, Forecaster(model, machine))
         plan = forecaster.plan(configuration, stage=0)
         for checkpointing in checkpointings_of(row):
@@ -223,8 +233,6 @@ class _Predictor:
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
                 break
-        if is_flash1(row):
-            machine = machine.with_flash1()
         time = step_time(plan, workload, machine, configuration)
         found = Prediction(row, assumptions=tuple(assumptions_of(row)), time=time, memory=memory)
         return replace(found, peers=tuple(_rule_errors(found, workload, configuration)))
@@ -301,11 +309,16 @@ def _lines(score: Score) -> Iterable[str]:
     if families:
         yield f"median of family medians: {median(one.median for one in families):.1%}"
         yield f"worst family: {families[0].name} ({families[0].median:.1%})"
-    memory = score.memory("all core rows", lambda one: one.counts)
-    if memory:
-        yield ""
-        yield "Memory: relative errors of core rows, and the share within 15 %"
-        yield _line(memory)
+    yield ""
+    yield "Memory: relative errors of rows with a measured peak, and the share within 15 %"
+    for name, which in _MEMORY_PARTS:
+        memory = score.memory(name, which)
+        if memory:
+            yield _line(memory)
+    under = [one for one in score.predictions if one.is_allocated and one.memory_error is not None]
+    if under:
+        least = min(under, key=lambda one: one.memory_error or 0)
+        yield f"most below an allocated peak: {least.row.id} ({least.memory_error:+.1%})"
     right, known = score.verdicts
     if known:
         yield f"correct predictions of whether a run fits: {right} of {known}"
@@ -326,7 +339,19 @@ _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("legacy stacks (unfused attention)", lambda one: one.row.scope == "core" and not one.counts),
     ("extended rows", lambda one: one.row.scope == "extended" and one.row.config_complete),
     ("of these, adapters", lambda one: one.row.adapter is not None),
+    ("of these, 8-bit products", lambda one: is_float8(one.row)),
     ("incomplete rows", lambda one: not one.row.config_complete),
+)
+
+
+_MEMORY_PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
+    ("all rows", lambda _one: True),
+    ("of these, not held out", lambda one: not is_held_out(one.row)),
+    ("of these, held out", lambda one: is_held_out(one.row)),
+    ("core rows, fused attention", lambda one: one.counts),
+    ("adapters", lambda one: one.row.adapter is not None),
+    ("8-bit products", lambda one: is_float8(one.row)),
+    ("legacy stacks (unfused attention)", lambda one: one.row.is_legacy),
 )
 
 

@@ -74,13 +74,13 @@ def test_a_quantized_layer_has_the_gradients_of_its_decoded_weight() -> None:
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_computes_what_peft_computes(dora: bool) -> None:
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(24, 16, bias=False))
+    base = nn.Linear(24, 16, bias=False)
     config: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], use_dora=dora)
     theirs: Any = peft.get_peft_model(nn.Sequential(nn.Linear(24, 16, bias=False)), config)
     layer = theirs.base_model.model[0]
-    layer.base_layer.weight.data.copy_(base[0].weight)
+    layer.base_layer.weight.data.copy_(base.weight)
     nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    ours = LoRALinear(base[0], Adapters(rank=4, alpha=8, dora=dora), torch.float32)
+    ours = LoRALinear(base, Adapters(rank=4, alpha=8, dora=dora), torch.float32)
     ours.lora_A.weight.data.copy_(layer.lora_A["default"].weight)
     ours.lora_B.weight.data.copy_(layer.lora_B["default"].weight)
     if dora:
@@ -128,6 +128,11 @@ def test_targets_have_the_names_of_transformers() -> None:
         Configuration(tensor=2, adapters=Adapters())
 
 
+def is_weight(name: str, parameter: nn.Parameter) -> bool:
+    """Whether adapters of all linear layers update the parameter."""
+    return name.startswith("layers.") and parameter.dim() > 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_adapters_have_gradients_and_states(kind: str) -> None:
     adapters = KINDS[kind]
@@ -135,7 +140,7 @@ def test_only_adapters_have_gradients_and_states(kind: str) -> None:
     model = Model("tiny", TINY)
     found = Forecaster(model, machine_of("1xH100")).forecast(configuration)
     trained = model.num_trained(adapters)
-    in_blocks = sum(p.numel() for p in build(TINY).layers.parameters() if p.dim() > 1)
+    in_blocks = sum(p.numel() for n, p in build(TINY).named_parameters() if is_weight(n, p))
     others = model.num_parameters - in_blocks
     start = found.memory.timeline[0]
     base = in_blocks // 2 if adapters.quantized else 2 * in_blocks
@@ -151,9 +156,9 @@ def test_a_unit_gathers_the_codes_of_its_weights() -> None:
     adapters = KINDS["QLoRA"]
     configuration = Configuration(shard_size=8, sequence=64, adapters=adapters)
     plan = plan_of(Model("tiny", TINY).build(configuration), configuration)
-    block = build(TINY).layers[0]
-    weights = sum(p.numel() for p in block.parameters() if p.dim() > 1)
-    norms = sum(p.numel() for p in block.parameters() if p.dim() == 1)
+    whole = dict(build(TINY).named_parameters()).items()
+    weights = sum(p.numel() for n, p in whole if is_weight(n, p)) // TINY.layers
+    norms = 2 * TINY.hidden
     trained = Model("tiny", TINY).num_trained(adapters) // TINY.layers
     assert plan.units[1].gathered_bytes == pytest.approx(
         weights // 2 + 2 * norms + 2 * trained, rel=0.01

@@ -83,6 +83,17 @@ def test_a_loss_is_the_users() -> None:
     assert set(seen) == {(2, 10)}
 
 
+def test_a_model_without_blocks_is_one_unit() -> None:
+    found = sw.estimate(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        cluster="2xH100", sequence=1, global_batch=4,
+        inputs=lambda batch, _length: torch.empty(batch, 8),
+    )  # fmt: skip
+    assert found.configuration.units is None
+    assert found.configuration.checkpointing == "none"
+    assert "units=" not in found.code
+
+
 def test_frozen_parameters_of_peft_have_no_gradients_and_no_states() -> None:
     with torch.device("meta"):
         base = LlamaForCausalLM(llama_config(vocab_size=300))

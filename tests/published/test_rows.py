@@ -252,8 +252,6 @@ def test_the_committed_rows_have_sources_and_are_predicted_or_have_a_reason() ->
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"adapter": "LoRA"}, "adapters"),
-        ({"precision": "fp8"}, "8-bit"),
         ({"gpus": None}, "the number of GPUs is not published"),
     ],
 )

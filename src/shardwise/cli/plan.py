@@ -95,6 +95,17 @@ def plan(
     qlora: Annotated[
         bool, typer.Option("--qlora", help="Adapters on a base with 4-bit weights (NF4).")
     ] = False,
+    float8: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="8-bit products in linear layers of blocks, by how operands are scaled: "
+            "tensorwise, rowwise, delayed or mxfp8.",
+        ),
+    ] = "none",
+    float8_gather: Annotated[
+        bool, typer.Option("--float8-gather", help="Gather their weights in 8 bits, too.")
+    ] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
     ] = None,
@@ -161,6 +172,9 @@ def plan(
         optimizer_loop=optimizer_spec(optimizer).loop,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
+        units=resolved.units,
+        float8=float8,  # type: ignore[arg-type]
+        float8_gather=float8_gather,
         adapters=adapters_of(lora, qlora=qlora),
     )
     goal = Goal(

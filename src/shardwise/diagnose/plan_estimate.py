@@ -14,7 +14,7 @@ from shardwise.forecast.adapters import adapters_of
 from shardwise.forecast.applying import apply_to
 from shardwise.forecast.candidates import Degree, Goal, Objective
 from shardwise.forecast.certificate import Certificate
-from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
+from shardwise.forecast.configuration import Checkpointing, Configuration, Float8, Offload
 from shardwise.forecast.forecast import Forecast, Forecaster
 from shardwise.forecast.machines import machine_of
 from shardwise.forecast.models import model_of
@@ -137,6 +137,8 @@ def estimate(
     optimizer: str = "adamw",
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
+    float8: Float8 = "none",
+    float8_gather: bool = False,
     lora: Any = None,
     qlora: bool = False,
     strategies: Sequence[str] = (),
@@ -169,6 +171,9 @@ def estimate(
         optimizer: a name in `plan.optimizers`, or "package.module:Class".
         dtype: dtype of gathered parameters and of compute.
         compiled: whether the blocks run under torch.compile.
+        float8: how linear layers of blocks scale operands of 8-bit products: "tensorwise",
+            "rowwise", "delayed" or "mxfp8"; "none": products are in ``dtype``.
+        float8_gather: whether the weights of these layers are gathered in 8 bits.
         lora: train adapters on a frozen base: "r=16,targets=q_proj+v_proj", or peft's LoraConfig.
         qlora: whether the base of the adapters has 4-bit weights.
         strategies: names of strategies to try; empty: all.
@@ -205,6 +210,9 @@ def estimate(
         master_dtype=resolved.master_dtype,
         compute_dtype=dtype,
         compiled=compiled,
+        units=resolved.units,
+        float8=float8,
+        float8_gather=float8_gather,
         adapters=adapters_of(lora, qlora=qlora),
         optimizer=optimizer,
         optimizer_options=spec.options,
@@ -212,6 +220,7 @@ def estimate(
     )
     options: dict[str, Any] = {"strategies": tuple(strategies)} if strategies else {}
     options |= {"checkpointing": tuple(checkpointing)} if checkpointing else {}
+    options |= {} if resolved.units else {"checkpointing": ("none",)}
     num_devices = machine.cluster.num_devices
     goal = Goal(
         global_batch=8 * num_devices if global_batch is None else global_batch,

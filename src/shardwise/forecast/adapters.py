@@ -245,8 +245,9 @@ class LoRALinear(nn.Module):
     def _norms(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the norm of each row of the whole weight, which is a constant in backward."""
         with torch.no_grad():
-            weight = self.base_layer.weight
-            return (weight + self.scaling * (b @ a)).norm(dim=1).to(weight.dtype)
+            weight: Tensor = self.base_layer.weight
+            norms: Tensor = (weight + self.scaling * (b @ a)).norm(dim=1)
+            return norms.to(weight.dtype)
 
 
 class NF4Linear(nn.Module):
@@ -268,7 +269,10 @@ class NF4Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight as dequantized now."""
-        return dequantize_nf4(self.codes, self.scales, self.offsets, self.shape, self.dtype)
+        weight: Tensor = dequantize_nf4(
+            self.codes, self.scales, self.offsets, self.shape, self.dtype
+        )
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with the dequantized weight."""

@@ -180,7 +180,12 @@ class _StepReplay:
         self._memory = MemoryReplay(
             plan,
             ReplayOptions(
-                accumulates and not holds, num_unreduced, configuration.step_in_backward, on_cpu
+                accumulates and not holds,
+                num_unreduced,
+                configuration.step_in_backward,
+                on_cpu,
+                # `accumulate_unsharded_grad_if_needed` in torch's _fsdp_param_group.py
+                adds_by_unit=configuration.stack == "fsdp2",
             ),
         )
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
@@ -410,6 +415,8 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
         return 0
     layouts = list(trained_layouts(plan, offloaded=False))
+    if configuration.optimizer_loop == "foreach" and configuration.step_in_backward:
+        return max((layout.shard_bytes for layout in layouts), default=0)  # of one unit
     if configuration.optimizer_loop == "foreach":
         return sum(layout.shard_bytes for layout in layouts)
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)

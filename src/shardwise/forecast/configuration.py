@@ -16,6 +16,7 @@ __all__ = [
     "Attention",
     "Checkpointing",
     "Configuration",
+    "Float8",
     "Offload",
     "OptimizerLoop",
     "Stack",
@@ -25,6 +26,7 @@ Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]
 OptimizerLoop = Literal["foreach", "fused", "for_loop"]
+Float8 = Literal["none", "tensorwise", "rowwise", "delayed", "mxfp8"]
 Attention = Literal["flash", "math"]
 Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
 
@@ -61,7 +63,8 @@ class Configuration:
             backward.
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         prefetch: units gathered ahead of the one that computes.
-        units: "auto", the name of a module class, or a size in parameters.
+        units: "auto", the name of a module class, or a size in parameters; None: the whole model is
+            one unit.
         master_dtype: dtype of shards, gradient shards and optimizer states.
         compute_dtype: dtype of matrix products.
         gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
@@ -78,6 +81,10 @@ class Configuration:
         adapters: adapters to train, on a frozen base in ``compute_dtype`` or with 4-bit weights;
             None: train all parameters that are not frozen.
         compiled: whether the model runs under ``torch.compile``.
+        float8: how products of linear layers in blocks scale 8-bit operands, if they have them: per
+            tensor or per row with scales of the present step, per tensor with delayed scales, or
+            per block of 32 (mxfp8).
+        float8_gather: whether weights of these layers are gathered in 8 bits.
         attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
         stack: the library whose buffers are counted.
 
@@ -104,7 +111,7 @@ class Configuration:
     activation_offload: bool = False
     offload: Offload = "none"
     prefetch: int = 1
-    units: str | int = "auto"
+    units: str | int | None = "auto"
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     gather_dtype: torch.dtype | None = None
@@ -117,6 +124,8 @@ class Configuration:
     step_in_backward: bool = False
     clips: bool = True
     compiled: bool = False
+    float8: Float8 = "none"
+    float8_gather: bool = False
     adapters: Adapters | None = None
     attention: Attention = "flash"
     stack: Stack = "shardwise"
@@ -139,8 +148,6 @@ class Configuration:
             raise PlanError(
                 f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
             )
-        if self.adapters is not None and self.tensor > 1:
-            raise PlanError(f"tensor={self.tensor}: adapters of divided layers are not modelled")
         for name, kind in _CHOICES.items():
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):
@@ -148,6 +155,16 @@ class Configuration:
                     allowed = ", ".join(map(repr, get_args(kind)))
                     hint = did_you_mean(value, get_args(kind))
                     raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise a PlanError if adapters or 8-bit products do not go with other settings."""
+        if self.float8_gather and self.float8 not in ("tensorwise", "delayed"):
+            raise PlanError(
+                f"float8_gather=True: expected scales per tensor, got float8={self.float8!r}"
+            )
+        if self.adapters is not None and self.tensor > 1:
+            raise PlanError(f"tensor={self.tensor}: adapters of divided layers are not modelled")
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -213,5 +230,6 @@ _CHOICES = {
     "offload": Offload,
     "optimizer_loop": OptimizerLoop,
     "attention": Attention,
+    "float8": Float8,
     "stack": Stack,
 }

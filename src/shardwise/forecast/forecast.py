@@ -167,6 +167,7 @@ _OF_MODULES = (
     "compute_dtype",
     "attention",
     "adapters",
+    "units",
 )
 _OF_TRACES = (
     *_OF_MODULES,

@@ -35,12 +35,16 @@ class ReplayOptions:
         steps_in_backward: whether gradient shards live only from a unit's reduction to its step, as
             with `sw.optimizer_in_backward`.
         on_cpu: whether gradients that are reduced in place keep their memory, as on a CPU.
+        adds_by_unit: whether whole gradients are kept by unit, as in FSDP2: a backward that reduces
+            nothing adds those of each unit at once, and the last one frees them after each
+            reduction.
     """
 
     accumulates: bool = False
     num_unreduced: int = 0
     steps_in_backward: bool = False
     on_cpu: bool = False
+    adds_by_unit: bool = False
 
 
 class MemoryReplay:
@@ -95,7 +99,7 @@ class MemoryReplay:
     @property
     def earlier_peak(self) -> int:
         """Bytes on the device while an earlier backward adds its gradients to others; 0 if none."""
-        if self._options.num_unreduced <= 1:
+        if self._options.num_unreduced <= 1 or self._options.adds_by_unit:
             return 0
         # No buffer uses memory that a reduction would keep.
         options = replace(self._options, on_cpu=False)
@@ -159,6 +163,8 @@ class MemoryReplay:
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
                 self._offload(_pending_offload(unit, options))
+                if options.adds_by_unit and self.accumulated:
+                    self.accumulated -= unit.gradient_bytes
             case EventKind.STEP:
                 self._add_shards(-unit.gradient_shard_bytes, unit)
                 self._offload(_PendingOffload(0, 0))

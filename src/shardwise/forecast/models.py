@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from shardwise.forecast.saving import on_meta
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
 from shardwise.forecast.work import Workload
-from shardwise.plan.policies import choose_units
+from shardwise.plan.policies import choose_units, repeated_blocks
 from shardwise.plan.precision import LOW_DTYPES
 from shardwise.plan.spelling import did_you_mean, simplified
 
@@ -99,6 +99,11 @@ class Model:
         return tuple(self.build(Configuration(sequence=1)).parameters())
 
     @property
+    def units(self) -> Literal["auto"] | None:
+        """The units to plan: the repeated blocks, or None if there are none."""
+        return "auto" if repeated_blocks(self.build(Configuration(sequence=1))) else None
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model; tied parameters count once."""
         return sum(parameter.numel() for parameter in self._parameters)
@@ -127,7 +132,7 @@ class Model:
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
-    names = choose_units(module, "auto")
+    names = choose_units(module, None if configuration.units is None else "auto")
     modes = modes_by_name(configuration.checkpointing, names[1:])
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}

@@ -1,5 +1,6 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
+from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
@@ -20,7 +22,7 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
     """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
-    return make_plan(
+    plan = make_plan(
         module,
         world_size=num_shards * (configuration.replicas if row.is_two_level else 1),
         replicas=configuration.replicas,
@@ -32,6 +34,31 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         offload=_offload_of(configuration),
         granularity=configuration.states.granularity,
     )
+    return _with_float8_gathers(plan) if configuration.float8_gather else plan
+
+
+def _with_float8_gathers(plan: Plan) -> Plan:
+    """Return ``plan`` with 8-bit gathers of blocks, as by all-gather extensions of torchao.
+
+    Vectors, such as the weights of norms, count as if they were gathered in 8 bits, too.
+    """
+    units = tuple(
+        unit
+        if unit.has_child_units
+        else replace(unit, layouts=tuple(map(_in_float8, unit.layouts)))
+        for unit in plan.units
+    )
+    return replace(plan, units=units)
+
+
+def _in_float8(layout: Layout) -> Layout:
+    if layout.dtype not in ("float32", "bfloat16", "float16"):
+        return layout
+    cast = replace(layout.cast, compute_dtype="float8_e4m3fn", compute_itemsize=1)
+    extents = (
+        replace(extent, parameter=replace(extent.parameter, cast=cast)) for extent in layout.extents
+    )
+    return replace(layout, extents=tuple(extents))
 
 
 def sharding_of(configuration: Configuration) -> dict[str, Any]:
@@ -80,6 +107,8 @@ def call_of(configuration: Configuration) -> str:
     if configuration.adapters is not None:
         imports += "from peft import LoraConfig, get_peft_model\n"
         before += _adapters_of(configuration, configuration.adapters)
+    if configuration.float8 != "none":
+        before += f"# Convert linear layers of blocks to {configuration.float8} float8 (torchao).\n"
     if configuration.checkpointing != "none":
         imports += "from shardwise.forecast.recomputing import checkpoint_blocks\n"
         before += f"checkpoint_blocks(model, {_quoted(configuration.checkpointing)})\n"
@@ -119,7 +148,8 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     """Return the arguments of `fully_shard` as code; ``dims`` is the submesh to shard over."""
     arguments = {"mesh": dims} if dims else {}
     units = configuration.units
-    arguments |= {"units": f'"{units}"' if isinstance(units, str) else str(units)}
+    if units is not None:
+        arguments |= {"units": f'"{units}"' if isinstance(units, str) else str(units)}
     arguments |= {"strategy": f'"{configuration.strategy}"'}
     if configuration.row.num_axes > 1 and not dims:
         arguments["sharding_factor"] = str(configuration.shard_size)

@@ -186,7 +186,7 @@ class _Step:
     @cached_property
     def _costs(self) -> tuple[SegmentCost, ...]:
         """Costs of all segments; copies of a block share their operations."""
-        pricing = _Pricing(self.machine, self.configuration, self.workload)
+        pricing = _Pricing(self.machine, self.configuration, self.workload, _head_rows(self.plan))
         found: dict[int, SegmentCost] = {}
         for segment in self.workload.segments:
             if id(segment.operations) not in found:
@@ -233,6 +233,12 @@ class _Step:
         return owners.seconds(self.machine, self.configuration.tensor)
 
 
+def _head_rows(plan: Plan) -> int:
+    """Return the rows of the largest matrix outside of the blocks, the head or the embedding."""
+    shapes = (one.shape for unit in plan.units if unit.has_child_units for one in unit.parameters)
+    return max((shape[0] for shape in shapes if len(shape) > 1), default=0)
+
+
 _HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last micro-batch
 
 
@@ -254,8 +260,16 @@ def _flops(operations: Iterable[Operation]) -> tuple[float, float]:
 class _Pricing:
     """Predicts the seconds of operations."""
 
-    def __init__(self, machine: Machine, configuration: Configuration, workload: Workload) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        configuration: Configuration,
+        workload: Workload,
+        head_rows: int = 0,
+    ) -> None:
         self._machine, self._compiled = machine, configuration.compiled
+        self._float8, self._gathers_float8 = configuration.float8, configuration.float8_gather
+        self._tokens, self._head_rows = workload.tokens, head_rows
         self._groups = {
             "tensor": Group(configuration.tensor),
             "context": Group(configuration.context, configuration.tensor),
@@ -288,7 +302,21 @@ class _Pricing:
     def _seconds(self, operation: Operation) -> float:
         if operation.kind is Kind.COLLECTIVE:
             return self._collective_seconds(operation)
+        if self._is_float8(operation):
+            _, m, n, k = operation.shape
+            weight = k * n if self._gathers_float8 and m == self._tokens else 0
+            return self._machine.float8_seconds(operation.shape, self._float8, weight)
         return self._machine.operation_seconds(operation)
+
+    def _is_float8(self, operation: Operation) -> bool:
+        """Whether the operation is a product of a linear layer of a block, in 8 bits."""
+        return (
+            self._float8 != "none"
+            and operation.kind is Kind.MATMUL
+            and operation.itemsize == 2  # noqa: PLR2004 - bytes
+            and operation.shape[0] == 1
+            and self._head_rows not in operation.shape
+        )
 
     def _collective_seconds(self, operation: Operation) -> float:
         group = self._groups[operation.axis]

@@ -101,7 +101,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         },
         "shard": {
             "nproc": configuration.data_parallel,
-            "units": configuration.units,
+            "units": "auto" if configuration.units is None else configuration.units,
             "strategy": configuration.strategy,
             "replicas": configuration.replicas if configuration.row.num_axes > 1 else 1,
             "prefetch": configuration.prefetch,
