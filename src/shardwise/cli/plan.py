@@ -106,6 +106,20 @@ def plan(
     float8_gather: Annotated[
         bool, typer.Option("--float8-gather", help="Gather their weights in 8 bits, too.")
     ] = False,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS", help="Quantize what ranks send, such as gather=int8,reduce=int4."
+        ),
+    ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Replicas that train independently (DiLoCo), such as replicas=2,every=32,"
+            "dtype=int4,delay=2.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
     ] = None,
@@ -156,6 +170,7 @@ def plan(
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
     from shardwise.forecast.machines import machine_of  # noqa: PLC0415
     from shardwise.forecast.numbers import number_of  # noqa: PLC0415
+    from shardwise.forecast.options import parse_outer, parse_wire  # noqa: PLC0415
     from shardwise.forecast.saving import Storage  # noqa: PLC0415
     from shardwise.plan.optimizers import optimizer_spec  # noqa: PLC0415
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
@@ -164,6 +179,7 @@ def plan(
     num_devices = machine.cluster.num_devices
     files = ModelFiles.of(model, config)
     resolved = files.model
+    replicas = parse_outer(outer)
     settings = Configuration(
         sequence=seq,
         master_dtype=resolved.master_dtype,
@@ -175,6 +191,9 @@ def plan(
         units=resolved.units,
         float8=float8,  # type: ignore[arg-type]
         float8_gather=float8_gather,
+        wire=parse_wire(wire),
+        outer=replicas[0],
+        outer_replicas=replicas[1],
         adapters=adapters_of(lora, qlora=qlora),
     )
     goal = Goal(

@@ -18,6 +18,7 @@ from shardwise.forecast.configuration import Checkpointing, Configuration, Float
 from shardwise.forecast.forecast import Forecast, Forecaster
 from shardwise.forecast.machines import machine_of
 from shardwise.forecast.models import model_of
+from shardwise.forecast.options import parse_outer, parse_wire
 from shardwise.forecast.planned import call_of
 from shardwise.forecast.search import Ranking, search
 from shardwise.forecast.timeline import StepTime
@@ -137,6 +138,8 @@ def estimate(
     optimizer: str = "adamw",
     dtype: torch.dtype = torch.bfloat16,
     compiled: bool = False,
+    wire: str | None = None,
+    outer: str | None = None,
     float8: Float8 = "none",
     float8_gather: bool = False,
     lora: Any = None,
@@ -171,6 +174,8 @@ def estimate(
         optimizer: a name in `plan.optimizers`, or "package.module:Class".
         dtype: dtype of gathered parameters and of compute.
         compiled: whether the blocks run under torch.compile.
+        wire: formats in which parameters and gradients travel, such as "gather=int8,reduce=int4".
+        outer: replicas that train independently, such as "replicas=2,every=32,dtype=int4".
         float8: how linear layers of blocks scale operands of 8-bit products: "tensorwise",
             "rowwise", "delayed" or "mxfp8"; "none": products are in ``dtype``.
         float8_gather: whether the weights of these layers are gathered in 8 bits.
@@ -204,13 +209,16 @@ def estimate(
         goal = Goal(global_batch=configuration.global_batch, settings=configuration)
         fitting, too_large = ((found,), ()) if found.fits else ((), (found,))
         return Estimate(resolved.name, Ranking(goal, fitting, too_large), found)
-    spec = optimizer_spec(optimizer)
+    spec, replicas = optimizer_spec(optimizer), parse_outer(outer)
     settings = Configuration(
         sequence=sequence,
         master_dtype=resolved.master_dtype,
         compute_dtype=dtype,
         compiled=compiled,
         units=resolved.units,
+        wire=parse_wire(wire),
+        outer=replicas[0],
+        outer_replicas=replicas[1],
         float8=float8,
         float8_gather=float8_gather,
         adapters=adapters_of(lora, qlora=qlora),

@@ -190,6 +190,9 @@ class _StepReplay:
         )
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
         self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
+        if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
+            self._optimizer += 2 * _trained_bytes(plan, offloaded=False)
+            self._offloaded_states += 2 * _trained_bytes(plan, offloaded=True)
         self._parameters = self._memory.base - self._memory.gradient_shards
         self._waiting_activations, self._buffers = 0, buffer_bytes
         self._pass: _Activations | None = None
@@ -404,6 +407,10 @@ def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
         used = {storage for op in products for storage, _ in (*op.reads, *op.writes)}
         fused.append(max(0, size - sum(written.get(storage, 0) for storage in used)))
     return [*fused, *fused[-1:]] if fused else [0]
+
+
+def _trained_bytes(plan: Plan, *, offloaded: bool) -> int:
+    return sum(layout.shard_bytes for layout in trained_layouts(plan, offloaded=offloaded))
 
 
 def _update_bytes(plan: Plan, configuration: Configuration) -> int:

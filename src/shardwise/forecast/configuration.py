@@ -8,8 +8,10 @@ import torch
 from shardwise.errors import PlanError
 from shardwise.forecast.adapters import Adapters
 from shardwise.plan.optimizers import OptimizerSpec, optimizer_spec
+from shardwise.plan.outer import Outer
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import Strategy, resolve_strategy
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = [
     "Accumulate",
@@ -75,6 +77,9 @@ class Configuration:
         optimizer: a name in `OPTIMIZERS`, or ``"package.module:Class"``.
         optimizer_options: its options, which may add states, such as ``(("momentum", 0.9),)``.
         step_in_backward: whether each unit is stepped as soon as its gradients are reduced.
+        wire: formats in which parameters and gradients travel between ranks.
+        outer: how replicas that train independently are synchronized; None: there is one.
+        outer_replicas: number of these replicas, each of which has the mesh above.
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
@@ -122,6 +127,9 @@ class Configuration:
     optimizer_options: tuple[tuple[str, Any], ...] = ()
     optimizer_loop: OptimizerLoop = "fused"
     step_in_backward: bool = False
+    wire: Wire = UNQUANTIZED
+    outer: Outer | None = None
+    outer_replicas: int = 1
     clips: bool = True
     compiled: bool = False
     float8: Float8 = "none"
@@ -143,6 +151,11 @@ class Configuration:
             raise PlanError(
                 f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
                 "data-parallel ranks (shard_size x replicas)"
+            )
+        if (self.outer is None) != (self.outer_replicas == 1):
+            raise PlanError(
+                f"outer_replicas={self.outer_replicas}: expected 2 or more with outer=Outer(...), "
+                "and 1 without"
             )
         if self.chunks > 1 and self.pipeline == 1:
             raise PlanError(
@@ -198,13 +211,13 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self.data_parallel * self.model_parallel
+        """Number of ranks of all replicas that train independently."""
+        return self.data_parallel * self.model_parallel * self.outer_replicas
 
     @property
     def global_batch(self) -> int:
         """Sequences per step, over all ranks."""
-        return self.micro_batch * self.accumulation * self.data_parallel
+        return self.micro_batch * self.accumulation * self.data_parallel * self.outer_replicas
 
     @property
     def tokens_per_step(self) -> int:
@@ -220,6 +233,7 @@ _DEGREES = (
     "chunks",
     "context",
     "expert",
+    "outer_replicas",
     "micro_batch",
     "accumulation",
     "sequence",

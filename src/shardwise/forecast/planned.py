@@ -1,6 +1,6 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from textwrap import indent
 from typing import Any
 
@@ -11,9 +11,11 @@ from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.outer import Outer
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
@@ -33,6 +35,7 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         precision=precision_of(configuration),
         offload=_offload_of(configuration),
         granularity=configuration.states.granularity,
+        wire=configuration.wire,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
 
@@ -71,6 +74,7 @@ def sharding_of(configuration: Configuration) -> dict[str, Any]:
         "mp_policy": precision_of(configuration),
         "offload_policy": _offload_of(configuration),
         "granularity": configuration.states.granularity,
+        "wire": configuration.wire,
         "sharding_factor": configuration.shard_ranks if two_axes else None,
         "reshard_after_forward": configuration.reshard_after_forward,
     }
@@ -120,7 +124,10 @@ def call_of(configuration: Configuration) -> str:
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     call = f"sw.fully_shard(\n    model,\n{lines})\n"
     imports = f"import torch\n\nimport shardwise as sw\n{imports}"
-    return f"{imports}\n{mesh}{before}{call}{_step_of(configuration)}"
+    after = ""
+    if configuration.outer is not None:
+        after = _outer_of(configuration.outer, configuration.outer_replicas)
+    return f"{imports}\n{mesh}{before}{call}{after}{_step_of(configuration)}"
 
 
 def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
@@ -159,6 +166,8 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         arguments["prefetch"] = str(configuration.prefetch)
     if configuration.states.granularity != "element":
         arguments["granularity"] = f'"{configuration.states.granularity}"'
+    if configuration.wire != UNQUANTIZED:
+        arguments["wire"] = f"sw.{_call(configuration.wire)}"
     policy = precision_of(configuration)
     if policy is not DEFAULT_PRECISION:
         given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]
@@ -170,6 +179,25 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         keeps = "" if configuration.offload == "parameters" else "parameters=False"
         arguments["offload_policy"] = f"sw.CPUOffloadPolicy({keeps})"
     return arguments
+
+
+def _call(options: Wire | Outer) -> str:
+    """Return the call that makes ``options``, without arguments that have their defaults."""
+    given = (
+        f"{field.name}={_quoted(getattr(options, field.name))}"
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    )
+    return f"{type(options).__name__}({', '.join(given)})"
+
+
+def _outer_of(outer: Outer, num_replicas: int) -> str:
+    arguments = "model, optimizer, row, hub=hub, replica=replica"
+    return (
+        f"row = sw.{_call(outer)}\n"
+        "# After the optimizer is built; replica is the number of this replica:\n"
+        f"# outer = sw.outer_optimizer({arguments}, num_replicas={num_replicas})\n"
+    )
 
 
 def _step_of(configuration: Configuration) -> str:

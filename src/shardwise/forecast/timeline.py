@@ -15,14 +15,18 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machine import Group, Machine, SegmentCost
 from shardwise.forecast.owned import PlannedOwners
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
+from shardwise.forecast.wires import packed_bytes, reduced_bytes, unit_gather_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
+from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 
 __all__ = ["StepTime", "step_time"]
 
 _REPLAYED_PASSES = 3  # the first micro-batch, one in the middle, and the last
 _UNFUSED_UPDATE = 2.5  # factor on the passes of an optimizer that is not fused
+# Bytes per element that an outer step reads and writes: differences, shared parameters, momentum.
+_OUTER_BYTES = 10 * 4
 _CLIP_PASSES = 3.0  # to compute the gradient norm and scale the gradients
 _FUSED_KERNELS = 2  # compiled kernels between two matrix products
 
@@ -104,6 +108,8 @@ class _Step:
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
         update, owners = self._update_seconds(), self._owner_seconds()
+        inner = seconds + sends + bubble + update + owners
+        outer = self._outer_seconds(inner)
         breakdown = compute | {
             "host": host,
             "exposed communication": exposed,
@@ -112,8 +118,9 @@ class _Step:
             "pipeline sends": sends,
             "optimizer": update,
             "owners": owners,
+            "outer": outer,
         }
-        total = seconds + sends + bubble + update + owners
+        total = inner + outer
         slowest = self.machine.straggler_factor(configuration.world_size)
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
@@ -151,7 +158,8 @@ class _Step:
     def _transfer_seconds(self, kind: EventKind, index: int) -> float:
         """Predict a collective, with the copies of offloaded shards from and to the host."""
         unit, machine = self.plan.units[index], self.machine
-        seconds = self._collective_seconds(kind, index)
+        quantized = self._wire_seconds(kind, unit)
+        seconds = self._collective_seconds(kind, index) if quantized is None else quantized
         if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
             return seconds
         if kind is EventKind.REDUCE:
@@ -180,6 +188,50 @@ class _Step:
         if unit.subgroup and not unit.two_level_gather:
             return (machine.all_gather_seconds(unit.gathered_bytes, everyone) + inside) / 2
         return inside
+
+    def _wire_seconds(self, kind: EventKind, unit: UnitPlan) -> float | None:
+        """Predict a collective that is quantized, with encoding and decoding; None if it is not.
+
+        All ranks send their codes to all others. Encoding reads numbers and writes codes, and
+        decoding the reverse.
+        """
+        machine = self.machine
+        group = Group(unit.num_shards or self.plan.world_size, self.configuration.tensor)
+        if kind is EventKind.GATHER and unit.wire.gather is not None:
+            exact, coded = unit.gathered_bytes, unit_gather_bytes(unit, group.size)
+            seconds = machine.all_gather_seconds(coded, group)
+        elif kind is EventKind.REDUCE and unit.wire.reduce is not None:
+            exact, coded = unit.gradient_bytes, 0
+            seconds = 0.0
+            replicas = Group(self.plan.replicas, group.stride * group.size)
+            for layout in unit.trainable_layouts:
+                blocks = unit.reduces(layout)
+                if blocks is None:
+                    continue
+                sent = reduced_bytes(self.plan, unit, layout, blocks)
+                coded += sent.shard + sent.replicate
+                for one, over in ((sent.shard, group), (sent.replicate, replicas)):
+                    whole = one * over.size / max(1, over.size - 1)
+                    seconds += machine.all_to_all_seconds(whole, over)
+        else:
+            return None
+        if group.size == 1:
+            return 0.0
+        return seconds + machine.memory_seconds(2 * exact + 2 * coded)
+
+    def _outer_seconds(self, step_seconds: float) -> float:
+        """Predict the exchange of differences with other replicas, as a mean over steps."""
+        outer, configuration = self.configuration.outer, self.configuration
+        if outer is None:
+            return 0.0
+        replicas = configuration.outer_replicas
+        elements = sum(one.shard_elements for u in self.plan.units for one in u.trainable_layouts)
+        sent = packed_bytes(outer.dtype, outer.block, elements)
+        group = Group(replicas, configuration.world_size // replicas)
+        exchange = self.machine.all_gather_seconds(sent * replicas, group)
+        hidden = outer.delay * step_seconds
+        update = self.machine.memory_seconds(elements * _OUTER_BYTES)
+        return (max(0.0, exchange - hidden) + update) / outer.every
 
     # -- compute ---------------------------------------------------------------------------------
 

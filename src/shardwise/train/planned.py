@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.forecast.adapters import ALL_LINEAR, Adapters
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
 from shardwise.plan.optimizers import plain_options
+from shardwise.plan.outer import Outer
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.optimizer import spec_of
@@ -51,6 +52,8 @@ def configuration_of(config: Config) -> Configuration:
         step_in_backward=config.memory.step_in_backward,
         clips=config.train.grad_clip > 0,
         adapters=_adapters(config),
+        outer=_outer(config),
+        outer_replicas=config.outer.replicas if config.outer.hub else 1,
     )
 
 
@@ -124,6 +127,15 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         name: getattr(base, name).model_copy(update=values) for name, values in changes.items()
     }
     return Config.model_validate(base.model_copy(update=sections).model_dump())
+
+
+def _outer(config: Config) -> Outer | None:
+    if not config.outer.hub or config.outer.replicas == 1:
+        return None
+    return Outer(**config.outer.model_dump(include=_OUTER))
+
+
+_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "deadline", "block"}
 
 
 def _adapters(config: Config) -> Adapters | None:
