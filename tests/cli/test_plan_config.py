@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.candidates import Goal, configurations, offloaded
@@ -99,7 +101,6 @@ def test_every_optimizer_and_dtype_is_trained_as_planned(
         {"pipeline": 2},
         {"context": 2},
         {"expert": 2},
-        {"compiled": True},
         {"master_dtype": torch.bfloat16},
         {"autocast": True},
         {"attention": "math"},
@@ -112,6 +113,15 @@ def test_what_the_trainer_cannot_do_is_named(options: dict[str, Any]) -> None:
     [name] = options
     with pytest.raises(ConfigError, match=rf"shardwise train cannot train with .*{name}="):
         config_of(replace(SMALL, **options), BASE)
+
+
+def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
+    configuration = replace(SMALL, compiled=True, checkpointing="full")
+    config = trained_as(configuration, tmp_path / "train.toml")
+    assert configuration_of(config) == configuration
+    with mock.patch.object(nn.Module, "compile", autospec=True) as compiled:
+        model = build_model(config)
+    assert [call.args[0] for call in compiled.call_args_list] == list(model.blocks)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_of_every_second_block_is_kept() -> None:
@@ -163,7 +173,7 @@ def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
         ("t5-small", [], "transformers has no causal language model of this shape"),
         ("tests.cli.test_plan:small", [], "pass the TOML file of a run"),
         ("llama-3.2-1b", ["--tensor=2"], "cannot train with tensor=2"),
-        ("gpt2", ["--compile"], "cannot train with compiled=True"),
+        ("gpt2", ["--wire=gather=int8"], "cannot train with wire="),
         ("gpt2", ["--optimizer=lion"], "there is no class that works on shards"),
     ],
 )
@@ -190,7 +200,7 @@ thorough = pytest.mark.thorough
     ("optimizer", "options"),
     [
         ("adamw", ["--strategy=zero2", "--checkpointing=selective", "--micro-batch=2"]),
-        pytest.param("muon", ["--strategy=fsdp"], marks=thorough),
+        pytest.param("muon", ["--strategy=fsdp", "--compile"], marks=thorough),
         pytest.param("soap", ["--strategy=zero1", "--checkpointing=full"], marks=thorough),
         pytest.param("adam8bit", ["--strategy=ddp", "--dtype=bfloat16"], marks=thorough),
         pytest.param("sgd_momentum", ["--strategy=fsdp", "--objective=memory"], marks=thorough),

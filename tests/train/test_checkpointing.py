@@ -13,7 +13,7 @@ from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.plan.policies import choose_units
 from shardwise.train.config import MemoryConfig
 from shardwise.train.model import GPT, Block, Shape
-from shardwise.train.recomputing import recompute
+from shardwise.train.recomputing import prepare_blocks
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, own_part
 
@@ -29,7 +29,7 @@ def test_gradients_are_those_of_one_process(kind: str, shards_first: bool) -> No
     reference, model = _build(0), _build(0)
     if shards_first:
         sw.fully_shard(model, units=Block)
-    recompute(model, MemoryConfig(checkpoint_every=2, checkpoint=kind))  # type: ignore[arg-type]
+    prepare_blocks(model, MemoryConfig(checkpoint_every=2, checkpoint=kind))  # type: ignore[arg-type]
     if not shards_first:
         sw.fully_shard(model, units=Block)
     tokens = torch.randint(SHAPE.vocabulary, (4, SHAPE.context))
@@ -53,7 +53,7 @@ def test_recomputed_products(kind: str, recomputed: int) -> None:
 def _build(every: int, kind: str = "full") -> GPT:
     torch.manual_seed(0)
     model = GPT(SHAPE).double()
-    recompute(model, MemoryConfig(checkpoint_every=every, checkpoint=kind))  # type: ignore[arg-type]
+    prepare_blocks(model, MemoryConfig(checkpoint_every=every, checkpoint=kind))  # type: ignore[arg-type]
     return model
 
 

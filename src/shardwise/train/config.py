@@ -108,6 +108,7 @@ class TrainConfig(Section):
     warmup_share: Fraction = 0.1  # share of the steps in which the learning rate rises
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # for parameters with 2 or more dims
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's betas
+    compile: bool = False  # compile each block with torch.compile
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # seed of the weights and the order of data
     validate_every: NonNegative = 0  # steps between validations; 0: only after the last step

@@ -19,7 +19,7 @@ from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError, PackageMissing
 from shardwise.train.config import Config, ModelConfig
-from shardwise.train.recomputing import recompute
+from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace"]
@@ -88,7 +88,7 @@ class HuggingFace:
                 'inputs of frozen blocks have none; use "full"'
             )
         built: nn.Module = self._with_adapters(model) if options.lora_rank else model
-        recompute(built, memory)
+        prepare_blocks(built, memory, compiles=self.config.train.compile)
         return built
 
     def _with_adapters(self, model: nn.Module) -> nn.Module:

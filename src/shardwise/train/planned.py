@@ -51,6 +51,7 @@ def configuration_of(config: Config) -> Configuration:
         optimizer_loop=spec.loop,
         step_in_backward=config.memory.step_in_backward,
         clips=config.train.grad_clip > 0,
+        compiled=config.train.compile,
         adapters=_adapters(config),
         outer=_outer(config),
         outer_replicas=config.outer.replicas if config.outer.hub else 1,
@@ -98,6 +99,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         "train": {
             "global_batch": configuration.global_batch,
             "micro_batch": configuration.micro_batch,
+            "compile": configuration.compiled,
             "optimizer": configuration.optimizer,
             "optimizer_options": {**kept, **dict(configuration.optimizer_options)},
             "grad_clip": (base.train.grad_clip or 1.0) * configuration.clips,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.train.config import Config
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.model import GPT, Shape
-from shardwise.train.recomputing import recompute
+from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import vocabulary_of
 
 __all__ = ["Gpt", "Source", "source_of"]
@@ -35,7 +35,7 @@ class Gpt:
         """The model on the meta device; its values are initialized when it is sharded."""
         with torch.device("meta"):
             model = GPT(Shape(vocabulary=vocabulary_of(self.config), **self._sizes))
-        recompute(model, self.config.memory)
+        prepare_blocks(model, self.config.memory, compiles=self.config.train.compile)
         return model
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
