@@ -24,7 +24,7 @@ from benchmarks.published.rows import Row, read_rows, tokens_of
 from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.models import Model
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
@@ -115,6 +115,12 @@ class Prediction:
         if self.memory is None:
             return None
         return self.memory.device_bytes <= self.row.cluster().accelerator.memory_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run is predicted to fit, or to be close."""
+        assert self.memory is not None
+        return Forecast(Configuration(), self.row.cluster(), self.memory).verdict
 
     @property
     def counts(self) -> bool:
@@ -310,18 +316,7 @@ def _lines(score: Score) -> Iterable[str]:
         yield f"median of family medians: {median(one.median for one in families):.1%}"
         yield f"worst family: {families[0].name} ({families[0].median:.1%})"
     yield ""
-    yield "Memory: relative errors of rows with a measured peak, and the share within 15 %"
-    for name, which in _MEMORY_PARTS:
-        memory = score.memory(name, which)
-        if memory:
-            yield _line(memory)
-    under = [one for one in score.predictions if one.is_allocated and one.memory_error is not None]
-    if under:
-        least = min(under, key=lambda one: one.memory_error or 0)
-        yield f"most below an allocated peak: {least.row.id} ({least.memory_error:+.1%})"
-    right, known = score.verdicts
-    if known:
-        yield f"correct predictions of whether a run fits: {right} of {known}"
+    yield from _memory_lines(score)
     yield ""
     yield "Rules of thumb on the same rows"
     for rule in Rule:
@@ -358,6 +353,27 @@ _MEMORY_PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
 def _line(errors: Errors) -> str:
     figures = f"{errors.median:>9.1%}{errors.bias:>+9.1%}{errors.share_close:>9.0%}"
     return f"{errors.name:38}{len(errors.values):>5}{figures}"
+
+
+def _memory_lines(score: Score) -> Iterable[str]:
+    yield "Memory: relative errors of rows with a measured peak, and the share within 15 %"
+    for name, which in _MEMORY_PARTS:
+        memory = score.memory(name, which)
+        if memory:
+            yield _line(memory)
+    under = [one for one in score.predictions if one.is_allocated and one.memory_error is not None]
+    if under:
+        least = min(under, key=lambda one: one.memory_error or 0)
+        yield f"most below an allocated peak: {least.row.id} ({least.memory_error:+.1%})"
+    right, known = score.verdicts
+    if known:
+        yield f"correct predictions of whether a run fits: {right} of {known}"
+    found = [one for one in score.predictions if one.memory is not None]
+    clear = [one for one in found if one.verdict != Verdict.CLOSE]
+    if clear:
+        right = sum((one.verdict == Verdict.FITS) == (one.row.outcome == "ok") for one in clear)
+        close = len(found) - len(clear)
+        yield f"all rows: {right} of {len(clear)} clear verdicts are correct, {close} are close"
 
 
 def _assumed(predictions: Sequence[Prediction]) -> Iterable[str]:

@@ -38,6 +38,7 @@ class Images(nn.Module):
 def test_a_name_has_the_figures_of_the_command() -> None:
     found = sw.estimate("gpt2", **SMALL, strategies=["fsdp"], checkpointing=["none", "full"])
     assert found.fits
+    assert found.verdict == "fits"
     assert found.configuration.world_size == 2
     assert found.device_bytes == sum(found.memory.values())
     assert found.memory["optimizer"] == pytest.approx(2 * 4 * 124.44e6 / 2, rel=0.001)

@@ -218,3 +218,21 @@ def test_scaling_curves_have_a_bend() -> None:
     assert over_all.gathers[-1].seconds > over_all.gathers[0].seconds
     assert over_all.gathers[-1].latency_seconds < over_all.gathers[-1].seconds
     assert len({one.seconds for one in hybrid.gathers}) == 1
+
+
+def test_what_is_close_is_to_be_measured() -> None:
+    """From 10 % below the peak of tensors to 5 % above all bytes, beside 84.9 GB of memory."""
+    verdicts = {}
+    for peak, reserve in ((70, 0), (70, 9), (75, 8), (83, 0), (90, 0), (95, 0)):
+        moment = Moment(label="update", activations=peak * 10**9)
+        memory = Certificate((moment,), reserve_bytes=reserve * 10**9)
+        found = Forecast(Configuration(), parse_cluster("1xH100"), memory)
+        verdicts[peak, reserve] = found.verdict
+    assert verdicts == {
+        (70, 0): "fits",
+        (70, 9): "fits",
+        (75, 8): "close: measure it",
+        (83, 0): "close: measure it",
+        (90, 0): "close: measure it",
+        (95, 0): "does not fit",
+    }

@@ -15,7 +15,7 @@ from shardwise.forecast.applying import apply_to
 from shardwise.forecast.candidates import Degree, Goal, Objective
 from shardwise.forecast.certificate import Certificate
 from shardwise.forecast.configuration import Checkpointing, Configuration, Float8, Offload
-from shardwise.forecast.forecast import Forecast, Forecaster
+from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.machines import machine_of
 from shardwise.forecast.models import model_of
 from shardwise.forecast.options import parse_outer, parse_wire
@@ -69,6 +69,11 @@ class Estimate:
         return self.certificate.device_bytes
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, does not fit, or is so close that a short run should tell."""
+        return self.forecast.verdict
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of a rank on the host."""
         return self.certificate.host_bytes
@@ -118,13 +123,12 @@ class Estimate:
 
     def __str__(self) -> str:
         cluster = self.forecast.cluster
-        word = "fits" if self.fits else "does not fit"
         return (
             f"{self.model} on {cluster}: {describe(self.configuration)}: "
             f"{seconds_text(self.step_seconds)} per step, "
             f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}; "
             f"{bytes_text(self.device_bytes)} of {bytes_text(cluster.accelerator.memory_bytes)}, "
-            f"which {word}"
+            f"{self.verdict}"
         )
 
 

@@ -37,6 +37,7 @@ from shardwise.schedule.sequencer import schedule
 
 __all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
 
+_BELOW, _ABOVE = 0.10, 0.05  # of the peak of tensors, and of all bytes
 _LABEL_BYTES = 8  # tokens and labels are int64
 
 
@@ -88,6 +89,16 @@ class Certificate:
     def host_bytes(self) -> int:
         """Peak bytes on the host."""
         return self.offloaded.total
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """The range of bytes that the device must hold, of which `device_bytes` is the likely one.
+
+        An allocator that runs out of memory frees its reserve, so the lower end has none. The
+        shares are those within which three of four published peaks are (docs/forecast.md).
+        """
+        low = round((1 - _BELOW) * self.peak_bytes) + self.overhead_bytes
+        return low, round((1 + _ABOVE) * self.device_bytes)
 
     @property
     def uses(self) -> dict[str, int]:

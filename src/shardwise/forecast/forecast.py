@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 from torch import nn
@@ -19,10 +20,18 @@ from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.plan import Plan
 
-__all__ = ["Forecast", "Forecaster"]
+__all__ = ["Forecast", "Forecaster", "Verdict"]
 
 _SECONDS_PER_HOUR = 3600.0
 _Key = tuple[Configuration, int]  # the shared settings, and the stage of the pipeline
+
+
+class Verdict(StrEnum):
+    """Whether a configuration fits."""
+
+    FITS = "fits"
+    CLOSE = "close: measure it"
+    DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,15 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.missing_bytes <= 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the range of the memory is within that of the device."""
+        low, high = self.memory.range_bytes
+        available = self.cluster.accelerator.memory_bytes
+        if high <= available:
+            return Verdict.FITS
+        return Verdict.DOES_NOT_FIT if low > available else Verdict.CLOSE
 
     @cached_property
     def step(self) -> StepTime:
