@@ -45,6 +45,7 @@ from shardwise.forecast.calibrated import CalibratedMachine, RanksCalibration
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.planned import plan_of, precision_of
+from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.traffic import sent_bytes
@@ -263,7 +264,8 @@ def measure_bytes(world: World, case: Case) -> tuple[Figures, TrainedModel]:
     with Peak(allocated_bytes, SAMPLE_SECONDS) as live:
         trainee = Ours(case.strategy, wire=case.wire)(work)
         assert isinstance(trainee.model, GPT)
-        trainee.model.checkpoint_every = int(case.checkpointing)
+        if case.checkpointing:
+            checkpoint_blocks(trainee.model, "full")
         for number in range(MEMORY_STEPS):
             dist.barrier()
             _step(trainee, case, work.batch(number, world.rank))

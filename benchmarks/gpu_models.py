@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.bench.work import Work
+from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.train.model import GPT, Block, Shape
 
 __all__ = ["MODELS", "make_work"]
@@ -20,7 +21,7 @@ def gpt(shape: Shape) -> Callable[[int], tuple[nn.Module, type[nn.Module]]]:
 
     def build(blocks: int) -> tuple[nn.Module, type[nn.Module]]:
         model = GPT(replace(shape, layers=blocks))
-        model.checkpoint_every = 1
+        checkpoint_blocks(model, "full")
         return model, Block
 
     return build

@@ -29,7 +29,7 @@ from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.train import loop
-from shardwise.train.build import build_plan, rank_footprint
+from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.trainer import Trainer
@@ -40,7 +40,7 @@ MODELS = {
 }
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-CHECKPOINTING = ("none", "full", "selective")
+CHECKPOINTING = ("none", "full", "products")
 OFFLOADS = ("none", "optimizer", "all")
 ACCUMULATION = ("1", "4 shards", "4 whole")
 PLAIN = ("fp32", "none", "none", "1")
@@ -130,7 +130,7 @@ def measure(
     rounds = harness.interleave(cases, options.rounds, warm_up=WARM_UP, title="", visible=False)
     rounds = harness.merge(world.gather(rounds))
     transient = max(world.gather(runtime_of_root(trainer.model).pools.peak_bytes))
-    forecast = rank_footprint(build_plan(trainer.model, config), config, "cpu").transient
+    forecast = memory_of(config, "cpu")[0]["transient"]
     error = max(
         abs(loss / plain_loss - 1.0) for loss, plain_loss in zip(losses, expected, strict=True)
     )

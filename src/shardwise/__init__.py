@@ -28,6 +28,7 @@ __all__ = [
     "backward",
     "block",
     "clip_grad_norm_",
+    "estimate",
     "fit",
     "fully_shard",
     "gathered",

@@ -6,6 +6,7 @@ from shardwise.checkpoint.directory import Retention, latest
 from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.matching import LoadReport
 from shardwise.checkpoint.save import Save, save
+from shardwise.diagnose.plan_estimate import Estimate, estimate
 from shardwise.diagnose.record import Recorder, record
 from shardwise.diagnose.verification import (
     Verification,
@@ -47,6 +48,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointDamaged",
     "CheckpointError",
+    "Estimate",
     "FSDPModule",
     "Fit",
     "Initialization",
@@ -75,6 +77,7 @@ __all__ = [
     "backward",
     "block",
     "clip_grad_norm_",
+    "estimate",
     "fit",
     "fully_shard",
     "gathered",

@@ -4,26 +4,17 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from shardwise.cli import main
 from shardwise.cli.plan import Progress
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.machines import typical_cpu
-from shardwise.forecast.planned import plan_of
 from shardwise.forecast.transformer import Shape, build
-from shardwise.train.build import build_model, build_plan
-from shardwise.train.config import read_config
-from shardwise.train.planned import config_of
-from tests.cli import commands
 from tests.diagnose.chromium import find_chromium, open_browser
 
 SHAPE = Shape(arch="gpt", layers=3, hidden=64, heads=2, vocab=512)
@@ -62,7 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def result(files: Path) -> Result:
     options = ("--strategy", "fsdp,hsdp", "--micro-batch", "2", "--checkpointing", "none,full")
-    outputs = (f"--{name}={files / name}" for name in ("html", "config", "trace"))
+    outputs = (f"--{name}={files / name}" for name in ("html", "trace"))
     found = run(
         f"{__name__}:small",
         *ARGUMENTS,
@@ -96,13 +87,10 @@ def test_the_best_is_explained_priced_and_called(result: Result) -> None:
     assert re.search(r"^ *save +[\d.]+ .B +[\d.]+ .B", result.output, re.MULTILINE)
 
 
-def test_the_page_the_trace_and_the_configuration_are_written(result: Result, files: Path) -> None:
-    assert result.output.count(": written") == 3
+def test_the_page_and_the_trace_are_written(result: Result, files: Path) -> None:
+    assert result.output.count(": written") == 2
     assert (files / "html").read_text("utf-8").startswith("<!DOCTYPE html>")
     assert '"traceEvents"' in (files / "trace").read_text("utf-8")
-    config = read_config(files / "config")
-    assert (config.train.global_batch, config.train.micro_batch) == (64, 2)
-    assert config.shard.nproc == 16
 
 
 @pytest.mark.usefixtures("result")
@@ -176,69 +164,6 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
 
 
 @pytest.mark.parametrize(
-    "configuration",
-    [
-        Configuration(strategy="hsdp", shard_size=2, replicas=2, checkpointing="products"),
-        Configuration(strategy="hfsdp", shard_size=2, replicas=2, prefetch=2),
-        Configuration(strategy="zero1", shard_size=4, offload="optimizer", micro_batch=2),
-        Configuration(shard_size=4, offload="parameters", activation_offload=True),
-        Configuration(strategy="ddp", replicas=4, checkpointing="full", accumulation=3),
-    ],
-)
-def test_the_trainer_accepts_the_configuration_and_plans_the_same(
-    configuration: Configuration, tmp_path: Path
-) -> None:
-    path = tmp_path / "train.toml"
-    path.write_text(config_of(configuration, SHAPE), "utf-8")
-    config = read_config(path)
-    assert config.train.global_batch == configuration.global_batch
-    assert config.accumulates is (configuration.accumulation > 1)
-    assert (config.model.layers, config.model.width) == (3, 64)
-    assert config.model.context == configuration.sequence
-    model = build_model(config)
-    found, expected = build_plan(model, config), plan_of(model, configuration)
-    assert (found.strategy, found.world_size, found.replicas, found.prefetch) == (
-        expected.strategy,
-        expected.world_size,
-        expected.replicas,
-        expected.prefetch,
-    )
-    assert [unit.offload for unit in found.units] == [unit.offload for unit in expected.units]
-
-
-@pytest.mark.thorough
-def test_a_run_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
-    shape = {"layers": 2, "heads": 2, "width": 32}
-    machine = tmp_path / "machine.json"
-    typical_cpu(2).write(machine)
-    found = run(
-        f"{__name__}:small", "--cluster", f"2x{machine}", "--seq", "32", "--global-batch", "8",
-        "--strategy", "zero2", "--dtype", "float32", f"--config={tmp_path / 'plan.toml'}",
-    )  # fmt: skip
-    assert found.code == 0, found.errors
-    assert "GPU" not in found.output
-    assert "tokens/s per rank" in found.output
-    settings: dict[str, object] = {f"model.{name}": value for name, value in shape.items()}
-    settings |= {"data.path": Path(sysconfig.get_path("stdlib")) / "email", "train.steps": 2}
-    settings |= {"run.directory": tmp_path / "run", "sample.bytes": 0}
-    options = [word for pair in settings.items() for word in ("--set", "{}={}".format(*pair))]
-    trained = commands.run(["train", tmp_path / "plan.toml", *options], tmp_path)
-    assert trained.code == 0, trained.stderr
-    config = read_config(tmp_path / "run" / "config.toml")
-    assert (config.shard.strategy, config.shard.nproc, config.train.global_batch) == ("zero2", 2, 8)
-
-
-def test_what_the_trainer_lacks_is_said(tmp_path: Path) -> None:
-    configuration = Configuration(tensor=2, master_dtype=torch.bfloat16, compiled=True)
-    text = config_of(configuration, None, path="models/llama")
-    assert "no tensor or pipeline parallelism" in text
-    assert "not in bfloat16" in text
-    assert "torch.compile" in text
-    (tmp_path / "train.toml").write_text(text, "utf-8")
-    assert read_config(tmp_path / "train.toml").model.path == "models/llama"
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["lama-3-8b"], "did you mean 'llama-3-8b'"),
@@ -253,7 +178,7 @@ def test_what_the_trainer_lacks_is_said(tmp_path: Path) -> None:
         (["gpt2", *ARGUMENTS, "--tokens", "1Q"], "--tokens 1Q: expected a number such as 300B"),
         (["gpt2", *ARGUMENTS, "--html", "no/such/page.html"], "no/such is not a directory"),
         (["gpt2", *ARGUMENTS, "--seq", "0"], "sequence=0: expected an integer of 1 or more"),
-        ([], "expected a model"),
+        ([], "Missing argument 'MODEL'"),
     ],
 )
 def test_bad_input_is_one_line_with_the_way_out(arguments: list[str], message: str) -> None:
@@ -303,14 +228,6 @@ def test_an_alternative_that_does_not_fit_is_tried_with_offload() -> None:
     assert "checkpointing full, micro-batch 2: fits only with optimizer on the host, " in output
     line = "checkpointing none, micro-batch 2: does not fit even with offload, without that needs"
     assert line in output
-
-
-def test_measurements_that_make_no_sense_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.json"
-    path.write_text('{"rows": [{"id": "one", "model": {"layers": "many"}}]}', "utf-8")
-    found = run("--score", str(path))
-    assert found.code == 2
-    assert "one" in found.errors
 
 
 def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ USAGE_ERRORS = {
     "--nproc 0": "--nproc 0: expected 1 or more ranks",
     "--corrupt head.weight": "--corrupt head.weight: name the MODEL",
     "--frobnicate": "No such option: --frobnicate",
-    "--optimizer adamax": "adamax: expected one of adamw, sgd, muon, soap, adam8bit",
+    "--optimizer adamax": "adamax: expected one of adamw, adam, nadam, radam",
     "--granularity rows": "--granularity rows: expected one of element, row, tensor, dim",
     "--tolerance -1": "--tolerance -1.0: expected 0 or more",
     "--wire gather=int8": "--wire gather=int8: quantized values differ from one process by up "

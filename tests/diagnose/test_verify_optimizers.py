@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.diagnose.optimizers import OPTIMIZERS
+from shardwise.diagnose.optimizers import optimizer_fn
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 
@@ -28,7 +28,7 @@ def test_an_optimizer_equals_one_process(name: str) -> None:
         ["fsdp", "ddp"],
         units=Block,
         loss_fn=_loss,
-        optimizer_fn=OPTIMIZERS[name],
+        optimizer_fn=optimizer_fn(name),
         steps=3,
         granularity="row",
         quiet=True,
@@ -62,7 +62,7 @@ def _verify_wire(reduce: str) -> sw.Verification:
         ["fsdp"],
         units=Block,
         loss_fn=_loss,
-        optimizer_fn=OPTIMIZERS["sgd"],
+        optimizer_fn=optimizer_fn("sgd"),
         tolerance=0.5,
         wire=sw.Wire("int8", reduce, block=8),
         quiet=True,

@@ -1,6 +1,7 @@
 """Tests of the memory certificate with handmade activations."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.forecast.certificate import CATEGORIES, Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory import step_memory
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.work import Segment, Workload
 from shardwise.plan.wire import Wire
@@ -91,16 +91,20 @@ def test_without_activations_the_peak_is_that_of_the_plan() -> None:
         replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
     ]
     workload = replace(workload_of(5), segments=tuple(bare), tokens=0)
-    certificate = memory_certificate(plan, workload, replace(CONFIGURATION, optimizer="sgd"))
-    assert certificate.peak_bytes == step_memory(plan).peak_bytes
+    configuration = replace(CONFIGURATION, optimizer="sgd")
+    certificate = memory_certificate(plan, workload, configuration)
+    assert certificate.peak_bytes == memory_certificate(plan, None, configuration).peak_bytes
 
 
 @pytest.mark.parametrize(
     ("optimizer", "bytes_per_element"),
-    [("adamw", 8), ("lion", 4), ("sgd", 0), ("sgd_momentum", 4), ("adamw8bit", 2 * (1 + 1 / 64))],
+    [("adamw", 8), ("lion", 4), ("sgd", 0), ("sgd_momentum", 4), ("adam8bit", 2 * (1 + 4 / 16))],
 )
 def test_states_of_the_optimizer(optimizer: str, bytes_per_element: float) -> None:
-    certificate = certificate_of(replace(CONFIGURATION, optimizer=optimizer))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"optimizer": optimizer}
+    if optimizer == "adam8bit":  # each row of 16 elements has a scale
+        options["optimizer_options"] = (("min_elements", 0),)
+    certificate = certificate_of(replace(CONFIGURATION, **options))
     assert certificate.peak.optimizer == pytest.approx(bytes_per_element * BLOCK * 5 / 4)
 
 

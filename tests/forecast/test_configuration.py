@@ -24,7 +24,7 @@ def test_mesh() -> None:
         ({"micro_batch": 1.5}, r"micro_batch=1.5: expected an integer"),
         ({"prefetch": -1}, r"prefetch=-1: expected 0 or more"),
         ({"strategy": "fsdq"}, r"strategy='fsdq'.*did you mean 'fsdp'"),
-        ({"optimizer": "adamv"}, r"optimizer='adamv'.*did you mean 'adamw'"),
+        ({"optimizer": "adamv"}, r"optimizer='adamv'.*did you mean 'adam'"),
         ({"checkpointing": ("none", "ful")}, r"checkpointing='ful'.*did you mean 'full'"),
         ({"chunks": 2}, r"chunks=2: expected pipeline to be 2 or more"),
         ({"shard_size": 4, "expert": 3}, r"expert=3: expected a divisor of the 4"),

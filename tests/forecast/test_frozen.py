@@ -47,7 +47,7 @@ def adapted_llama() -> nn.Module:
 def test_adapters_of_8_billion_frozen_parameters_need_18_to_21_gb() -> None:
     model = Model("lora", factory=adapted_llama, keeps_dtypes=True)
     frozen, trained = 8_030_261_248, 41_943_040
-    assert (model.num_parameters, model.num_trained) == (frozen + trained, trained)
+    assert (model.num_parameters, model.num_trained()) == (frozen + trained, trained)
     configuration = Configuration(
         sequence=1024, checkpointing="full", master_dtype=model.master_dtype
     )

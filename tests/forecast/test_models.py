@@ -201,3 +201,19 @@ def test_errors_name_the_problem(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     with pytest.raises(ConfigError, match="kv_heads=3: expected a divisor of heads=4"):
         Shape(arch="llama", layers=1, hidden=8, heads=4, kv_heads=3, vocab=8)
+
+
+def test_losses_differ_in_the_copies_of_their_logits() -> None:
+    """In units of float32 logits: what a step has at its peak, beyond the fused linear loss."""
+    shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=65_536, ffn=64)
+    configuration = Configuration(micro_batch=2, sequence=256)
+    peaks = {}
+    for loss in ("float32", "compute", "shifted", "fused", "fused_linear"):
+        model = Model(loss, replace(shape, loss=loss))
+        peaks[loss] = max(one.peak_bytes for one in workload_of(model, configuration).segments)
+    logits = 4 * 2 * 256 * shape.vocab
+    gradient = 2 * 64 * shape.vocab  # of the head's weight
+    assert peaks["shifted"] == pytest.approx(peaks["float32"] + 2 * logits, rel=0.02)
+    assert peaks["compute"] < peaks["float32"] - logits / 2
+    assert peaks["fused"] < peaks["compute"]
+    assert peaks["fused_linear"] < logits / 4 + 3 * gradient

@@ -52,7 +52,7 @@ class Fake:
             optimizer=0 if one.offload != "none" else 160 * GB // one.shard_size // one.tensor,
             activations=kept * GB * one.micro_batch * (not one.activation_offload),
         )
-        return Forecast(one, self.cluster, Certificate((moment,), 0, 0, 0))
+        return Forecast(one, self.cluster, Certificate((moment,)))
 
     def timed(self, found: Forecast) -> Forecast:
         one = found.configuration
@@ -113,7 +113,7 @@ class Gathering(Fake):
         found = super().memory(one)
         [moment] = found.memory.timeline
         gathered = replace(moment, gathered=35 * GB * (1 + one.prefetch))
-        return replace(found, memory=Certificate((gathered,), 0, moment.optimizer, 0))
+        return replace(found, memory=Certificate((gathered,), reserve_bytes=moment.optimizer))
 
 
 def test_memory_that_states_split_counts_as_saved_by_offload() -> None:
@@ -218,3 +218,21 @@ def test_scaling_curves_have_a_bend() -> None:
     assert over_all.gathers[-1].seconds > over_all.gathers[0].seconds
     assert over_all.gathers[-1].latency_seconds < over_all.gathers[-1].seconds
     assert len({one.seconds for one in hybrid.gathers}) == 1
+
+
+def test_what_is_close_is_to_be_measured() -> None:
+    """From 10 % below the peak of tensors to 5 % above all bytes, beside 84.9 GB of memory."""
+    verdicts = {}
+    for peak, reserve in ((70, 0), (70, 9), (75, 8), (83, 0), (90, 0), (95, 0)):
+        moment = Moment(label="update", activations=peak * 10**9)
+        memory = Certificate((moment,), reserve_bytes=reserve * 10**9)
+        found = Forecast(Configuration(), parse_cluster("1xH100"), memory)
+        verdicts[peak, reserve] = found.verdict
+    assert verdicts == {
+        (70, 0): "fits",
+        (70, 9): "fits",
+        (75, 8): "close: measure it",
+        (83, 0): "close: measure it",
+        (90, 0): "close: measure it",
+        (95, 0): "does not fit",
+    }

@@ -18,7 +18,8 @@ import shardwise as sw
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import communicator
 from shardwise.features.host_collectives import HostCollectives
-from shardwise.forecast.memory import step_memory
+from shardwise.forecast.certificate import memory_certificate
+from shardwise.forecast.configuration import Configuration
 from shardwise.hostccl.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
@@ -116,7 +117,7 @@ def test_what_a_wire_keeps_is_in_the_plan(preset: str) -> None:
         _step(model, num_held=0)
         model.zero_grad()
     runtime = runtime_of(model)
-    planned = step_memory(runtime.plan, on_cpu=True)
+    planned = memory_certificate(runtime.plan, None, Configuration(), on_cpu=True)
     kept = sum(unit.feedback_bytes for unit in runtime.plan.units)
     assert kept > planned.between_steps_bytes / 3
     assert _least_live_bytes(runtime) == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE)
@@ -160,16 +161,17 @@ def _measure(
         between = _least_live_bytes(runtime)
         with _sampled(lambda: _live_bytes(runtime)) as samples:
             _step(model, num_held=num_held)
-    planned = step_memory(
-        runtime.plan,
-        accumulates=accumulates,
-        num_unreduced=num_held,
-        steps_in_backward=steps_in_backward,
-        on_cpu=True,
+    loop = Configuration(
+        optimizer="sgd",
+        accumulation=2 if accumulates else 1 + num_held,
+        accumulate="whole" if num_held else "shards",
+        step_in_backward=steps_in_backward,
     )
+    planned = memory_certificate(runtime.plan, None, loop, on_cpu=True)
     what = f"{name}, {accumulates=}, {num_held=}, {steps_in_backward=}"
     assert between == pytest.approx(
-        planned.between_steps_bytes + planned.host_bytes, rel=TOLERANCE
+        planned.between_steps_bytes + planned.offloaded.parameters + planned.offloaded.gradients,
+        rel=TOLERANCE,
     ), what
     assert max(samples) == pytest.approx(planned.total_peak_bytes, rel=TOLERANCE), what
     idle = runtime.pools.gathered.held_bytes

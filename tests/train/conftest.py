@@ -2,9 +2,11 @@
 
 import pytest
 
+from shardwise.forecast.planned import plan_of
 from shardwise.plan.plan import Plan
-from shardwise.train.build import build_model, build_plan
+from shardwise.train.build import build_model
 from shardwise.train.config import Config
+from shardwise.train.planned import configuration_of
 
 
 @pytest.fixture
@@ -21,4 +23,4 @@ def config() -> Config:
 
 @pytest.fixture
 def plan(config: Config) -> Plan:
-    return build_plan(build_model(config), config)
+    return plan_of(build_model(config), configuration_of(config))

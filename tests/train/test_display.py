@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.plan.plan import Plan
-from shardwise.train.build import process_footprint, rank_footprint
+from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 from shardwise.train.display import ProgressSink, memory_table, units_table
 from shardwise.train.sinks import StepMetrics
@@ -37,12 +37,12 @@ def test_equal_units_share_a_row(plan: Plan) -> None:
     assert ["model", "32,928", "131.7 kB", "32.9 kB"] in rows(target)
 
 
-def test_memory_of_a_rank_and_of_one_process(plan: Plan, config: Config) -> None:
+def test_memory_of_a_rank_and_of_one_process(config: Config) -> None:
     target = console()
-    rank = rank_footprint(plan, config, "cuda")
-    target.print(memory_table("memory", rank, process_footprint(plan, config), 4))
+    rank, process = memory_of(config, "cuda")
+    target.print(memory_table("memory", rank, process, 4))
     assert ["optimizer states", "65.9 kB", "263.4 kB"] in rows(target)
-    assert ["total", f"{rank.total / 1000:.1f} kB", "526.8 kB"] in rows(target)
+    assert ["total", f"{sum(rank.values()) / 1000:.1f} kB", "526.8 kB"] in rows(target)
     assert "a rank (of 4)" in shown(target)
 
 

@@ -24,7 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "activations on the host": {"memory": {"activations": "host", "offload": "optimizer"}},
     "data workers": {"data": {"workers": 2}},
-    "selective": {"memory": {"checkpoint_every": 1, "checkpoint": "selective"}},
+    "products": {"memory": {"checkpoint_every": 1, "checkpoint": "products"}},
+    "selective": {"memory": {"checkpoint_every": 2, "checkpoint": "selective"}},
 }
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwise.plan.plan import Plan
-from shardwise.train.build import build_model, build_plan, process_footprint, rank_footprint
+from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 
 BLOCK = 12 * 32 * 32 + 2 * 32  # four matrices of attention, eight of the perceptron, two norms
@@ -12,47 +11,38 @@ MODEL = ROOT + 2 * BLOCK
 FLOAT = 4
 
 
-def test_one_process_holds_the_whole_model(plan: Plan, config: Config) -> None:
-    footprint = process_footprint(plan, config)
-    assert footprint.parameters == footprint.gradients == MODEL * FLOAT
-    assert footprint.optimizer == 2 * MODEL * FLOAT
-    assert footprint.total == 4 * MODEL * FLOAT
+def test_one_process_holds_the_whole_model(config: Config) -> None:
+    _, process = memory_of(config, "cuda")
+    assert process["parameters"] == process["gradients"] == MODEL * FLOAT
+    assert process["optimizer"] == 2 * MODEL * FLOAT
+    assert process["transient"] == process["host"] == 0
 
 
-def test_a_rank_holds_its_shards_and_the_gathered_units(plan: Plan, config: Config) -> None:
-    footprint = rank_footprint(plan, config, "cuda")
-    assert footprint.parameters == footprint.gradients == MODEL * FLOAT // 4
-    assert footprint.optimizer == 2 * MODEL * FLOAT // 4
-    assert footprint.total == MODEL * FLOAT + footprint.transient
+def test_a_rank_holds_its_shards_and_the_gathered_units(config: Config) -> None:
+    rank, _ = memory_of(config, "cuda")
+    assert rank["parameters"] == rank["gradients"] == MODEL * FLOAT // 4
+    assert rank["optimizer"] == 2 * MODEL * FLOAT // 4
 
 
 @pytest.mark.parametrize(("offload", "near"), [("all", 0), ("optimizer", MODEL * FLOAT // 4)])
 def test_offloaded_bytes_are_on_the_host(config: Config, offload: str, near: int) -> None:
-    config = with_memory(config, offload=offload)
-    plan = build_plan(build_model(config), config)
-    footprint = rank_footprint(plan, config, "cuda")
-    assert footprint.host == 4 * MODEL * FLOAT // 4, "shards, gradients and two states"
-    assert footprint.total - footprint.host == footprint.transient + near
+    rank, _ = memory_of(with_section(config, "memory", offload=offload), "cuda")
+    assert rank["host"] == 4 * MODEL * FLOAT // 4, "shards, gradients and two states"
+    kept = sum(rank[name] for name in ("parameters", "gradients", "optimizer"))
+    assert kept - rank["host"] == near
 
 
-def with_memory(config: Config, **changes: object) -> Config:
-    memory = config.memory.model_copy(update=changes)
-    return config.model_copy(update={"memory": memory})
-
-
-def deep(config: Config, prefetch: int) -> Plan:
-    """Eight blocks: more than any prefetch of the test gathers."""
-    changed = {
-        "model": config.model.model_copy(update={"layers": 8}),
-        "shard": config.shard.model_copy(update={"prefetch": prefetch}),
-    }
-    config = config.model_copy(update=changed)
-    return build_plan(build_model(config), config)
+def with_section(config: Config, section: str, **changes: object) -> Config:
+    changed = getattr(config, section).model_copy(update=changes)
+    return config.model_copy(update={section: changed})
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_gathered_blocks_are_bounded_by_the_prefetch(config: Config, prefetch: int) -> None:
-    """The root, its pending gradients, the gathered blocks and two reductions."""
-    plan = deep(config, prefetch)
-    transient = rank_footprint(plan, config, "cuda").transient
-    assert transient == (2 * ROOT + (1 + prefetch + 2) * BLOCK) * FLOAT
+    """The root, its pending gradients, the gathered blocks and two reductions.
+
+    There are eight blocks, which is more than any prefetch here gathers.
+    """
+    deep = with_section(with_section(config, "model", layers=8), "shard", prefetch=prefetch)
+    rank, _ = memory_of(deep, "cuda")
+    assert rank["transient"] == (2 * ROOT + (1 + prefetch + 2) * BLOCK) * FLOAT

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import PlanError
 from shardwise.train.config import Config, ModelConfig, TrainConfig
-from shardwise.train.within import optimizer_of, within
+from shardwise.train.within import within
 
 
 def config_of(**train: object) -> Config:
@@ -18,24 +18,27 @@ def config_of(**train: object) -> Config:
 def test_less_memory_takes_smaller_batches_or_recomputes() -> None:
     large = within(config_of(), "1GB")
     assert large.memory.checkpoint_every == 0
-    with pytest.raises(PlanError, match="no configuration fits; the smallest needs") as raised:
-        within(config_of(), "1kB")
-    least = int(str(raised.value).split("smallest needs ")[1].split(" bytes")[0].replace(",", ""))
+    least = smallest(config_of())
     small = within(config_of(), str(least))
     assert small.accumulates or small.memory.checkpoint_every
     with pytest.raises(PlanError, match="no configuration fits"):
         within(config_of(), str(int(0.95 * least)))
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"memory of train\.optimizer='radam' is not known"):
-        within(config_of(optimizer="radam"), "1GB")
+def test_every_optimizer_of_the_trainer_has_a_budget() -> None:
+    """Fewer and smaller states need less memory."""
+    least = {
+        name: smallest(config_of(optimizer=name))
+        for name in ("sgd", "sgd_momentum", "muon", "adamw", "radam", "soap")
+    }
+    assert sorted(least, key=lambda name: least[name]) == list(least)
+    assert least["adamw"] == least["radam"]
+    momentum = config_of(optimizer="sgd", optimizer_options={"momentum": 0.9})
+    assert smallest(momentum) == least["sgd_momentum"]
 
 
-def test_momentum_of_sgd_is_counted() -> None:
-    given: tuple[dict[str, float], ...] = ({}, {"momentum": 0.9})
-    found = [
-        optimizer_of(TrainConfig(optimizer="sgd", optimizer_options=options), "1GB")
-        for options in given
-    ]
-    assert found == ["sgd", "sgd_momentum"]
+def smallest(config: Config) -> int:
+    """Return the bytes of the smallest configuration."""
+    with pytest.raises(PlanError, match="no configuration fits; the smallest needs") as raised:
+        within(config, "1kB")
+    return int(str(raised.value).split("smallest needs ")[1].split(" bytes")[0].replace(",", ""))

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try sev
 
 def plan(
     model: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="MODEL",
-            help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, or "
-            "package.module:function or file.py:function that builds a module. Frozen parameters "
-            "and those in bfloat16 count as they are.",
+            help="A built-in name such as llama-3-8b, the config.json of a Hugging Face model, the "
+            "TOML file of shardwise train, or package.module:function or file.py:function that "
+            "builds a module. Frozen parameters and those in bfloat16 count as they are.",
         ),
-    ] = None,
+    ],
     cluster: Annotated[
         str,
         typer.Option(
@@ -78,12 +78,48 @@ def plan(
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
         str,
-        typer.Option(metavar="NAME", help="adamw, adamw8bit, adafactor, lion, muon, sgd, soap."),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class."),
     ] = "adamw",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
     ] = "bfloat16",
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Train adapters on a frozen base: r=16,targets=q_proj+v_proj,dora=true (targets: "
+            "all-linear), or the adapter_config.json of peft.",
+        ),
+    ] = None,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Adapters on a base with 4-bit weights (NF4).")
+    ] = False,
+    float8: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="8-bit products in linear layers of blocks, by how operands are scaled: "
+            "tensorwise, rowwise, delayed or mxfp8.",
+        ),
+    ] = "none",
+    float8_gather: Annotated[
+        bool, typer.Option("--float8-gather", help="Gather their weights in 8 bits, too.")
+    ] = False,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS", help="Quantize what ranks send, such as gather=int8,reduce=int4."
+        ),
+    ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Replicas that train independently (DiLoCo), such as replicas=2,every=32,"
+            "dtype=int4,delay=2.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens to train on, such as 300B or 1T.")
     ] = None,
@@ -115,12 +151,6 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a file for shardwise train.")
     ] = None,
-    score: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Predict published measurements instead, and print the errors."
-        ),
-    ] = None,
 ) -> None:
     """Find the best way to train a model on a cluster, without using a GPU.
 
@@ -128,35 +158,43 @@ def plan(
     checkpointing that divides the batch. Ranks the configurations that fit, prints how much memory
     the others lack, and prints the call of fully_shard for the best one.
     """
-    if score is not None:
-        _score(score)
-        return
-    if model is None:
-        raise ConfigError("plan: expected a model, such as llama-3-8b, or --score FILE")
     check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.diagnose import plan_terminal  # noqa: PLC0415
     from shardwise.diagnose.plan_text import Budget  # noqa: PLC0415
     from shardwise.diagnose.planning import make_planned  # noqa: PLC0415
+    from shardwise.forecast.adapters import adapters_of  # noqa: PLC0415
     from shardwise.forecast.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
     from shardwise.forecast.machines import machine_of  # noqa: PLC0415
-    from shardwise.forecast.models import resolve_model  # noqa: PLC0415
     from shardwise.forecast.numbers import number_of  # noqa: PLC0415
+    from shardwise.forecast.options import parse_outer, parse_wire  # noqa: PLC0415
     from shardwise.forecast.saving import Storage  # noqa: PLC0415
-    from shardwise.train.planned import config_of  # noqa: PLC0415
+    from shardwise.plan.optimizers import optimizer_spec  # noqa: PLC0415
+    from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
     num_devices = machine.cluster.num_devices
-    resolved = resolve_model(model)
+    files = ModelFiles.of(model, config)
+    resolved = files.model
+    replicas = parse_outer(outer)
     settings = Configuration(
         sequence=seq,
         master_dtype=resolved.master_dtype,
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
+        optimizer_options=optimizer_spec(optimizer).options,
+        optimizer_loop=optimizer_spec(optimizer).loop,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
+        units=resolved.units,
+        float8=float8,  # type: ignore[arg-type]
+        float8_gather=float8_gather,
+        wire=parse_wire(wire),
+        outer=replicas[0],
+        outer_replicas=replicas[1],
+        adapters=adapters_of(lora, qlora=qlora),
     )
     goal = Goal(
         global_batch=8 * num_devices if global_batch is None else global_batch,
@@ -179,7 +217,7 @@ def plan(
         forecaster,
         goal,
         Budget(None if tokens is None else number_of("tokens", tokens), price),
-        partial(config_of, path=_directory(model)),
+        files.toml_of,
         Progress(),
         scaling=scaling and not cluster.endswith(".json"),
     )
@@ -193,16 +231,13 @@ def plan(
         saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
         plan_terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
-    _write(planned, html, trace, config)
+    _write(planned, html, trace, None if planned.config_problem else config)
+    if config is not None:
+        if planned.config_problem:
+            raise ConfigError(f"--config {config}: {planned.config_problem}")
+        files.write_model(seq)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
-
-
-def _score(path: Path) -> None:
-    from shardwise.forecast.score import score  # noqa: PLC0415 (torch takes seconds)
-
-    progress = Progress()
-    typer.echo(score(path, progress=lambda row: progress(f"predicting {row.id}")).text())
 
 
 def _dtype(name: str) -> "torch.dtype":
@@ -242,14 +277,6 @@ class Progress:
         if self._clock() - self._printed_at >= QUIET_SECONDS:
             self._printed_at = self._clock()
             print(f"{message} ...", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _directory(model: str) -> str:
-    """The directory of a Hugging Face model, which the trainer can read; "" for other models."""
-    path = Path(model)
-    if path.is_dir():
-        return model
-    return str(path.parent) if path.suffix == ".json" else ""
 
 
 def _degree(option: str, text: str) -> "Degree":

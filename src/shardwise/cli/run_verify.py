@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,9 +16,11 @@ from shardwise.diagnose.subjects import find_engine, find_optimizer, find_subjec
 from shardwise.diagnose.verification import VerificationError
 from shardwise.diagnose.verify import resolve_strategies, verify
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
+from shardwise.forecast.options import parse_wire
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.train.model import GPT, Block, Shape
 
@@ -26,7 +28,6 @@ __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 
 NPROC = 2
 _GRANULARITIES = ("element", "row", "tensor", "dim")
-_BOOLEANS = {"true": True, "false": False}
 
 
 _GPT = Shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2)
@@ -98,24 +99,17 @@ class VerifyOptions:
             ConfigError: the wire is malformed.
         """
         # 8-bit states do not support parameters that are cut by element.
-        granularity = self.granularity or ("row" if self.optimizer == "adam8bit" else None)
+        granularity = self.granularity or ("row" if self._has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
         return options if self.wire is None else {**options, "wire": self._wire()}
 
+    @property
+    def _has_blocks(self) -> bool:
+        spec = OPTIMIZERS.get(self.optimizer or "")
+        return spec is not None and spec.kind == "blocks"
+
     def _wire(self) -> Wire:
-        if self.wire is None:
-            return UNQUANTIZED
-        known = [field.name for field in fields(Wire)]
-        options: dict[str, Any] = {}
-        for part in self.wire.split(","):
-            name, _, value = part.strip().partition("=")
-            if name not in known or not value:
-                raise ConfigError(
-                    f"--wire {self.wire}: expected one or more of {'=, '.join(known)}=, such as "
-                    f"gather=int8,reduce=int4; got {part.strip()!r}"
-                )
-            options[name] = int(value) if value.isdecimal() else _BOOLEANS.get(value, value)
-        return Wire(**options)
+        return parse_wire(self.wire)
 
     def dims(self) -> dict[str, int]:
         """The sizes of the mesh's dims by name; empty without a mesh.

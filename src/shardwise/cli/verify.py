@@ -48,9 +48,9 @@ def verify(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Optimizer to compare: adamw (the default), sgd, muon, soap or adam8bit, or a "
-            "function (parameters) that returns one, as package.module:function or "
-            "file.py:function. adam8bit shards by row.",
+            help="Optimizer to compare: adamw (the default), sgd, muon, soap, adam8bit, another "
+            "of torch's, or a function (parameters) that returns one, as package.module:function "
+            "or file.py:function. adam8bit shards by row.",
         ),
     ] = None,
     wire: Annotated[

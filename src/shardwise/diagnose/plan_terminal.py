@@ -60,8 +60,10 @@ def figures(planned: Planned) -> list[str]:
     )
     available = bytes_text(winner.cluster.accelerator.memory_bytes)
     host = f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
+    low, high = map(bytes_text, memory.range_bytes)
     used = (
-        f"{bytes_text(memory.device_bytes)} of a GPU's {available}: "
+        f"{bytes_text(memory.device_bytes)} ({low} to {high}) of a GPU's {available} "
+        f"({winner.verdict}): "
         f"{bytes_text(memory.peak_bytes)} in tensors (at {memory.peak.label}), "
         f"{bytes_text(memory.reserve_bytes)} reserved, {bytes_text(memory.overhead_bytes)} for the "
         f"driver and its libraries{host}"

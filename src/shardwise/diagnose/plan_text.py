@@ -61,6 +61,7 @@ _COSTS = {
     "pipeline sends": "sends between stages take {more} more",
     "optimizer": "the update takes {more} more",
     "owners": "the owners of matrices take {more} more",
+    "outer": "synchronizing the replicas takes {more} more",
     "stragglers": "the slowest rank takes {more} more",
 }
 _BOUNDS = {
@@ -74,6 +75,7 @@ _BOUNDS = {
     "pipeline sends": "sends between stages of the pipeline",
     "optimizer": "the update of the parameters",
     "owners": "the owners of matrices, and the exchange with them",
+    "outer": "the exchange between replicas that train independently",
 }
 
 
@@ -107,7 +109,8 @@ def _sharding_text(configuration: Configuration) -> str:
         ranks = f"{configuration.replicas} x {configuration.shard_ranks}"
     else:
         ranks = str(configuration.data_parallel * configuration.context)
-    return f"{configuration.strategy} over {ranks}"
+    copies = f"{configuration.outer_replicas} replicas of " * (configuration.outer is not None)
+    return f"{copies}{configuration.strategy} over {ranks}"
 
 
 def _host_text(configuration: Configuration) -> str:

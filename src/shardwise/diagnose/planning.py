@@ -7,13 +7,13 @@ from functools import cached_property
 from shardwise.diagnose.plan_text import Budget, describe, missing_text, peak_text, with_device_word
 from shardwise.diagnose.recording import RankRecording
 from shardwise.diagnose.simulated import recording_of
+from shardwise.errors import ConfigError
 from shardwise.forecast.candidates import Goal
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
 from shardwise.forecast.planned import call_of
 from shardwise.forecast.scaling import Curve, scaling_curves
 from shardwise.forecast.search import Progress, Ranking, frontier, search
-from shardwise.forecast.transformer import Shape
 from shardwise.plan.plan import Plan
 from shardwise.plan.spelling import counted
 
@@ -30,7 +30,8 @@ class Planned:
     ranking: Ranking
     plan: Plan  # the winner's plan
     curves: list[Curve]
-    config: str  # TOML for `shardwise train`
+    config: str  # TOML for `shardwise train`; "" if it cannot train in this way
+    config_problem: str  # why it cannot
     budget: Budget
 
     @property
@@ -66,6 +67,7 @@ class Planned:
         sequences, tokens = goal.global_batch, goal.settings.sequence
         return [
             f"{_amount(self.num_parameters)} parameters"
+            + f", {goal.settings.adapters}" * (goal.settings.adapters is not None)
             + trained * (self.num_trained < self.num_parameters),
             place,
             f"{counted(sequences, 'sequence')} of {counted(tokens, 'token')} per step",
@@ -106,7 +108,7 @@ def make_planned(
     forecaster: Forecaster,
     goal: Goal,
     budget: Budget,
-    config_of: Callable[[Configuration, Shape | None], str],
+    config_of: Callable[[Configuration], str],
     progress: Progress,
     *,
     scaling: bool = True,
@@ -117,21 +119,27 @@ def make_planned(
         forecaster: predicts steps of the model on the cluster.
         goal: what to train and which configurations to try.
         budget: length and price of the training run.
-        config_of: returns the configuration file of a trainer.
+        config_of: returns the configuration file of a trainer, or raises a ConfigError.
         progress: called with a description of the work under way.
         scaling: whether to forecast how the winner scales, which takes a few seconds.
     """
     ranking = search(forecaster, goal, progress)
     scaling = scaling and ranking.winner.fits
     winner = ranking.winner.configuration
+    config = problem = ""
+    try:
+        config = config_of(winner)
+    except ConfigError as error:
+        problem = str(error)
     on_winner = forecaster.with_devices(ranking.winner.cluster.num_devices)
     return Planned(
         model=forecaster.model.name,
         num_parameters=forecaster.model.num_parameters,
-        num_trained=forecaster.model.num_trained,
+        num_trained=forecaster.model.num_trained(goal.settings.adapters),
         ranking=ranking,
         plan=on_winner.plan(winner),
         curves=scaling_curves(on_winner, winner, progress) if scaling else [],
-        config=config_of(winner, forecaster.model.shape),
+        config=config,
+        config_problem=problem,
         budget=budget,
     )

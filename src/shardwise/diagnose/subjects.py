@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.diagnose.engines import ENGINES, Engine
 from shardwise.diagnose.families import FAMILIES
 from shardwise.diagnose.models import Subject
-from shardwise.diagnose.optimizers import OPTIMIZERS, OptimizerFn
+from shardwise.diagnose.optimizers import OptimizerFn, names, optimizer_fn
 from shardwise.errors import ConfigError, PackageMissing
 from shardwise.forecast.functions import find_function
 from shardwise.plan.spelling import did_you_mean
@@ -50,12 +50,12 @@ def find_engine(name: str) -> Engine:
 
 
 def find_optimizer(name: str) -> OptimizerFn:
-    """Resolve one of `OPTIMIZERS`, package.module:function or file.py:function.
+    """Resolve the name of an optimizer, package.module:function or file.py:function.
 
     Raises:
         ConfigError: the name, file, module or function does not exist.
     """
-    return OPTIMIZERS.get(name) or _find_function(name, OPTIMIZERS)
+    return optimizer_fn(name) if name in names() else _find_function(name, names())
 
 
 def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:

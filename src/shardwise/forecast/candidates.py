@@ -72,6 +72,14 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
     """
     found = []
     reasons: dict[str, None] = {}
+    replicas = goal.settings.outer_replicas
+    if num_ranks % replicas or goal.global_batch % replicas:
+        raise ConfigError(
+            f"replicas={replicas}: expected a divisor of {counted(num_ranks, 'rank')} and of "
+            f"{counted(goal.global_batch, 'sequence')}"
+        )
+    goal = replace(goal, global_batch=goal.global_batch // replicas)
+    num_ranks //= replicas
     for degrees in _degrees(goal, ranks_per_node):
         model_ranks = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
         if num_ranks % model_ranks:

@@ -1,5 +1,14 @@
 """The memory of one rank in a training step, by category and at every event.
 
+The trainer, `shardwise plan` and ``sw.fit`` read this model. For two blocks in a root, a step has::
+
+    between steps   shards, optimizer states
+    forward         + root, block 0, block 1, and activations
+    backward        + root, two blocks, and for each of two reductions: its buffer and output
+                    + gradient shards of the units reduced so far
+                    + gradients of the root, which wait until its own backward ends
+    update          + gradient shards, and temporaries of the optimizer
+
 Bytes of parameters and gradients follow from the plan and the schedule that the engine runs,
 activations from a trace of the model, and optimizer states from the kind of optimizer. Nothing is
 fitted. Memory outside of tensors is stated separately: what the allocator reserves beyond them, and
@@ -24,9 +33,11 @@ from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
+from shardwise.schedule.sequencer import schedule
 
 __all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
 
+_BELOW, _ABOVE = 0.10, 0.05  # of the peak of tensors, and of all bytes
 _LABEL_BYTES = 8  # tokens and labels are int64
 
 
@@ -62,9 +73,44 @@ class Certificate:
     """The memory of one rank in the second or a later step."""
 
     timeline: tuple[Moment, ...]
-    host_bytes: int  # offloaded shards, gradients, optimizer states and activations
-    reserve_bytes: int  # reserved by the device's allocator beyond the allocated peak
-    overhead_bytes: int  # driver context, libraries and communicators
+    offloaded: Moment = Moment(label="host")  # peak on the host, with staging buffers
+    reserve_bytes: int = 0  # reserved by the device's allocator beyond the allocated peak
+    overhead_bytes: int = 0  # driver context, libraries and communicators
+    # Shards, and gradients if the step adds to those of earlier steps or they keep their memory;
+    # also the rounding errors that a quantized wire keeps. Without optimizer states.
+    between_steps_bytes: int = 0
+    gradient_bytes: int = 0  # after backward, on device and host
+    # Peak of parameters and gradients that are allocated and freed in a step, without gradient
+    # shards.
+    transient_bytes: int = 0
+    total_peak_bytes: int = 0  # of parameters and gradients on device and host together
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak bytes on the host."""
+        return self.offloaded.total
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """The range of bytes that the device must hold, of which `device_bytes` is the likely one.
+
+        An allocator that runs out of memory frees its reserve, so the lower end has none. The
+        shares are those within which three of four published peaks are (docs/forecast.md).
+        """
+        low = round((1 - _BELOW) * self.peak_bytes) + self.overhead_bytes
+        return low, round((1 + _ABOVE) * self.device_bytes)
+
+    @property
+    def uses(self) -> dict[str, int]:
+        """Bytes on device and host together by use, and the part on the host, as "host"."""
+        first, host = self.timeline[0], self.offloaded
+        return {
+            "parameters": first.parameters + host.parameters,
+            "gradients": self.gradient_bytes,
+            "optimizer": first.optimizer + host.optimizer,
+            "transient": self.transient_bytes,
+            "host": host.total - host.activations,
+        }
 
     @cached_property
     def peak(self) -> Moment:
@@ -89,7 +135,7 @@ class Certificate:
 
 def memory_certificate(
     plan: Plan,
-    workload: Workload,
+    workload: Workload | None,
     configuration: Configuration,
     *,
     stage: int = 0,
@@ -100,7 +146,8 @@ def memory_certificate(
 
     Args:
         plan: the plan of one tensor-parallel rank's part of a pipeline stage.
-        workload: one micro-batch on that rank, with the checkpointing of the configuration.
+        workload: one micro-batch on that rank, with the checkpointing of the configuration; None
+            leaves out activations and the batch, and assumes that units run in module order.
         configuration: how the model is trained.
         stage: pipeline stage; the first one keeps the most micro-batches.
         buffer_bytes: bytes of the model's buffers.
@@ -108,13 +155,19 @@ def memory_certificate(
     """
     replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
     timeline = tuple(replay.run())
+    reserve = 0
+    if not on_cpu and workload is not None:
+        reserve = _stream_bytes(timeline) + _split_bytes(plan, workload, timeline)
+    memory = replay.memory
     return Certificate(
         timeline=timeline,
-        host_bytes=replay.host_bytes,
-        reserve_bytes=0
-        if on_cpu
-        else _stream_bytes(timeline) + _split_bytes(plan, workload, timeline),
+        offloaded=replay.offloaded,
+        reserve_bytes=reserve,
         overhead_bytes=0 if on_cpu else _overhead_bytes(configuration),
+        between_steps_bytes=memory.base,
+        gradient_bytes=memory.gradients,
+        transient_bytes=memory.transient,
+        total_peak_bytes=memory.total_peak,
     )
 
 
@@ -124,7 +177,7 @@ class _StepReplay:
     def __init__(
         self,
         plan: Plan,
-        workload: Workload,
+        workload: Workload | None,
         configuration: Configuration,
         stage: int,
         buffer_bytes: int,
@@ -135,14 +188,30 @@ class _StepReplay:
         accumulates = configuration.accumulation > 1
         holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
         num_unreduced = holds * (configuration.accumulation - 1)
-        options = ReplayOptions(accumulates and not holds, num_unreduced, on_cpu=on_cpu)
-        self._memory = MemoryReplay(plan, options)
+        self._memory = MemoryReplay(
+            plan,
+            ReplayOptions(
+                accumulates and not holds,
+                num_unreduced,
+                configuration.step_in_backward,
+                on_cpu,
+                # `accumulate_unsharded_grad_if_needed` in torch's _fsdp_param_group.py
+                adds_by_unit=configuration.stack == "fsdp2",
+            ),
+        )
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
         self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
+        if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
+            self._optimizer += 2 * _trained_bytes(plan, offloaded=False)
+            self._offloaded_states += 2 * _trained_bytes(plan, offloaded=True)
         self._parameters = self._memory.base - self._memory.gradient_shards
-        self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
-        self._waiting_activations = round(self._pass.device_bytes * self._waiting_passes(stage))
-        self._buffers = buffer_bytes + 2 * _LABEL_BYTES * workload.tokens
+        self._waiting_activations, self._buffers = 0, buffer_bytes
+        self._pass: _Activations | None = None
+        if workload is not None:
+            self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
+            waiting = self._pass.device_bytes * self._waiting_passes(stage)
+            self._waiting_activations = round(waiting)
+            self._buffers += 2 * _LABEL_BYTES * workload.tokens
         # fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
         # all-gather ends (`AllGatherState` in torch's _fully_shard/_fsdp_param_group.py).
         gathered = (unit.gathered_bytes for unit in plan.units if unit.reshard)
@@ -153,15 +222,29 @@ class _StepReplay:
         self._traced_gradients = 0
         self._embedding_gradients = Counter(
             size
-            for op in workload.segments[-1].operations
+            for op in (workload.segments[-1].operations if workload is not None else ())
             if op.name == "embedding_dense_backward"
             for _, size in op.writes
         )
 
     @property
-    def host_bytes(self) -> int:
+    def memory(self) -> MemoryReplay:
+        """The parameters and gradients that were replayed."""
+        return self._memory
+
+    @property
+    def offloaded(self) -> Moment:
         """Peak bytes on the host."""
-        return self._memory.host_peak + self._offloaded_states + self._pass.host_bytes
+        units = (unit for unit in self._plan.units if unit.offload is not None)
+        shards = sum(unit.shard_bytes for unit in units)
+        return Moment(
+            label="host",
+            parameters=shards,
+            gradients=self._memory.host - shards,
+            communication=self._memory.staging,
+            optimizer=self._offloaded_states,
+            activations=0 if self._pass is None else self._pass.host_bytes,
+        )
 
     def _waiting_passes(self, stage: int) -> float:
         """Return the number of micro-batches that wait while the backward of another runs (1F1B).
@@ -183,9 +266,32 @@ class _StepReplay:
 
     def run(self) -> Iterator[Moment]:
         """Yield the moments of the update."""
-        segments, plan = self._workload.segments, self._plan
+        if self._workload is None or self._pass is None:
+            yield from self._run_schedule()
+        else:
+            yield from self._run_pass(self._workload, self._pass)
+        self._memory.check_end()
+        if self._memory.earlier_peak:
+            yield self._earlier_backward()
+        yield self._update()
+
+    def _run_schedule(self) -> Iterator[Moment]:
+        """Yield the moments of a backward without activations."""
+        steps_in_backward = self._configuration.step_in_backward
+        for event in schedule(self._plan, steps_in_backward=steps_in_backward):
+            self._memory.apply(event)
+            yield self._moment(describe(event, self._labels), 0)
+
+    def _run_pass(self, workload: Workload, activations: "_Activations") -> Iterator[Moment]:
+        """Yield the moments of a forward and backward."""
+        segments, plan = workload.segments, self._plan
         parts = [Part(one.kind, one.unit, 0.0) for one in segments]
-        for _, index, events in batches(plan.units, [parts], prefetch=plan.prefetch):
+        for _, index, events in batches(
+            plan.units,
+            [parts],
+            prefetch=plan.prefetch,
+            steps_in_backward=self._configuration.step_in_backward,
+        ):
             late = 0  # bytes of gradients that exist only at the end of the segment
             for event in events:
                 before = self._memory.reducing
@@ -195,16 +301,13 @@ class _StepReplay:
                 elif plan.units[event.unit].has_child_units:
                     late = self._memory.reducing - self._traced_gradients - before
             if index >= 0:
-                peak, self._activations = self._pass.bytes_of(index)
+                peak, self._activations = activations.bytes_of(index)
                 label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
                 yield self._moment(label, peak, late)
                 if late:
                     yield self._moment(label, self._activations)
                 if index == len(segments) - 1:
                     self._traced_gradients = 0
-        if self._memory.earlier_peak:
-            yield self._earlier_backward()
-        yield self._update()
 
     def _apply(self, event: Event) -> None:
         self._memory.apply(event)
@@ -317,15 +420,21 @@ def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
     return [*fused, *fused[-1:]] if fused else [0]
 
 
+def _trained_bytes(plan: Plan, *, offloaded: bool) -> int:
+    return sum(layout.shard_bytes for layout in trained_layouts(plan, offloaded=offloaded))
+
+
 def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     """Return the temporaries of the update: torch's AdamW computes roots of the second moments.
 
     The foreach implementation computes the roots of all parameters at once. The for-loop computes
     those of one parameter, and divides them in a second tensor. Fused kernels need no temporaries.
     """
-    if configuration.optimizer_loop == "fused" or configuration.optimizer.startswith("sgd"):
+    if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
         return 0
     layouts = list(trained_layouts(plan, offloaded=False))
+    if configuration.optimizer_loop == "foreach" and configuration.step_in_backward:
+        return max((layout.shard_bytes for layout in layouts), default=0)  # of one unit
     if configuration.optimizer_loop == "foreach":
         return sum(layout.shard_bytes for layout in layouts)
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)

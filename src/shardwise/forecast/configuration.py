@@ -1,21 +1,25 @@
 """The training configuration: everything that a forecast needs besides model and machine."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from shardwise.errors import PlanError
+from shardwise.forecast.adapters import Adapters
+from shardwise.plan.optimizers import OptimizerSpec, optimizer_spec
+from shardwise.plan.outer import Outer
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import Strategy, resolve_strategy
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = [
     "Accumulate",
     "Attention",
     "Checkpointing",
     "Configuration",
+    "Float8",
     "Offload",
-    "Optimizer",
     "OptimizerLoop",
     "Stack",
 ]
@@ -23,10 +27,8 @@ __all__ = [
 Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]
-Optimizer = Literal[
-    "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd", "sgd_momentum", "soap"
-]
 OptimizerLoop = Literal["foreach", "fused", "for_loop"]
+Float8 = Literal["none", "tensorwise", "rowwise", "delayed", "mxfp8"]
 Attention = Literal["flash", "math"]
 Stack = Literal["shardwise", "fsdp1", "fsdp2", "ddp", "deepspeed"]
 
@@ -63,17 +65,31 @@ class Configuration:
             backward.
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         prefetch: units gathered ahead of the one that computes.
+        units: "auto", the name of a module class, or a size in parameters; None: the whole model is
+            one unit.
         master_dtype: dtype of shards, gradient shards and optimizer states.
         compute_dtype: dtype of matrix products.
         gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
             with autocast.
         reduce_dtype: dtype of gradients while they are reduced.
+        full_norms: whether `torch.nn.LayerNorm` computes in ``master_dtype``.
         autocast: whether to compute under ``torch.autocast``.
-        optimizer: the optimizer, which determines the states of a rank.
+        optimizer: a name in `OPTIMIZERS`, or ``"package.module:Class"``.
+        optimizer_options: its options, which may add states, such as ``(("momentum", 0.9),)``.
+        step_in_backward: whether each unit is stepped as soon as its gradients are reduced.
+        wire: formats in which parameters and gradients travel between ranks.
+        outer: how replicas that train independently are synchronized; None: there is one.
+        outer_replicas: number of these replicas, each of which has the mesh above.
         clips: whether the gradient norm is clipped.
         optimizer_loop: how the optimizer iterates over parameters, as the arguments of torch's
             optimizers.
+        adapters: adapters to train, on a frozen base in ``compute_dtype`` or with 4-bit weights;
+            None: train all parameters that are not frozen.
         compiled: whether the model runs under ``torch.compile``.
+        float8: how products of linear layers in blocks scale 8-bit operands, if they have them: per
+            tensor or per row with scales of the present step, per tensor with delayed scales, or
+            per block of 32 (mxfp8).
+        float8_gather: whether weights of these layers are gathered in 8 bits.
         attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
         stack: the library whose buffers are counted.
 
@@ -100,20 +116,31 @@ class Configuration:
     activation_offload: bool = False
     offload: Offload = "none"
     prefetch: int = 1
+    units: str | int | None = "auto"
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
+    full_norms: bool = False
     autocast: bool = False
-    optimizer: Optimizer = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: tuple[tuple[str, Any], ...] = ()
     optimizer_loop: OptimizerLoop = "fused"
+    step_in_backward: bool = False
+    wire: Wire = UNQUANTIZED
+    outer: Outer | None = None
+    outer_replicas: int = 1
     clips: bool = True
     compiled: bool = False
+    float8: Float8 = "none"
+    float8_gather: bool = False
+    adapters: Adapters | None = None
     attention: Attention = "flash"
     stack: Stack = "shardwise"
 
     def __post_init__(self) -> None:
         resolve_strategy(self.strategy)
+        optimizer_spec(self.optimizer, self.optimizer_options)
         for name in _DEGREES:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -124,6 +151,11 @@ class Configuration:
             raise PlanError(
                 f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
                 "data-parallel ranks (shard_size x replicas)"
+            )
+        if (self.outer is None) != (self.outer_replicas == 1):
+            raise PlanError(
+                f"outer_replicas={self.outer_replicas}: expected 2 or more with outer=Outer(...), "
+                "and 1 without"
             )
         if self.chunks > 1 and self.pipeline == 1:
             raise PlanError(
@@ -136,11 +168,26 @@ class Configuration:
                     allowed = ", ".join(map(repr, get_args(kind)))
                     hint = did_you_mean(value, get_args(kind))
                     raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise a PlanError if adapters or 8-bit products do not go with other settings."""
+        if self.float8_gather and self.float8 not in ("tensorwise", "delayed"):
+            raise PlanError(
+                f"float8_gather=True: expected scales per tensor, got float8={self.float8!r}"
+            )
+        if self.adapters is not None and self.tensor > 1:
+            raise PlanError(f"tensor={self.tensor}: adapters of divided layers are not modelled")
 
     @property
     def parameter_dtype(self) -> torch.dtype:
         """Dtype of gathered parameters."""
         return self.gather_dtype or (self.master_dtype if self.autocast else self.compute_dtype)
+
+    @property
+    def states(self) -> OptimizerSpec:
+        """The states of the optimizer."""
+        return optimizer_spec(self.optimizer, self.optimizer_options)
 
     @property
     def row(self) -> Strategy:
@@ -164,13 +211,13 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self.data_parallel * self.model_parallel
+        """Number of ranks of all replicas that train independently."""
+        return self.data_parallel * self.model_parallel * self.outer_replicas
 
     @property
     def global_batch(self) -> int:
         """Sequences per step, over all ranks."""
-        return self.micro_batch * self.accumulation * self.data_parallel
+        return self.micro_batch * self.accumulation * self.data_parallel * self.outer_replicas
 
     @property
     def tokens_per_step(self) -> int:
@@ -186,6 +233,7 @@ _DEGREES = (
     "chunks",
     "context",
     "expert",
+    "outer_replicas",
     "micro_batch",
     "accumulation",
     "sequence",
@@ -194,8 +242,8 @@ _CHOICES = {
     "accumulate": Accumulate,
     "checkpointing": Checkpointing,
     "offload": Offload,
-    "optimizer": Optimizer,
     "optimizer_loop": OptimizerLoop,
     "attention": Attention,
+    "float8": Float8,
     "stack": Stack,
 }

@@ -11,15 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.api import fully_shard
 from shardwise.errors import PlanError
-from shardwise.features.activation_offload import offload_activations
+from shardwise.forecast.applying import apply_to
 from shardwise.forecast.blocks import find_stacks
 from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Checkpointing, Configuration
@@ -28,14 +26,12 @@ from shardwise.forecast.machine import Machine
 from shardwise.forecast.machines import local_machine, machine_of
 from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
-from shardwise.forecast.planned import offload_of, precision_of
 from shardwise.forecast.process import (
     count_growth,
     growths,
     release_memory,
     set_mmap_threshold,
 )
-from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.saving import on_meta
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.work import Workload
@@ -75,21 +71,7 @@ class Fit:
 
         Pass it batches of ``configuration.micro_batch`` rows.
         """
-        configuration = self.configuration
-        checkpoint_blocks(model, dict(zip(_blocks(model), self.checkpointing, strict=False)))
-        is_whole = not configuration.row.shards
-        fully_shard(
-            model,
-            units="auto",
-            strategy=configuration.strategy,
-            prefetch=configuration.prefetch,
-            mp_policy=precision_of(configuration),
-            offload_policy=offload_of(configuration),
-            reshard_after_forward=None if is_whole else configuration.reshard_after_forward,
-        )
-        if configuration.activation_offload:
-            _offload_in_forward(model)
-        return model
+        return apply_to(model, self.configuration)
 
 
 def fit(
@@ -263,7 +245,10 @@ class Search:
 
     def certificate(self, configuration: Configuration) -> Certificate:
         plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
-        found = memory_certificate(plan, workload, configuration, on_cpu=self.on_cpu)
+        buffers = self._forecaster.buffer_bytes(configuration)
+        found = memory_certificate(
+            plan, workload, configuration, buffer_bytes=buffers, on_cpu=self.on_cpu
+        )
         return replace(found, overhead_bytes=found.overhead_bytes + self.overhead_bytes)
 
     def fit(self, configuration: Configuration) -> Fit:
@@ -311,7 +296,7 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
     ranks = least.shard_size * least.replicas
     changes = {
         "optimizer='sgd'": replace(least, optimizer="sgd"),
-        "optimizer='adamw8bit'": replace(least, optimizer="adamw8bit"),
+        "optimizer='adam8bit'": replace(least, optimizer="adam8bit"),
         f"{2 * ranks} ranks": replace(least, strategy="fsdp", shard_size=2 * ranks, replicas=1),
     }
     if not search.on_cpu:
@@ -330,18 +315,3 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = find_stacks(model)
     return stacks[0].blocks if len(stacks) == 1 else ()
-
-
-def _offload_in_forward(model: nn.Module) -> None:
-    """Offload the tensors that autograd saves in each forward of ``model`` to the host."""
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(offload_activations(model))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)

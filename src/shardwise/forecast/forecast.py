@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 from torch import nn
@@ -19,10 +20,18 @@ from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.plan import Plan
 
-__all__ = ["Forecast", "Forecaster"]
+__all__ = ["Forecast", "Forecaster", "Verdict"]
 
 _SECONDS_PER_HOUR = 3600.0
 _Key = tuple[Configuration, int]  # the shared settings, and the stage of the pipeline
+
+
+class Verdict(StrEnum):
+    """Whether a configuration fits."""
+
+    FITS = "fits"
+    CLOSE = "close: measure it"
+    DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,15 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.missing_bytes <= 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the range of the memory is within that of the device."""
+        low, high = self.memory.range_bytes
+        available = self.cluster.accelerator.memory_bytes
+        if high <= available:
+            return Verdict.FITS
+        return Verdict.DOES_NOT_FIT if low > available else Verdict.CLOSE
 
     @cached_property
     def step(self) -> StepTime:
@@ -94,6 +112,7 @@ class Forecaster:
                 self.workload(configuration, stage),
                 configuration,
                 stage=stage,
+                buffer_bytes=self.buffer_bytes(configuration, stage),
                 on_cpu=self.machine.computes_on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
@@ -142,6 +161,11 @@ class Forecaster:
             self._workloads[key] = workload_of(self.model, *key)
         return self._workloads[key]
 
+    def buffer_bytes(self, configuration: Configuration, stage: int = -1) -> int:
+        """Return the bytes of the model's buffers on one rank of a stage."""
+        module = self._module(configuration, stage % configuration.pipeline)
+        return sum(buffer.nbytes for buffer in module.buffers())
+
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
         key = _shared(configuration, _OF_MODULES), stage
         if key not in self._modules:
@@ -158,7 +182,10 @@ _OF_MODULES = (
     "expert",
     "sequence",
     "master_dtype",
+    "compute_dtype",
     "attention",
+    "adapters",
+    "units",
 )
 _OF_TRACES = (
     *_OF_MODULES,
@@ -166,7 +193,6 @@ _OF_TRACES = (
     "context",
     "micro_batch",
     "checkpointing",
-    "compute_dtype",
     "gather_dtype",
     "reduce_dtype",
     "autocast",

@@ -45,6 +45,7 @@ class Accelerator:
     devices_per_node: int
     node_bandwidth: float  # all network adapters of a node, unless the cluster differs
     aliases: tuple[str, ...] = ()
+    peak_fp8_flops: float | None = None  # dense, 8 bits; None: there are no such products
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,13 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 def _accelerator(entry: dict[str, Any]) -> Accelerator:
     achievable, usable = entry["achievable_tflops"], entry["usable_gib"]
+    fp8 = entry["peak_fp8_tflops"]
     return Accelerator(
         name=entry["name"],
         aliases=tuple(entry["aliases"]),
         generation=entry["generation"],
         peak_flops=entry["peak_tflops"] * _TERA,
+        peak_fp8_flops=None if fp8 is None else fp8 * _TERA,
         fp32_flops=entry["fp32_tflops"] * _TERA,
         achievable_flops=None if achievable is None else achievable * _TERA,
         multiprocessors=entry["multiprocessors"],

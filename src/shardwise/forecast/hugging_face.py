@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.errors import ConfigError, install
 from shardwise.forecast.transformer import Shape
 
-__all__ = ["read_hugging_face"]
+__all__ = ["read_hugging_face", "settings_of"]
 
 _ATTENTION = "shardwise_forecast"
 
@@ -107,3 +107,62 @@ def _shape_of(fields: Mapping[str, Any], file: Path) -> Shape:
         experts=fields.get("num_local_experts", 0),
         active_experts=fields.get("num_experts_per_tok", 2),
     )
+
+
+def settings_of(shape: Shape, sequence: int) -> dict[str, Any]:
+    """Return the fields of a config.json from which transformers builds a model of this shape.
+
+    Args:
+        shape: a GPT with biases and learned positions, or a Llama or a relative of it.
+        sequence: tokens of a sequence that the model must support.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this shape.
+    """
+    if shape.arch == "gpt" and shape.has_bias and shape.positions and shape.tied_embeddings:
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_layer": shape.layers,
+            "n_embd": shape.hidden,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn,
+            "vocab_size": shape.vocab,
+            "n_positions": max(shape.positions, sequence),
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout),
+        }
+    kind = _llama_kind(shape)
+    if kind is None:
+        raise ConfigError(
+            f"transformers has no causal language model of this shape (arch={shape.arch!r})"
+        )
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active_experts}
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": max(_POSITIONS, sequence),
+        "tie_word_embeddings": shape.tied_embeddings,
+        **(experts if shape.experts else {}),
+    }
+
+
+_POSITIONS = 8192  # rotary positions that cost nothing
+
+
+def _llama_kind(shape: Shape) -> str | None:
+    """Return the type of the relative of Llama that has this shape."""
+    extras = (shape.has_qkv_bias, shape.has_qk_norm, bool(shape.experts))
+    kinds = {
+        (False, False, False): "llama",
+        (True, False, False): "qwen2",
+        (False, True, False): "qwen3",
+        (False, False, True): "mixtral",
+    }
+    return kinds.get(extras) if shape.arch == "llama" and not shape.has_bias else None

@@ -19,79 +19,32 @@ from dataclasses import dataclass, replace
 from shardwise.forecast.wires import gather_scratch, reduce_scratch
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.schedule.events import Event, EventKind, describe
-from shardwise.schedule.sequencer import schedule
+from shardwise.schedule.events import Event, EventKind
 
-__all__ = ["MemoryReplay", "ReplayOptions", "StepMemory", "step_memory"]
+__all__ = ["MemoryReplay", "ReplayOptions"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes of parameters and gradients on one rank's device, unless named host or total."""
-
-    # Includes gradients if the step accumulates into them or they keep their memory, and the
-    # rounding errors that a quantized wire keeps.
-    between_steps_bytes: int
-    gradient_bytes: int  # after backward, on device and host
-    transient_bytes: int  # peak of memory allocated and freed in a step, without gradient shards
-    peak_bytes: int
-    peak_event: str  # the first event at the peak, such as "gather layers.0"
-    host_bytes: int = 0  # offloaded shards and gradients
-    total_peak_bytes: int = 0  # device and host together, for ranks on a CPU
-
-
-def step_memory(
-    plan: Plan,
-    *,
-    accumulates: bool = False,
-    num_unreduced: int = 0,
-    steps_in_backward: bool = False,
-    on_cpu: bool = False,
-) -> StepMemory:
-    """Predict the memory of one training step of ``plan``, from the second step on.
-
-    All gradients of a unit with child units are assumed to wait for the end of its backward. The
-    peak is therefore exact if the unit's own layers come after its last child unit. It is too high
-    by the gradients of layers before the first child unit, such as an embedding that is not tied.
+class ReplayOptions:
+    """The training loop around the backward that is replayed.
 
     Args:
-        plan: the plan of the model.
         accumulates: whether the step adds to gradients of earlier backwards.
         num_unreduced: how many earlier backwards of the step have reduced no gradients. Each rank
             holds the sum of their whole gradients until the end of this one.
         steps_in_backward: whether gradient shards live only from a unit's reduction to its step, as
             with `sw.optimizer_in_backward`.
         on_cpu: whether gradients that are reduced in place keep their memory, as on a CPU.
+        adds_by_unit: whether whole gradients are kept by unit, as in FSDP2: a backward that reduces
+            nothing adds those of each unit at once, and the last one frees them after each
+            reduction.
     """
-    options = ReplayOptions(accumulates, num_unreduced, steps_in_backward, on_cpu)
-    replay = MemoryReplay(plan, options)
-    events = schedule(plan, steps_in_backward=steps_in_backward)
-    peak_event: Event | None = None
-    for event in events:
-        if replay.apply(event):
-            peak_event = event
-    replay.check_end()
-    return StepMemory(
-        between_steps_bytes=replay.base,
-        gradient_bytes=replay.gradients,
-        transient_bytes=replay.transient,
-        peak_bytes=replay.peak,
-        peak_event="the end of an earlier backward"
-        if peak_event is None
-        else describe(peak_event, [unit.label for unit in plan.units]),
-        host_bytes=replay.host,
-        total_peak_bytes=replay.total_peak,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """The arguments of `step_memory`."""
 
     accumulates: bool = False
     num_unreduced: int = 0
     steps_in_backward: bool = False
     on_cpu: bool = False
+    adds_by_unit: bool = False
 
 
 class MemoryReplay:
@@ -103,7 +56,12 @@ class MemoryReplay:
         gathered: bytes of gathered units and of shards within a subgroup.
         reducing: bytes of gradients before their reduction and of reduce buffers.
         accumulated: bytes of whole gradients from earlier backwards of the step.
+        host: bytes of shards and gradients on the host, without staging buffers.
         peak: the most bytes allocated so far.
+        transient: the most bytes of memory that is allocated and freed in a step, without gradient
+            shards.
+        total_peak: the most bytes so far on device and host together.
+        gradients: bytes of gradients after backward, on device and host.
         event_peak: the most bytes allocated during the last event.
     """
 
@@ -135,13 +93,13 @@ class MemoryReplay:
         self.transient = self.peak - self.base
         reduced = sum(u.gradient_shard_bytes for u in plan.units)
         self.gradients = reduced * (not options.steps_in_backward) + owned
-        self.host_peak = self.host
+        self.staging = 0  # the most bytes of staging buffers on the host
         self.total_peak = self.peak + self.host
 
     @property
     def earlier_peak(self) -> int:
         """Bytes on the device while an earlier backward adds its gradients to others; 0 if none."""
-        if self._options.num_unreduced <= 1:
+        if self._options.num_unreduced <= 1 or self._options.adds_by_unit:
             return 0
         # No buffer uses memory that a reduction would keep.
         options = replace(self._options, on_cpu=False)
@@ -205,6 +163,8 @@ class MemoryReplay:
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
                 self._offload(_pending_offload(unit, options))
+                if options.adds_by_unit and self.accumulated:
+                    self.accumulated -= unit.gradient_bytes
             case EventKind.STEP:
                 self._add_shards(-unit.gradient_shard_bytes, unit)
                 self._offload(_PendingOffload(0, 0))
@@ -239,7 +199,7 @@ class MemoryReplay:
         # With steps in backward, gradient shards come from the pool of transient memory.
         kept = self.base + self._new_shards * (not self._options.steps_in_backward)
         self.transient = max(self.transient, allocated - kept)
-        self.host_peak = max(self.host_peak, self.host + self._pending.host)
+        self.staging = max(self.staging, self._pending.host)
         self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
 
     def check_end(self) -> None:

@@ -2,19 +2,20 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.adapters import Adapters, adapt
 from shardwise.forecast.blocks import find_stacks, sample_of, with_blocks
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.functions import find_function
@@ -22,14 +23,15 @@ from shardwise.forecast.hugging_face import read_hugging_face
 from shardwise.forecast.parallel import ModelPart
 from shardwise.forecast.planned import precision_of
 from shardwise.forecast.recomputing import modes_by_name
+from shardwise.forecast.saving import on_meta
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, Transformer, build
 from shardwise.forecast.work import Workload
-from shardwise.plan.policies import choose_units
+from shardwise.plan.policies import choose_units, repeated_blocks
 from shardwise.plan.precision import LOW_DTYPES
 from shardwise.plan.spelling import did_you_mean, simplified
 
-__all__ = ["Model", "known_models", "resolve_model", "workload_of"]
+__all__ = ["Model", "known_models", "model_of", "resolve_model", "workload_of"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Model:
     factory: Callable[[], nn.Module] | None = None  # builds other models under ``device("meta")``
     # Whether the factory's parameters have the dtypes of training. Others get ``master_dtype``.
     keeps_dtypes: bool = False
+    # The arguments of forward for a number of sequences and their length; None: tokens.
+    inputs: Callable[[int, int], Any] | None = None
+    loss: Callable[[Any], Tensor] | None = None  # of the output; None: the output or cross-entropy
 
     def is_built_in(self, configuration: Configuration) -> bool:
         """Whether `build` uses the shape, as it always does with model parallelism."""
@@ -66,7 +71,12 @@ class Model:
             positions = self.shape.positions and max(self.shape.positions, configuration.sequence)
             shape = replace(self.shape, positions=positions)
             module = build(shape, part)
-        return (module if self.keeps_dtypes else module.to(configuration.master_dtype)).train()
+        adapters, master = configuration.adapters, configuration.master_dtype
+        if adapters is not None:
+            module = adapt(module, adapters, base=configuration.compute_dtype, trained=master)
+        elif not self.keeps_dtypes:
+            module = module.to(master)
+        return module.train()
 
     def _from_factory(self, part: ModelPart) -> nn.Module:
         if not part.is_whole:
@@ -89,14 +99,21 @@ class Model:
         return tuple(self.build(Configuration(sequence=1)).parameters())
 
     @property
+    def units(self) -> Literal["auto"] | None:
+        """The units to plan: the repeated blocks, or None if there are none."""
+        return "auto" if repeated_blocks(self.build(Configuration(sequence=1))) else None
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model; tied parameters count once."""
         return sum(parameter.numel() for parameter in self._parameters)
 
-    @property
-    def num_trained(self) -> int:
-        """Number of parameters that are not frozen."""
-        return sum(one.numel() for one in self._parameters if one.requires_grad)
+    def num_trained(self, adapters: Adapters | None = None) -> int:
+        """Return the number of parameters that are trained, which are those of ``adapters``."""
+        parameters: Iterable[nn.Parameter] = self._parameters
+        if adapters is not None:
+            parameters = self.build(Configuration(sequence=1, adapters=adapters)).parameters()
+        return sum(one.numel() for one in parameters if one.requires_grad)
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -115,7 +132,7 @@ class Model:
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
-    names = choose_units(module, "auto")
+    names = choose_units(module, None if configuration.units is None else "auto")
     modes = modes_by_name(configuration.checkpointing, names[1:])
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}
@@ -131,9 +148,9 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     precision = precision_of(configuration)
     workload = trace(
         module,
-        _batch_of(module, configuration, stage),
+        _batch_of(model, module, configuration, stage),
         units=[traced[name] for name in names if name in traced],
-        loss=None if model.is_built_in(configuration) else _loss_of_logits,
+        loss=None if model.is_built_in(configuration) else model.loss or _loss_of_logits,
         autocast=configuration.compute_dtype if configuration.autocast else None,
         precision=precision,
         checkpointing={traced[name]: mode for name, mode in modes.items() if name in traced},
@@ -149,7 +166,7 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
 _Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
-def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
+def _batch_of(model: Model, module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
     """Return the arguments of the module's forward: tokens, and targets if it takes them."""
     batch, time = configuration.micro_batch, configuration.sequence // configuration.context
     if configuration.sequence % (configuration.context * configuration.tensor):
@@ -157,6 +174,9 @@ def _batch_of(module: nn.Module, configuration: Configuration, stage: int) -> _B
             f"sequence={configuration.sequence}: expected a multiple of context x tensor = "
             f"{configuration.context} x {configuration.tensor}"
         )
+    if model.inputs is not None:
+        given = model.inputs(batch, time)
+        return given if isinstance(given, (Mapping, tuple)) else (given,)
     tokens = torch.empty(batch, time, dtype=torch.long, device="meta")
     if stage:
         size, dtype = _boundary(module, configuration), configuration.compute_dtype
@@ -198,6 +218,27 @@ def known_models() -> dict[str, Shape]:
     """Return the built-in shapes by name."""
     text = resources.files("shardwise.forecast").joinpath("models.json").read_text("utf-8")
     return {name: Shape(**fields) for name, fields in json.loads(text).items()}
+
+
+def model_of(
+    given: str | nn.Module | Callable[[], nn.Module],
+    *,
+    inputs: Callable[[int, int], Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Model:
+    """Return the model that a name, a module or a function stands for.
+
+    Args:
+        given: a name as for `resolve_model`, a module on any device, which is not changed, or a
+            function that returns one.
+        inputs: see `Model`.
+        loss: see `Model`.
+    """
+    if isinstance(given, str):
+        return replace(resolve_model(given), inputs=inputs, loss=loss)
+    factory = partial(on_meta, given) if isinstance(given, nn.Module) else given
+    name = type(given).__name__ if isinstance(given, nn.Module) else given.__name__
+    return Model(name, factory=factory, keeps_dtypes=True, inputs=inputs, loss=loss)
 
 
 def resolve_model(name: str) -> Model:

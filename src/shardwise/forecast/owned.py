@@ -23,9 +23,8 @@ from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["OWNER_OPTIMIZERS", "PlannedOwners", "hidden_matrices"]
+__all__ = ["PlannedOwners", "hidden_matrices"]
 
-OWNER_OPTIMIZERS = ("muon", "soap")
 _MUON_STEPS = 5
 _SOAP_FREQUENCY, _SOAP_LARGEST = 10, 10_000
 
@@ -51,7 +50,7 @@ class PlannedOwners:
 
     Attributes:
         plan: plan of the model.
-        optimizer: one of ``OWNER_OPTIMIZERS``.
+        optimizer: "muon" or "soap".
         itemsize: bytes of an element that is sent and computed with: for Muon 2 on accelerators and
             4 on CPUs, for SOAP 4.
     """

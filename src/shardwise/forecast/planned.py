@@ -1,34 +1,83 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
+from dataclasses import fields, replace
 from textwrap import indent
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.outer import Outer
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
+from shardwise.plan.wire import UNQUANTIZED, Wire
 
-__all__ = ["call_of", "offload_of", "plan_of", "precision_of"]
+__all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
     """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
-    return make_plan(
+    plan = make_plan(
         module,
         world_size=num_shards * (configuration.replicas if row.is_two_level else 1),
         replicas=configuration.replicas,
-        units="auto",
+        units=configuration.units,
         strategy=configuration.strategy,
         prefetch=configuration.prefetch,
         reshard_after_forward=configuration.reshard_after_forward,
         precision=precision_of(configuration),
-        offload=offload_of(configuration),
+        offload=_offload_of(configuration),
+        granularity=configuration.states.granularity,
+        wire=configuration.wire,
     )
+    return _with_float8_gathers(plan) if configuration.float8_gather else plan
+
+
+def _with_float8_gathers(plan: Plan) -> Plan:
+    """Return ``plan`` with 8-bit gathers of blocks, as by all-gather extensions of torchao.
+
+    Vectors, such as the weights of norms, count as if they were gathered in 8 bits, too.
+    """
+    units = tuple(
+        unit
+        if unit.has_child_units
+        else replace(unit, layouts=tuple(map(_in_float8, unit.layouts)))
+        for unit in plan.units
+    )
+    return replace(plan, units=units)
+
+
+def _in_float8(layout: Layout) -> Layout:
+    if layout.dtype not in ("float32", "bfloat16", "float16"):
+        return layout
+    cast = replace(layout.cast, compute_dtype="float8_e4m3fn", compute_itemsize=1)
+    extents = (
+        replace(extent, parameter=replace(extent.parameter, cast=cast)) for extent in layout.extents
+    )
+    return replace(layout, extents=tuple(extents))
+
+
+def sharding_of(configuration: Configuration) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that make the plan of `plan_of`, without a mesh."""
+    two_axes = configuration.row.num_axes > 1
+    return {
+        "units": configuration.units,
+        "strategy": configuration.strategy,
+        "prefetch": configuration.prefetch,
+        "mp_policy": precision_of(configuration),
+        "offload_policy": _offload_of(configuration),
+        "granularity": configuration.states.granularity,
+        "wire": configuration.wire,
+        "sharding_factor": configuration.shard_ranks if two_axes else None,
+        "reshard_after_forward": configuration.reshard_after_forward,
+    }
 
 
 def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
@@ -36,14 +85,16 @@ def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
     compute = configuration.parameter_dtype
     if master == compute == reduce == torch.float32:
         return DEFAULT_PRECISION
+    has_norms = configuration.full_norms and compute != master
     return MixedPrecisionPolicy(
         param_dtype=compute,
         reduce_dtype=reduce,
+        full_precision=(nn.LayerNorm,) if has_norms else (),
         master_dtype=None if master == torch.float32 else "keep",
     )
 
 
-def offload_of(configuration: Configuration) -> OffloadPolicy:
+def _offload_of(configuration: Configuration) -> OffloadPolicy:
     if configuration.offload == "none":
         return NO_OFFLOAD
     return CPUOffloadPolicy(parameters=configuration.offload == "parameters")
@@ -57,6 +108,11 @@ def call_of(configuration: Configuration) -> str:
     """
     imports, mesh, dims = _mesh_of(configuration)
     before = ""
+    if configuration.adapters is not None:
+        imports += "from peft import LoraConfig, get_peft_model\n"
+        before += _adapters_of(configuration, configuration.adapters)
+    if configuration.float8 != "none":
+        before += f"# Convert linear layers of blocks to {configuration.float8} float8 (torchao).\n"
     if configuration.checkpointing != "none":
         imports += "from shardwise.forecast.recomputing import checkpoint_blocks\n"
         before += f"checkpoint_blocks(model, {_quoted(configuration.checkpointing)})\n"
@@ -68,29 +124,80 @@ def call_of(configuration: Configuration) -> str:
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     call = f"sw.fully_shard(\n    model,\n{lines})\n"
     imports = f"import torch\n\nimport shardwise as sw\n{imports}"
-    return f"{imports}\n{mesh}{before}{call}{_step_of(configuration)}"
+    after = ""
+    if configuration.outer is not None:
+        after = _outer_of(configuration.outer, configuration.outer_replicas)
+    return f"{imports}\n{mesh}{before}{call}{after}{_step_of(configuration)}"
+
+
+def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
+    """Return code that freezes the base, and adds adapters to it."""
+    targets = adapters.targets
+    options = {
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "use_dora": adapters.dora,
+        "target_modules": targets[0] if len(targets) == 1 else list(targets),
+    }
+    lines = "".join(
+        f"    {name}={_quoted(value) if name == 'target_modules' else value},\n"
+        for name, value in options.items()
+        if value
+    )
+    note = "# Load the base with 4-bit weights: NF4, with double quantization.\n"
+    cast = "" if adapters.quantized else f"model.to({configuration.compute_dtype})\n"
+    note = note if adapters.quantized else ""
+    return f"{note}{cast}lora = LoraConfig(\n{lines})\nmodel = get_peft_model(model, lora)\n"
 
 
 def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     """Return the arguments of `fully_shard` as code; ``dims`` is the submesh to shard over."""
     arguments = {"mesh": dims} if dims else {}
-    arguments |= {"units": '"auto"', "strategy": f'"{configuration.strategy}"'}
+    units = configuration.units
+    if units is not None:
+        arguments |= {"units": f'"{units}"' if isinstance(units, str) else str(units)}
+    arguments |= {"strategy": f'"{configuration.strategy}"'}
     if configuration.row.num_axes > 1 and not dims:
         arguments["sharding_factor"] = str(configuration.shard_size)
     if configuration.reshard_after_forward is not None:
         arguments["reshard_after_forward"] = str(configuration.reshard_after_forward)
     if configuration.prefetch != 1:
         arguments["prefetch"] = str(configuration.prefetch)
+    if configuration.states.granularity != "element":
+        arguments["granularity"] = f'"{configuration.states.granularity}"'
+    if configuration.wire != UNQUANTIZED:
+        arguments["wire"] = f"sw.{_call(configuration.wire)}"
     policy = precision_of(configuration)
     if policy is not DEFAULT_PRECISION:
         given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]
         given += ['master_dtype="keep"'] if policy.master_dtype else []
+        given += ["full_precision=(torch.nn.LayerNorm,)"] if policy.full_precision else []
         inner = "".join(f"        {one},\n" for one in given)
         arguments["mp_policy"] = f"sw.MixedPrecisionPolicy(\n{inner}    )"
     if configuration.offload != "none":
         keeps = "" if configuration.offload == "parameters" else "parameters=False"
         arguments["offload_policy"] = f"sw.CPUOffloadPolicy({keeps})"
     return arguments
+
+
+def _call(options: Wire | Outer) -> str:
+    """Return the call that makes ``options``, without arguments that have their defaults."""
+    given = (
+        f"{field.name}={_quoted(getattr(options, field.name))}"
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    )
+    return f"{type(options).__name__}({', '.join(given)})"
+
+
+def _outer_of(outer: Outer, num_replicas: int) -> str:
+    arguments = "model, optimizer, row, hub=hub, replica=replica"
+    return (
+        f"row = sw.{_call(outer)}\n"
+        "# After the optimizer is built; replica is the number of this replica:\n"
+        f"# outer = sw.outer_optimizer({arguments}, num_replicas={num_replicas})\n"
+    )
 
 
 def _step_of(configuration: Configuration) -> str:
@@ -122,7 +229,7 @@ def _step_of(configuration: Configuration) -> str:
     )
 
 
-def _quoted(modes: str | tuple[str, ...]) -> str:
+def _quoted(modes: object) -> str:
     return f"{modes!r}".replace("'", '"')
 
 

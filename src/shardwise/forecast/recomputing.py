@@ -18,7 +18,8 @@ from shardwise.plan.policies import choose_units
 
 __all__ = ["MODES", "checkpoint_blocks", "modes_by_name"]
 
-MODES = ("none", "full", "selective", "products")
+MODES = ("none", "full", "products", "selective")
+_ALL_MODES = (*MODES, "reentrant")
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -50,7 +51,12 @@ def modes_by_name(modes: str | Sequence[str], blocks: Sequence[str]) -> dict[str
     return dict(zip(blocks, modes, strict=True))
 
 
-def checkpoint_blocks(model: nn.Module, modes: str | Sequence[str] | Mapping[str, str]) -> None:
+def checkpoint_blocks(
+    model: nn.Module,
+    modes: str | Sequence[str] | Mapping[str, str],
+    *,
+    preserve_rng_state: bool = True,
+) -> None:
     """Make modules keep fewer activations for backward. Call it before `sw.fully_shard`.
 
     ``modes`` maps names of modules to modes. One mode, or a sequence with a mode for each block,
@@ -60,7 +66,13 @@ def checkpoint_blocks(model: nn.Module, modes: str | Sequence[str] | Mapping[str
     - "full": keep only the inputs, and recompute the rest,
     - "selective": also keep the results of every second matrix product, of attention, and of
       reduce-scatters and all-to-alls, like torchtitan's "op" policy,
-    - "products": also keep the results of all matrix products and of attention.
+    - "products": also keep the results of all matrix products and of attention,
+    - "reentrant": like "full", in PyTorch's older implementation.
+
+    Args:
+        model: the model; a checkpointed module gets a subclass of its class.
+        modes: as above.
+        preserve_rng_state: draw the same random numbers in the recomputation, which dropout needs.
 
     Raises:
         PlanError: there is no such mode, or the model has no repeated blocks.
@@ -69,24 +81,31 @@ def checkpoint_blocks(model: nn.Module, modes: str | Sequence[str] | Mapping[str
     if not isinstance(modes, Mapping):
         modes = modes_by_name(modes, choose_units(model, "auto")[1:])
     for name, mode in modes.items():
-        if mode not in MODES:
-            raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {MODES}")
+        if mode not in _ALL_MODES:
+            raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {_ALL_MODES}")
         if mode != "none":
-            _checkpoint(model.get_submodule(name), mode)
+            _checkpoint(model.get_submodule(name), mode, preserve_rng_state)
 
 
-def _checkpoint(module: nn.Module, mode: str) -> None:
+def _checkpoint(module: nn.Module, mode: str, preserve_rng_state: bool) -> None:
     """Run the module's calls, with its hooks, in a checkpoint."""
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode != "full":
+    options: dict[str, Any] = {
+        "use_reentrant": mode == "reentrant",
+        "preserve_rng_state": preserve_rng_state,
+    }
+    if mode in ("products", "selective"):
         options["context_fn"] = partial(_contexts, every=2 if mode == "selective" else 1)
     base = type(module)
 
     class Checkpointed(base):  # type: ignore[valid-type, misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(super().__call__, *args, **options, **kwargs)
+            run = super().__call__
+            if options["use_reentrant"]:  # takes no keyword arguments
+                return checkpoint(partial(run, **kwargs), *args, **options)
+            return checkpoint(run, *args, **options, **kwargs)
 
     Checkpointed.__name__ = base.__name__
+    Checkpointed.__qualname__ = base.__qualname__  # "auto" compares the names of blocks
     module.__class__ = Checkpointed
 
 

@@ -135,10 +135,12 @@ def batches(
     prefetch: int,
     holds_gradients: bool = False,
     unreduced: Collection[tuple[int, int]] = (),
+    steps_in_backward: bool = False,
 ) -> list[Batch]:
     """Return the events of the second or a later update; arguments as in `replay`."""
     settings = [UnitSettings() for _ in units]
     sequencer = Sequencer(_Schedule(units, prefetch), settings)
+    sequencer.steps_in_backward = steps_in_backward
     order: list[Batch] = []
     for _ in range(2):  # the second update is in the steady state
         order.clear()

@@ -1,57 +1,59 @@
 """Bytes of the optimizer states on one rank."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.owned import hidden_matrices
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS, OptimizerSpec
 from shardwise.plan.plan import Plan
 
 __all__ = ["state_bytes", "trained_layouts"]
 
-# Blocks of the 8-bit optimizers have one float32 scale each.
-_BLOCK_ELEMENTS = 256
-# State per element: number of values of the parameter's dtype, and additional bytes.
-_STATES = {
-    "adamw": (2, 0.0),
-    "adamw8bit": (0, 2 * (1 + 4 / _BLOCK_ELEMENTS)),
-    "lion": (1, 0.0),
-    "sgd": (0, 0.0),
-    "sgd_momentum": (1, 0.0),
-}
-
 
 def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) -> int:
-    """Return the bytes of the states on the host if ``offloaded``, otherwise on the device."""
-    total, hidden = 0, {extent.parameter.name for _, extent in hidden_matrices(plan)}
-    for layout in trained_layouts(plan, offloaded=offloaded):
-        match configuration.optimizer:
-            case "adafactor":
-                total += sum(_factored_bytes(layout, one.parameter.shape) for one in layout.extents)
-            case "muon" | "soap":
-                total += _matrix_optimizer_bytes(plan, layout, configuration.optimizer, hidden)
-            case other:
-                copies, num_bytes = _STATES[other]
-                total += copies * layout.shard_bytes + round(num_bytes * layout.shard_elements)
-    return total
+    """Return the bytes of the states on the host if ``offloaded``, otherwise on the device.
 
-
-def _matrix_optimizer_bytes(
-    plan: Plan, layout: Layout, optimizer: str, hidden: Collection[str]
-) -> int:
-    """Return the bytes of Muon's momentum or SOAP's states, and of AdamW's for other parameters."""
+    Owners of matrices are assumed to be balanced, so the result is a mean over ranks.
+    """
+    spec, other = configuration.states, OPTIMIZERS[ASSUMED]
+    hidden = {one.parameter.name for _, one in hidden_matrices(plan)} if spec.has_owners else ()
     total = 0.0
-    for one in layout.extents:
-        shape, here = one.parameter.shape, one.parameter.num_bytes / layout.world_size
-        if one.parameter.name not in hidden:  # vectors and embeddings: AdamW
-            total += 2 * here
-        elif optimizer == "muon":
-            total += here
-        else:  # SOAP's two moments, and a covariance and its basis per side; balanced over ranks
-            stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
-            total += 2 * stack * (m * n + m * m + n * n) * layout.itemsize / plan.num_ranks
+    for layout in trained_layouts(plan, offloaded=offloaded):
+        if spec.kind == "elements":
+            states = (one.num_bytes(layout.shard_elements, layout.itemsize) for one in spec.states)
+            total += sum(states)
+            continue
+        for extent in layout.extents:
+            if not spec.has_owners:
+                total += _bytes_of(layout, extent.parameter, spec)
+            elif extent.parameter.name not in hidden:
+                total += _bytes_of(layout, extent.parameter, other)
+            else:
+                ranks = plan.num_ranks if spec.side_states else layout.world_size
+                total += _matrix_bytes(layout, extent.parameter, spec) / ranks
     return round(total)
+
+
+def _bytes_of(layout: Layout, parameter: ParameterSpec, spec: OptimizerSpec) -> float:
+    """Return the bytes of a parameter's states on one rank, as a mean over ranks."""
+    size, shape, itemsize = parameter.num_elements, parameter.shape, layout.itemsize
+    if spec.kind == "factored":
+        return _factored_bytes(layout, shape)
+    states = spec.states
+    if spec.kind == "blocks" and (len(shape) < 2 or size < spec.min_elements):  # noqa: PLR2004
+        states = OPTIMIZERS[ASSUMED].states
+    row = prod(shape[1:])
+    return sum(one.num_bytes(size, itemsize, row) for one in states) / layout.world_size
+
+
+def _matrix_bytes(layout: Layout, parameter: ParameterSpec, spec: OptimizerSpec) -> int:
+    """Return the bytes of a hidden matrix's states on all ranks together."""
+    shape = parameter.shape
+    stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
+    elements = len(spec.states) * m * n + spec.side_states * (m * m + n * n)
+    return stack * elements * layout.itemsize
 
 
 def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:

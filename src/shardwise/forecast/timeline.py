@@ -13,27 +13,20 @@ from itertools import groupby
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machine import Group, Machine, SegmentCost
-from shardwise.forecast.owned import OWNER_OPTIMIZERS, PlannedOwners
+from shardwise.forecast.owned import PlannedOwners
 from shardwise.forecast.replay import Costs, Part, Program, Replayed, replay
+from shardwise.forecast.wires import packed_bytes, reduced_bytes, unit_gather_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
+from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 
 __all__ = ["StepTime", "step_time"]
 
 _REPLAYED_PASSES = 3  # the first micro-batch, one in the middle, and the last
-# Reads and writes of the shards by an optimizer that runs as one kernel.
-_UPDATE_PASSES = {
-    "adamw": 7.0,
-    "adamw8bit": 4.0,
-    "adafactor": 4.0,
-    "lion": 5.0,
-    "muon": 5.0,  # without the work on whole matrices
-    "sgd": 3.0,
-    "sgd_momentum": 5.0,
-    "soap": 7.0,  # without the work on whole matrices
-}
 _UNFUSED_UPDATE = 2.5  # factor on the passes of an optimizer that is not fused
+# Bytes per element that an outer step reads and writes: differences, shared parameters, momentum.
+_OUTER_BYTES = 10 * 4
 _CLIP_PASSES = 3.0  # to compute the gradient norm and scale the gradients
 _FUSED_KERNELS = 2  # compiled kernels between two matrix products
 
@@ -115,6 +108,8 @@ class _Step:
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
         update, owners = self._update_seconds(), self._owner_seconds()
+        inner = seconds + sends + bubble + update + owners
+        outer = self._outer_seconds(inner)
         breakdown = compute | {
             "host": host,
             "exposed communication": exposed,
@@ -123,8 +118,9 @@ class _Step:
             "pipeline sends": sends,
             "optimizer": update,
             "owners": owners,
+            "outer": outer,
         }
-        total = seconds + sends + bubble + update + owners
+        total = inner + outer
         slowest = self.machine.straggler_factor(configuration.world_size)
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
@@ -162,7 +158,8 @@ class _Step:
     def _transfer_seconds(self, kind: EventKind, index: int) -> float:
         """Predict a collective, with the copies of offloaded shards from and to the host."""
         unit, machine = self.plan.units[index], self.machine
-        seconds = self._collective_seconds(kind, index)
+        quantized = self._wire_seconds(kind, unit)
+        seconds = self._collective_seconds(kind, index) if quantized is None else quantized
         if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
             return seconds
         if kind is EventKind.REDUCE:
@@ -192,12 +189,56 @@ class _Step:
             return (machine.all_gather_seconds(unit.gathered_bytes, everyone) + inside) / 2
         return inside
 
+    def _wire_seconds(self, kind: EventKind, unit: UnitPlan) -> float | None:
+        """Predict a collective that is quantized, with encoding and decoding; None if it is not.
+
+        All ranks send their codes to all others. Encoding reads numbers and writes codes, and
+        decoding the reverse.
+        """
+        machine = self.machine
+        group = Group(unit.num_shards or self.plan.world_size, self.configuration.tensor)
+        if kind is EventKind.GATHER and unit.wire.gather is not None:
+            exact, coded = unit.gathered_bytes, unit_gather_bytes(unit, group.size)
+            seconds = machine.all_gather_seconds(coded, group)
+        elif kind is EventKind.REDUCE and unit.wire.reduce is not None:
+            exact, coded = unit.gradient_bytes, 0
+            seconds = 0.0
+            replicas = Group(self.plan.replicas, group.stride * group.size)
+            for layout in unit.trainable_layouts:
+                blocks = unit.reduces(layout)
+                if blocks is None:
+                    continue
+                sent = reduced_bytes(self.plan, unit, layout, blocks)
+                coded += sent.shard + sent.replicate
+                for one, over in ((sent.shard, group), (sent.replicate, replicas)):
+                    whole = one * over.size / max(1, over.size - 1)
+                    seconds += machine.all_to_all_seconds(whole, over)
+        else:
+            return None
+        if group.size == 1:
+            return 0.0
+        return seconds + machine.memory_seconds(2 * exact + 2 * coded)
+
+    def _outer_seconds(self, step_seconds: float) -> float:
+        """Predict the exchange of differences with other replicas, as a mean over steps."""
+        outer, configuration = self.configuration.outer, self.configuration
+        if outer is None:
+            return 0.0
+        replicas = configuration.outer_replicas
+        elements = sum(one.shard_elements for u in self.plan.units for one in u.trainable_layouts)
+        sent = packed_bytes(outer.dtype, outer.block, elements)
+        group = Group(replicas, configuration.world_size // replicas)
+        exchange = self.machine.all_gather_seconds(sent * replicas, group)
+        hidden = outer.delay * step_seconds
+        update = self.machine.memory_seconds(elements * _OUTER_BYTES)
+        return (max(0.0, exchange - hidden) + update) / outer.every
+
     # -- compute ---------------------------------------------------------------------------------
 
     @cached_property
     def _costs(self) -> tuple[SegmentCost, ...]:
         """Costs of all segments; copies of a block share their operations."""
-        pricing = _Pricing(self.machine, self.configuration, self.workload)
+        pricing = _Pricing(self.machine, self.configuration, self.workload, _head_rows(self.plan))
         found: dict[int, SegmentCost] = {}
         for segment in self.workload.segments:
             if id(segment.operations) not in found:
@@ -224,7 +265,7 @@ class _Step:
     def _update_seconds(self) -> float:
         """Predict the optimizer's update, on the device or in host memory."""
         shards = sum(unit.gradient_shard_bytes for unit in self.plan.units)
-        passes = _UPDATE_PASSES[self.configuration.optimizer]
+        passes = self.configuration.states.passes
         if self.configuration.optimizer_loop != "fused":
             passes *= _UNFUSED_UPDATE
         clipping = _CLIP_PASSES * self.configuration.clips
@@ -237,11 +278,17 @@ class _Step:
     def _owner_seconds(self) -> float:
         """Predict the exchange with owners of matrices and their work, after the backward."""
         optimizer = self.configuration.optimizer
-        if optimizer not in OWNER_OPTIMIZERS:
+        if not self.configuration.states.has_owners:
             return 0.0
         itemsize = 2 if optimizer == "muon" and not self.machine.computes_on_cpu else 4
         owners = PlannedOwners(self.plan, optimizer, itemsize)
         return owners.seconds(self.machine, self.configuration.tensor)
+
+
+def _head_rows(plan: Plan) -> int:
+    """Return the rows of the largest matrix outside of the blocks, the head or the embedding."""
+    shapes = (one.shape for unit in plan.units if unit.has_child_units for one in unit.parameters)
+    return max((shape[0] for shape in shapes if len(shape) > 1), default=0)
 
 
 _HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last micro-batch
@@ -265,8 +312,16 @@ def _flops(operations: Iterable[Operation]) -> tuple[float, float]:
 class _Pricing:
     """Predicts the seconds of operations."""
 
-    def __init__(self, machine: Machine, configuration: Configuration, workload: Workload) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        configuration: Configuration,
+        workload: Workload,
+        head_rows: int = 0,
+    ) -> None:
         self._machine, self._compiled = machine, configuration.compiled
+        self._float8, self._gathers_float8 = configuration.float8, configuration.float8_gather
+        self._tokens, self._head_rows = workload.tokens, head_rows
         self._groups = {
             "tensor": Group(configuration.tensor),
             "context": Group(configuration.context, configuration.tensor),
@@ -299,7 +354,21 @@ class _Pricing:
     def _seconds(self, operation: Operation) -> float:
         if operation.kind is Kind.COLLECTIVE:
             return self._collective_seconds(operation)
+        if self._is_float8(operation):
+            _, m, n, k = operation.shape
+            weight = k * n if self._gathers_float8 and m == self._tokens else 0
+            return self._machine.float8_seconds(operation.shape, self._float8, weight)
         return self._machine.operation_seconds(operation)
+
+    def _is_float8(self, operation: Operation) -> bool:
+        """Whether the operation is a product of a linear layer of a block, in 8 bits."""
+        return (
+            self._float8 != "none"
+            and operation.kind is Kind.MATMUL
+            and operation.itemsize == 2  # noqa: PLR2004 - bytes
+            and operation.shape[0] == 1
+            and self._head_rows not in operation.shape
+        )
 
     def _collective_seconds(self, operation: Operation) -> float:
         group = self._groups[operation.axis]

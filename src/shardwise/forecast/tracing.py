@@ -73,7 +73,8 @@ def trace(
         calls = _Calls(recorder, precision)
         for index, name in enumerate(names):
             calls.watch(index, _submodule(model, name))
-        checkpoint_blocks(model, checkpointing or {})
+        # Fake tensors have no random state.
+        checkpoint_blocks(model, checkpointing or {}, preserve_rng_state=False)
         recorder.exclude(kept)
         inputs = [pytree.tree_map_only(Tensor, _fake_input, batch)]
         if autocast is not None:

@@ -43,7 +43,7 @@ class Shape:
     experts: int = 0  # 0: one MLP for all tokens
     active_experts: int = 2  # per token
     dropout: float = 0.0
-    loss: Literal["float32", "compute", "fused"] = "float32"  # see `_loss`
+    loss: Literal["float32", "compute", "shifted", "fused", "fused_linear"] = "float32"  # `_loss`
     keeps_logits: bool = False  # whether the training loop keeps the logits until backward
 
     def __post_init__(self) -> None:
@@ -128,6 +128,10 @@ class Transformer(nn.Module):
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         x = self.part.gather_sequence(self.norm(x))
+        if self.shape.loss == "fused_linear":
+            rows = x.flatten(0, 1)
+            loss: Tensor = _FusedLinearLoss.apply(rows, self.head.weight)  # type: ignore[no-untyped-call]
+            return loss
         logits = self.part.gather_logits(self.head(x), self.shape.vocab)
         if self.shape.keeps_logits:  # alive as long as the graph before them
             x.register_hook(partial(_same, logits.detach()))  # type: ignore[no-untyped-call]
@@ -142,13 +146,22 @@ def _loss(shape: Shape, logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the cross-entropy of [batch, time, vocab] logits.
 
     "float32" and "compute" use PyTorch's function on logits in float32 or in the compute dtype.
-    "fused" is a kernel that reads the logits once and writes their gradient once, as in
-    FlashAttention and Liger.
+    "shifted" is what models of transformers do: it copies the float32 logits without the last
+    position, and its output keeps the float32 logits until backward ends. "fused" is a kernel that
+    reads the logits once and writes their gradient once, as in FlashAttention and Liger, or a
+    compiled loss over chunks, as in torchtune. "fused_linear" is `_FusedLinearLoss`.
     """
+    if shape.loss == "shifted":
+        whole = logits.float()
+        logits.register_hook(partial(_same, whole.detach()))  # type: ignore[no-untyped-call]
+        shifted = whole[:, :-1].contiguous()
+        loss = F.cross_entropy(shifted.flatten(0, 1), targets[:, 1:].flatten())
+        shifted.register_hook(partial(_same, shifted.detach()))  # type: ignore[no-untyped-call]
+        return loss
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if shape.loss == "fused":
-        loss: Tensor = _FusedLoss.apply(logits)  # type: ignore[no-untyped-call]
-        return loss
+        fused: Tensor = _FusedLoss.apply(logits)  # type: ignore[no-untyped-call]
+        return fused
     return F.cross_entropy(logits.float() if shape.loss == "float32" else logits, targets)
 
 
@@ -165,6 +178,35 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
         logits, statistics = ctx.saved_tensors
         return logits - statistics[:, None]  # type: ignore[no-any-return]
+
+
+class _FusedLinearLoss(torch.autograd.Function):
+    """The head and the loss over chunks of tokens, without whole logits; values are not computed.
+
+    Forward computes the gradients as well, and keeps only those of the input and of the weight.
+
+    Source: Liger Kernel, Hsu et al., 2024 (arXiv 2410.10989), fused_linear_cross_entropy.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        parts = min(len(x), -(-weight.shape[0] // weight.shape[1]))
+        size = 1 << (-(-len(x) // parts) - 1).bit_length()  # a power of two, as Triton needs
+        gradient = torch.empty_like(x)
+        total = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(x), size):
+            rows = x[start : start + size]
+            logits = rows @ weight.t()
+            gradient[start : start + size] = logits @ weight
+            if total is not None:
+                total += logits.t() @ rows
+        ctx.save_for_backward(gradient, *([] if total is None else [total]))
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        gradient, *total = ctx.saved_tensors
+        return gradient * scale, total[0] * scale if total else None
 
 
 class Block(nn.Module):

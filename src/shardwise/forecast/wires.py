@@ -13,7 +13,14 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 
-__all__ = ["gather_scratch", "reduce_scratch", "reduced_bytes", "row_of"]
+__all__ = [
+    "gather_scratch",
+    "packed_bytes",
+    "reduce_scratch",
+    "reduced_bytes",
+    "row_of",
+    "unit_gather_bytes",
+]
 
 _DOUBLE = 8  # bytes of a float64; float64 addends are summed in float64
 
@@ -50,6 +57,24 @@ def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) ->
         elsewhere += sent * (not hop.is_in_row)
         in_subgroup += row * (hop.ranks_in_subgroup(unit.inner_ranks) - 1)
     return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
+
+
+def unit_gather_bytes(unit: UnitPlan, ranks: int) -> int:
+    """Return the bytes that a unit's gather over ``ranks`` leaves on each: codes, or numbers."""
+    found = 0
+    for layout in unit.layouts:
+        if layout.needs_gather:
+            blocks = unit.gathers(layout)
+            coded = 0 if blocks is None else ranks * blocks.num_bytes(layout.shard_elements)
+            found += coded if blocks is not None else layout.gathered_bytes
+    return found
+
+
+def packed_bytes(dtype: str, block: int, num_elements: int) -> int:
+    """Return the bytes of ``num_elements`` differences in a format of `Outer`."""
+    if dtype in ("int4", "int8"):
+        return Blocks(dtype, block).num_bytes(num_elements)
+    return num_elements * {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
 def gather_scratch(unit: UnitPlan, ranks: int, *, on_cpu: bool) -> int:

@@ -419,8 +419,8 @@ class Gradients:
     def _zero_padding(self) -> None:
         if self._padding is None:
             self._padding = list(_padding_of(self._buffer.flat, self._layout))
-        if self._padding:
-            torch._foreach_zero_(self._padding)
+        for part in self._padding:
+            part.zero_()
 
     def _free_scratch(self) -> None:
         for storage in self._scratch:

@@ -108,6 +108,7 @@ class TrainConfig(Section):
     warmup_share: Fraction = 0.1  # share of the steps in which the learning rate rises
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # for parameters with 2 or more dims
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)  # Adam's betas
+    compile: bool = False  # compile each block with torch.compile
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # seed of the weights and the order of data
     validate_every: NonNegative = 0  # steps between validations; 0: only after the last step
@@ -172,14 +173,16 @@ class PrecisionConfig(Section):
 
     compute: DType = "float32"  # dtype of gathered parameters, forward and backward
     reduce: DType = "float32"  # dtype in which gradients are reduced
+    norms: Literal["float32", "compute"] = "float32"  # dtype of layer norms
 
 
 class MemoryConfig(Section):
     """[memory]: options that save memory at the cost of computation and copies."""
 
     checkpoint_every: NonNegative = 0  # recompute every n-th block in backward; 0: none
-    # "selective" keeps the results of matrix products in these blocks; the others keep nothing.
-    checkpoint: Literal["full", "reentrant", "selective"] = "full"
+    # What these blocks keep: their inputs ("full", or "reentrant", PyTorch's older implementation),
+    # also the results of matrix products ("products"), or of every second one ("selective").
+    checkpoint: Literal["full", "reentrant", "products", "selective"] = "full"
     # Keep optimizer states and gradients in host memory; "all": parameters too.
     offload: Literal["none", "optimizer", "all"] = "none"
     activations: Literal["device", "host"] = "device"  # where activations are kept until backward

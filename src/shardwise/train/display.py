@@ -1,6 +1,6 @@
 """The human-readable output of a run: what rank 0 prints, and loss.png."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from shardwise.errors import PackageMissing
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.train.build import Footprint, process_footprint, rank_footprint
+from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus
 from shardwise.train.run_directory import RunDirectory
@@ -40,7 +40,7 @@ class Display:
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         self.print_line(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
-        rank, process = rank_footprint(plan, config, device), process_footprint(plan, config)
+        rank, process = memory_of(config, device)
         self.console.print(memory_table("memory (forecast)", rank, process, num_ranks))
         if self._run.checkpoint is not None:
             self.print_line(f"resuming after step {self._run.step}: {self._run.checkpoint}")
@@ -152,22 +152,31 @@ def _sizes(unit: UnitPlan) -> tuple[int, int, int]:
     return num_elements, unit.gathered_bytes, unit.shard_bytes
 
 
-def memory_table(title: str, rank: Footprint, process: Footprint, num_ranks: int) -> Table:
-    """A table of the bytes of one rank and those of one process without sharding."""
+def memory_table(
+    title: str, rank: Mapping[str, int], process: Mapping[str, int], num_ranks: int
+) -> Table:
+    """A table of the bytes of one rank and those of one process, as `memory_of` returns them.
+
+    The total is an upper bound: once all gradients exist, the transient memory is past its peak.
+    """
     table = _table(title, f"a rank (of {num_ranks})", "one process")
-
-    def add(label: str, name: str) -> None:
-        table.add_row(label, decimal(getattr(rank, name)), decimal(getattr(process, name)))
-
-    add("parameters", "parameters")
-    add("gradients", "gradients")
-    add("optimizer states", "optimizer")
-    add("gathered units and gradients, at the peak", "transient")
+    for label, name in _USES.items():
+        table.add_row(label, decimal(rank[name]), decimal(process[name]))
     table.add_section()
-    add("total", "total")
-    if rank.host:
-        add("offloaded to the host", "host")
+    table.add_row(
+        "total", *(decimal(sum(uses[name] for name in _USES.values())) for uses in (rank, process))
+    )
+    if rank["host"]:
+        table.add_row("offloaded to the host", decimal(rank["host"]), decimal(process["host"]))
     return table
+
+
+_USES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer states": "optimizer",
+    "gathered units and gradients, at the peak": "transient",
+}
 
 
 def _table(first: str, *others: str) -> Table:

@@ -19,6 +19,7 @@ from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError, PackageMissing
 from shardwise.train.config import Config, ModelConfig
+from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace"]
@@ -52,6 +53,10 @@ class HuggingFace:
         _check_causal(settings, f"{self.directory}/config.json")
         return settings
 
+    def check(self) -> None:
+        """Raise a ConfigError if the trainer cannot train a model of this type."""
+        _ = self.settings
+
     @property
     def has_weights(self) -> bool:
         """Whether training starts from weights in the directory."""
@@ -77,15 +82,14 @@ class HuggingFace:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         memory = self.config.memory
-        if memory.checkpoint_every > 1 or memory.checkpoint == "selective":
+        if options.lora_rank and memory.checkpoint_every and memory.checkpoint == "reentrant":
             raise ConfigError(
-                "[memory]: a model of transformers supports checkpoint_every = 0 or 1, and "
-                'checkpoint = "full" or "reentrant"'
+                'memory.checkpoint="reentrant": no gradients would reach adapters, because the '
+                'inputs of frozen blocks have none; use "full"'
             )
-        if memory.checkpoint_every:
-            reentrant = memory.checkpoint == "reentrant"
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return self._with_adapters(model) if options.lora_rank else model
+        built: nn.Module = self._with_adapters(model) if options.lora_rank else model
+        prepare_blocks(built, memory, compiles=self.config.train.compile)
+        return built
 
     def _with_adapters(self, model: nn.Module) -> nn.Module:
         PackageMissing.check("peft", extra="hf", needed_for="model.lora_rank")
@@ -101,6 +105,10 @@ class HuggingFace:
             base_model_name_or_path=str(self.directory.resolve()),
         )
         adapted: nn.Module = get_peft_model(model, lora)
+        dtype = getattr(torch, self.config.precision.compute)  # of the base, which is not updated
+        for parameter in adapted.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         unsupported = [
             name
             for name, parameter in adapted.named_parameters()

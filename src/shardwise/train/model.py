@@ -1,15 +1,11 @@
 """A small GPT: pre-norm blocks, rotary embeddings, fused attention, tied head."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 __all__ = ["GPT", "Attention", "Block", "Shape"]
 
@@ -39,8 +35,6 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.checkpoint_every = 0  # recompute every n-th block in backward; 0: none
-        self.checkpoint = "full"  # or "reentrant" or "selective", see `checkpointed`
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
@@ -81,11 +75,8 @@ class GPT(nn.Module):
             rotations = self.rotations[:, positions].unsqueeze(2)  # [2, batch, 1, time, head_width]
             mask = document_mask(positions)
         x = self.embedding(tokens)  # [batch, time, width]
-        for number, block in enumerate(self.blocks, start=1):
-            if self.training and self.checkpoint_every and number % self.checkpoint_every == 0:
-                x = checkpointed(block, self.checkpoint)(x, rotations, mask)
-            else:
-                x = block(x, rotations, mask)
+        for block in self.blocks:
+            x = block(x, rotations, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -157,29 +148,3 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     cosines, sines = rotations.to(x.dtype).unbind()
     left, right = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-right, left], dim=-1) * sines
-
-
-_aten = torch.ops.aten
-# Selective checkpointing keeps the results with the highest cost of recomputation per byte.
-_KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-]
-
-
-def checkpointed(block: nn.Module, kind: str) -> Callable[..., Any]:
-    """``block`` with activation checkpointing.
-
-    Args:
-        block: a module.
-        kind: "full" and the older "reentrant" keep only the inputs of the block; "selective" also
-            keeps the results of matrix products and of attention.
-    """
-    if kind == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _KEPT)
-        return partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
-    return partial(checkpoint, block, use_reentrant=kind == "reentrant")

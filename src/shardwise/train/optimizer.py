@@ -5,42 +5,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.optim import SOAP, Adam8bit, Muon, parameter_groups
+from shardwise.optim import Muon, parameter_groups
+from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
 from shardwise.train.config import TrainConfig
 from shardwise.train.plugins import resolve
 
-__all__ = ["build_optimizer", "build_scheduler", "check_optimizer", "num_states"]
+__all__ = ["build_optimizer", "build_scheduler", "check_optimizer", "spec_of"]
 
-# Element-wise optimizers, which can update any part of a parameter (Adam8bit: any whole rows).
-_OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
-    "adam8bit": Adam8bit,
-}
-# Optimizers that update hidden matrices as a whole, and all other parameters like AdamW.
-_OF_MATRICES: Mapping[str, type[Optimizer]] = {"muon": Muon, "soap": SOAP}
 _GROUPING = ("matrices", "others", "split")  # options of `parameter_groups`
-# Number of states with the parameter's size; optimizers that are not listed have 2.
-_NUM_STATES = {
-    "adagrad": 1,
-    "adam8bit": 0.5,  # plus a 64th of this for scales
-    "muon": 1,  # parameters that AdamW updates have 2
-    "rmsprop": 1,
-    "sgd": 0,
-    "soap": 6,  # for square matrices
-}
-
 # Functions of the progress after the warm-up (0 to 1), with values that fall from 1 to 0.
 _SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
@@ -59,20 +36,18 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     Raises:
         ConfigError: the optimizer is not known, or does not take its options.
     """
-    kind = resolve("train.optimizer", config.optimizer, {**_OPTIMIZERS, **_OF_MATRICES})
-    if config.optimizer in _OF_MATRICES:
+    spec = spec_of(config)
+    kind = resolve("train.optimizer", spec.path, {})
+    if spec.has_owners:
         return _build_of_matrices(kind, model, config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    options: dict[str, Any] = {}
-    if config.optimizer in ("adamw", "adam"):
-        options = {"betas": config.betas, "fused": True}
-    if config.optimizer == "adam8bit":
-        options = {"betas": config.betas}
-    options |= config.optimizer_options
+    options: dict[str, Any] = {"betas": config.betas} if spec.takes_betas else {}
+    options |= {"fused": True} if spec.is_fusable else {}
+    options |= dict(spec.options) | config.optimizer_options
     try:
         optimizer: Optimizer = kind([g for g in groups if g["params"]], lr=config.lr, **options)
     except (TypeError, ValueError) as error:
@@ -99,10 +74,23 @@ def check_optimizer(config: TrainConfig) -> None:
     resolve("train.schedule", config.schedule, _SCHEDULES)
 
 
-def num_states(config: TrainConfig) -> float:
-    """The number of states per parameter; 2 for an optimizer that is not built in."""
-    has_momentum = config.optimizer != "muon" and bool(config.optimizer_options.get("momentum"))
-    return _NUM_STATES.get(config.optimizer, 2 - has_momentum) + has_momentum
+def spec_of(config: TrainConfig) -> OptimizerSpec:
+    """The optimizer with its options.
+
+    Raises:
+        ConfigError: the optimizer is not known, or its class needs whole parameters.
+    """
+    try:
+        spec = optimizer_spec(config.optimizer, config.optimizer_options)
+    except PlanError as error:
+        raise ConfigError(f"train.{error}") from None
+    if not spec.path:
+        known = ", ".join(one.name for one in OPTIMIZERS.values() if one.path)
+        raise ConfigError(
+            f"train.optimizer={config.optimizer!r}: there is no class that works on shards; "
+            f"expected one of {known}, or package.module:Class"
+        )
+    return spec
 
 
 def build_scheduler(optimizer: Optimizer, config: TrainConfig, *, after: int = 0) -> LambdaLR:

@@ -1,33 +1,112 @@
-"""Converts the configuration that a search has chosen to a file for `shardwise train`."""
+"""Translates a trainer's configuration to that of a forecast, and back."""
 
+from dataclasses import fields
 from typing import Any
 
 import tomli_w
 import torch
 
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.transformer import Shape
-from shardwise.train.config import Config
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.forecast.adapters import ALL_LINEAR, Adapters
+from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
+from shardwise.plan.optimizers import plain_options
+from shardwise.plan.outer import Outer
+from shardwise.plan.strategy import resolve_strategy
+from shardwise.train.config import Config, MemoryConfig
+from shardwise.train.optimizer import spec_of
+from shardwise.train.recomputing import modes_of
+from shardwise.train.source import source_of
 
-__all__ = ["checkpointing_of", "config_of"]
+__all__ = ["config_of", "configuration_of", "toml_of"]
 
-_OFFLOAD = {"none": "none", "optimizer": "optimizer", "parameters": "all"}
+_OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
 
 
-def config_of(configuration: Configuration, shape: Shape | None, path: str = "") -> str:
-    """Return TOML for `shardwise train`, without keys that have their defaults.
+def configuration_of(config: Config) -> Configuration:
+    """Return how ``config`` trains.
 
-    The model is that of the directory ``path``, or a GPT with the layers, heads and width of
-    ``shape``. Comments list what the trainer does not support: model parallelism, shards in 16
-    bits, torch.compile.
+    Raises:
+        ConfigError: the replicas do not fit the strategy or the ranks, or the optimizer is unknown.
     """
-    values: dict[str, dict[str, Any]] = {
+    spec = spec_of(config.train)
+    shard_size, replicas = _sizes(config)
+    return Configuration(
+        strategy=config.shard.strategy,
+        shard_size=shard_size,
+        replicas=replicas,
+        prefetch=config.shard.prefetch,
+        units=config.shard.units,
+        micro_batch=config.micro_batch,
+        accumulation=config.num_micro_batches,
+        accumulate=config.memory.accumulate,
+        sequence=config.model.context,
+        checkpointing=_checkpointing(config),
+        activation_offload=config.memory.activations == "host",
+        offload=_OFFLOADS[config.memory.offload],
+        compute_dtype=getattr(torch, config.precision.compute),
+        reduce_dtype=getattr(torch, config.precision.reduce),
+        full_norms=config.precision.norms == "float32" and config.precision.compute != "float32",
+        optimizer=config.train.optimizer,
+        optimizer_options=plain_options(config.train.optimizer_options),
+        optimizer_loop=spec.loop,
+        step_in_backward=config.memory.step_in_backward,
+        clips=config.train.grad_clip > 0,
+        compiled=config.train.compile,
+        adapters=_adapters(config),
+        outer=_outer(config),
+        outer_replicas=config.outer.replicas if config.outer.hub else 1,
+    )
+
+
+def config_of(configuration: Configuration, base: Config) -> Config:
+    """Return ``base`` changed so that it trains as ``configuration``.
+
+    Args:
+        configuration: how to train.
+        base: the model, the data and all other settings.
+
+    Raises:
+        ConfigError: the trainer cannot train in this way. The message says what it lacks.
+    """
+    config = _changed(configuration, base)
+    try:
+        found = configuration_of(config)
+    except ShardwiseError as error:
+        raise ConfigError(f"shardwise train: {error}") from None
+    lacking = [
+        f"{field.name}={_shown(getattr(configuration, field.name))}"
+        for field in fields(Configuration)
+        if getattr(found, field.name) != getattr(configuration, field.name)
+    ]
+    if lacking:
+        raise ConfigError(f"shardwise train cannot train with {', '.join(lacking)}")
+    return config
+
+
+def toml_of(config: Config) -> str:
+    """Return ``config`` as TOML, without keys that have their defaults."""
+    return tomli_w.dumps(config.model_dump(exclude_defaults=True))
+
+
+def _changed(configuration: Configuration, base: Config) -> Config:
+    modes = configuration.checkpointing
+    mode = modes if isinstance(modes, str) else modes[0]
+    is_same = base.train.optimizer == configuration.optimizer
+    kept = base.train.optimizer_options if is_same else {}
+    offload = next(key for key, value in _OFFLOADS.items() if value == configuration.offload)
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"context": configuration.sequence, **_lora(configuration.adapters)},
         "train": {
             "global_batch": configuration.global_batch,
             "micro_batch": configuration.micro_batch,
+            "compile": configuration.compiled,
+            "optimizer": configuration.optimizer,
+            "optimizer_options": {**kept, **dict(configuration.optimizer_options)},
+            "grad_clip": (base.train.grad_clip or 1.0) * configuration.clips,
         },
         "shard": {
-            "nproc": configuration.data_parallel * configuration.context,
+            "nproc": configuration.data_parallel,
+            "units": "auto" if configuration.units is None else configuration.units,
             "strategy": configuration.strategy,
             "replicas": configuration.replicas if configuration.row.num_axes > 1 else 1,
             "prefetch": configuration.prefetch,
@@ -35,48 +114,92 @@ def config_of(configuration: Configuration, shape: Shape | None, path: str = "")
         "precision": {
             "compute": _name(configuration.compute_dtype),
             "reduce": _name(configuration.reduce_dtype),
+            "norms": _norms(configuration, base),
         },
         "memory": {
-            **checkpointing_of(configuration),
-            "offload": _OFFLOAD[configuration.offload],
+            "checkpoint_every": int(mode != "none"),
+            "checkpoint": MemoryConfig().checkpoint if mode == "none" else mode,
+            "activations": "host" if configuration.activation_offload else "device",
+            "offload": offload,
+            "step_in_backward": configuration.step_in_backward,
+            "accumulate": configuration.accumulate,
         },
     }
-    if path:
-        values["model"] = {"path": path, "context": configuration.sequence}
-    elif shape is not None and shape.hidden % (2 * shape.heads) == 0:
-        values["model"] = {
-            "layers": shape.layers,
-            "heads": shape.heads,
-            "width": shape.hidden,
-            "context": configuration.sequence,
-        }
-    Config.model_validate(values)  # raises if the trainer does not accept a value
-    comments = "".join(f"# {line}\n" for line in _differences(configuration))
-    return comments + tomli_w.dumps(values)
+    sections = {
+        name: getattr(base, name).model_copy(update=values) for name, values in changes.items()
+    }
+    return Config.model_validate(base.model_copy(update=sections).model_dump())
 
 
-def checkpointing_of(configuration: Configuration) -> dict[str, Any]:
-    """The keys of [memory] about activations; the mode of the first block applies to all."""
-    modes = configuration.checkpointing
-    mode = modes if isinstance(modes, str) else modes[0]
+def _outer(config: Config) -> Outer | None:
+    if not config.outer.hub or config.outer.replicas == 1:
+        return None
+    return Outer(**config.outer.model_dump(include=_OUTER))
+
+
+_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "deadline", "block"}
+
+
+def _adapters(config: Config) -> Adapters | None:
+    model = config.model
+    if not model.lora_rank:
+        return None
+    targets = model.lora_targets
+    return Adapters(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=(targets,) if isinstance(targets, str) else targets,
+    )
+
+
+def _lora(adapters: Adapters | None) -> dict[str, Any]:
+    if adapters is None:
+        return {"lora_rank": 0}
+    targets = adapters.targets
     return {
-        "checkpoint_every": int(mode != "none"),
-        "checkpoint": "full" if mode in ("none", "full") else "selective",
-        "activations": "host" if configuration.activation_offload else "device",
+        "lora_rank": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_targets": targets[0] if targets == (ALL_LINEAR,) else targets,
     }
 
 
-def _differences(configuration: Configuration) -> list[str]:
-    found = []
-    if configuration.model_parallel > configuration.context:
-        found.append("The trainer has no tensor or pipeline parallelism: ranks are data-parallel.")
-    if configuration.context > 1:
-        found.append("The trainer has no context parallelism.")
-    if configuration.master_dtype != torch.float32:
-        found.append(f"Shards are in float32, not in {_name(configuration.master_dtype)}.")
-    if configuration.compiled:
-        found.append("The trainer does not use torch.compile.")
-    return found
+def _norms(configuration: Configuration, base: Config) -> str:
+    if configuration.compute_dtype == torch.float32:
+        return base.precision.norms
+    return "float32" if configuration.full_norms else "compute"
+
+
+def _checkpointing(config: Config) -> Checkpointing | tuple[Checkpointing, ...]:
+    memory = config.memory
+    if not memory.checkpoint_every:
+        return "none"
+    mode: Any = "full" if memory.checkpoint == "reentrant" else memory.checkpoint
+    if memory.checkpoint_every == 1:
+        return mode  # type: ignore[no-any-return] # one of the modes of `Checkpointing`
+    modes = modes_of(memory, source_of(config).num_layers)
+    return tuple("none" if one == "none" else mode for one in modes)
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+    """Return the number of shards of the model, and of replicas of them."""
+    shard = config.shard
+    strategy = resolve_strategy(shard.strategy)
+    if strategy.num_axes == 1:
+        if shard.replicas != 1:
+            raise ConfigError(
+                f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has no replicas; "
+                "set it to 1, or use 'hsdp'"
+            )
+        return (shard.nproc, 1) if strategy.shards else (1, shard.nproc)
+    if shard.nproc % shard.replicas:
+        raise ConfigError(
+            f"shard.replicas={shard.replicas} does not divide the {shard.nproc} ranks"
+        )
+    return shard.nproc // shard.replicas, shard.replicas
+
+
+def _shown(value: Any) -> str:
+    return _name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 def _name(dtype: torch.dtype) -> str:

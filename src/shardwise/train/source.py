@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.train.config import Config
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.model import GPT, Shape
+from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import vocabulary_of
 
 __all__ = ["Gpt", "Source", "source_of"]
@@ -34,8 +35,7 @@ class Gpt:
         """The model on the meta device; its values are initialized when it is sharded."""
         with torch.device("meta"):
             model = GPT(Shape(vocabulary=vocabulary_of(self.config), **self._sizes))
-        model.checkpoint_every = self.config.memory.checkpoint_every
-        model.checkpoint = self.config.memory.checkpoint
+        prepare_blocks(model, self.config.memory, compiles=self.config.train.compile)
         return model
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:

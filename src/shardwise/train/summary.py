@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import nn
 
 from shardwise.comm.device import peak_memory_bytes
-from shardwise.train.build import Footprint, process_footprint, rank_footprint
+from shardwise.train.build import memory_of
 from shardwise.train.config import SampleConfig
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.source import Source
@@ -31,8 +31,8 @@ class Summary:
     tokens: int
     tokens_per_second: float  # without validation
     seconds: float
-    rank: Footprint  # memory of the rank that needs most
-    process: Footprint  # memory of one process without sharding
+    rank: dict[str, int]  # bytes of the rank that needs most, by use
+    process: dict[str, int]  # bytes of one process without sharding
     resident_peaks: tuple[int, ...]  # measured peak bytes, by rank
     overlapped_share: float | None  # share of the gather time that overlapped compute, if timed
     sample: str
@@ -50,7 +50,7 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
         seed=config.train.seed,
         device=world.device,
     )
-    forecast = rank_footprint(runtime.plan, config, world.device.type)
+    rank, process = memory_of(config, world.device.type)
     transient = max(world.gather(runtime.pools.peak_bytes))
     shares = trainer.overlapped_shares
     overlapped = world.gather(sum(shares) / len(shares) if shares else math.nan)
@@ -67,8 +67,8 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
         tokens=records[-1].tokens,
         tokens_per_second=num_trained * step_tokens / max(sum(trainer.step_seconds), 1e-9),
         seconds=records[-1].seconds,
-        rank=replace(forecast, transient=transient),
-        process=process_footprint(runtime.plan, config),
+        rank={**rank, "transient": transient},
+        process=process,
         resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
         overlapped_share=None if any(map(math.isnan, overlapped)) else fmean(overlapped),
         sample=sample,

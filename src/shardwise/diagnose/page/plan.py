@@ -52,7 +52,7 @@ def render_plan(planned: Planned) -> str:
             for line in filter(None, (planned.shortage, *reasons(planned.ranking)))
         ),
         call=escape(planned.call),
-        config=escape(planned.config),
+        config=escape(planned.config or f"# {planned.config_problem}"),
         candidates=_candidates(planned),
         scaling="<br>".join(map(escape, scaling_text(planned.curves))),
         definitions="".join(

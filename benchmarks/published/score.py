@@ -4,6 +4,7 @@ A quarter of the rows, selected by a hash of their names, is held out: no consta
 was fitted on them. Errors are relative, for throughput and peak memory as each row defines them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,20 +12,20 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
-from shardwise.forecast.certificate import Certificate, memory_certificate
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import Model
-from shardwise.forecast.published import Row, read_rows
-from shardwise.forecast.row_configuration import (
+from benchmarks.published.configurations import (
     UnscoredError,
+    assumptions_of,
     checkpointings_of,
     configuration_of,
-    is_flash1,
+    machine_of,
     shape_of,
 )
-from shardwise.forecast.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
+from benchmarks.published.rows import Row, read_rows, tokens_of
+from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.forecast.certificate import Certificate, memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
+from shardwise.forecast.models import Model
 from shardwise.forecast.timeline import StepTime, step_time
 from shardwise.forecast.work import Workload
 
@@ -43,12 +44,18 @@ def is_held_out(row: Row) -> bool:
     return int(sha256((_SEED + row.id).encode()).hexdigest(), 16) % _HELD_OUT == 0
 
 
+def is_float8(row: Row) -> bool:
+    """Whether linear layers have 8-bit products."""
+    return row.config_complete and any(word in (row.precision or "") for word in ("fp8", "float8"))
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The prediction of a row, in the row's units."""
 
     row: Row
     reason: str = ""  # why the row is not predicted
+    assumptions: tuple[str, ...] = ()  # for what is not published
     time: StepTime | None = None
     memory: Certificate | None = None
     peers: tuple[tuple[str, float], ...] = ()  # errors of rules of thumb, by name
@@ -80,11 +87,17 @@ class Prediction:
         return self.tokens_per_second / measured - 1.0
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether the row measured tensors, and not what the allocator reserves."""
+        metric = self.row.definition.memory_metric or ""
+        return "allocated" in metric or "active" in metric
+
+    @property
     def memory_bytes(self) -> int:
         """Memory in the metric of the row."""
         assert self.memory is not None
         metric = self.row.definition.memory_metric or ""
-        if "allocated" in metric or "active" in metric:
+        if self.is_allocated:
             return self.memory.peak_bytes
         return self.memory.device_bytes if "device" in metric else self.memory.reserved_bytes
 
@@ -102,6 +115,12 @@ class Prediction:
         if self.memory is None:
             return None
         return self.memory.device_bytes <= self.row.cluster().accelerator.memory_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the run is predicted to fit, or to be close."""
+        assert self.memory is not None
+        return Forecast(Configuration(), self.row.cluster(), self.memory).verdict
 
     @property
     def counts(self) -> bool:
@@ -208,7 +227,7 @@ class _Predictor:
             return Prediction(row, str(error))
 
     def _predicted(self, row: Row, configuration: Configuration, model: Model) -> Prediction:
-        machine = Machine.of(row.cluster())
+        machine = machine_of(row)
         forecaster = self._forecasters.setdefault(model, Forecaster(model, machine))
         plan = forecaster.plan(configuration, stage=0)
         for checkpointing in checkpointings_of(row):
@@ -220,10 +239,8 @@ class _Predictor:
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:
                 break
-        if is_flash1(row):
-            machine = machine.with_flash1()
         time = step_time(plan, workload, machine, configuration)
-        found = Prediction(row, time=time, memory=memory)
+        found = Prediction(row, assumptions=tuple(assumptions_of(row)), time=time, memory=memory)
         return replace(found, peers=tuple(_rule_errors(found, workload, configuration)))
 
 
@@ -237,6 +254,8 @@ def measured_tokens(row: Row) -> float | None:
         return found.tokens_per_s_per_gpu
     if found.tflops_per_gpu is not None and row.definition.flops_formula:
         return found.tflops_per_gpu * _TERA / _flops_per_token(row)
+    if found.step_s is not None and None not in (row.micro_batch, row.model.seq, row.gpus):
+        return tokens_of(row) / found.step_s / (row.gpus or 1)
     return None
 
 
@@ -296,20 +315,15 @@ def _lines(score: Score) -> Iterable[str]:
     if families:
         yield f"median of family medians: {median(one.median for one in families):.1%}"
         yield f"worst family: {families[0].name} ({families[0].median:.1%})"
-    memory = score.memory("all core rows", lambda one: one.counts)
-    if memory:
-        yield ""
-        yield "Memory: relative errors of core rows, and the share within 15 %"
-        yield _line(memory)
-    right, known = score.verdicts
-    if known:
-        yield f"correct predictions of whether a run fits: {right} of {known}"
+    yield ""
+    yield from _memory_lines(score)
     yield ""
     yield "Rules of thumb on the same rows"
     for rule in Rule:
         errors = score.peer(rule)
         if errors:
             yield _line(errors)
+    yield from _assumed(score.predictions)
     yield from _unscored(score.predictions)
 
 
@@ -318,13 +332,57 @@ _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("of these, fitted on", lambda one: one.counts and not is_held_out(one.row)),
     ("of these, held out", lambda one: one.counts and is_held_out(one.row)),
     ("legacy stacks (unfused attention)", lambda one: one.row.scope == "core" and not one.counts),
-    ("extended rows", lambda one: one.row.scope == "extended"),
+    ("extended rows", lambda one: one.row.scope == "extended" and one.row.config_complete),
+    ("of these, adapters", lambda one: one.row.adapter is not None),
+    ("of these, 8-bit products", lambda one: is_float8(one.row)),
+    ("incomplete rows", lambda one: not one.row.config_complete),
+)
+
+
+_MEMORY_PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
+    ("all rows", lambda _one: True),
+    ("of these, not held out", lambda one: not is_held_out(one.row)),
+    ("of these, held out", lambda one: is_held_out(one.row)),
+    ("core rows, fused attention", lambda one: one.counts),
+    ("adapters", lambda one: one.row.adapter is not None),
+    ("8-bit products", lambda one: is_float8(one.row)),
+    ("legacy stacks (unfused attention)", lambda one: one.row.is_legacy),
 )
 
 
 def _line(errors: Errors) -> str:
     figures = f"{errors.median:>9.1%}{errors.bias:>+9.1%}{errors.share_close:>9.0%}"
     return f"{errors.name:38}{len(errors.values):>5}{figures}"
+
+
+def _memory_lines(score: Score) -> Iterable[str]:
+    yield "Memory: relative errors of rows with a measured peak, and the share within 15 %"
+    for name, which in _MEMORY_PARTS:
+        memory = score.memory(name, which)
+        if memory:
+            yield _line(memory)
+    under = [one for one in score.predictions if one.is_allocated and one.memory_error is not None]
+    if under:
+        least = min(under, key=lambda one: one.memory_error or 0)
+        yield f"most below an allocated peak: {least.row.id} ({least.memory_error:+.1%})"
+    right, known = score.verdicts
+    if known:
+        yield f"correct predictions of whether a run fits: {right} of {known}"
+    found = [one for one in score.predictions if one.memory is not None]
+    clear = [one for one in found if one.verdict != Verdict.CLOSE]
+    if clear:
+        right = sum((one.verdict == Verdict.FITS) == (one.row.outcome == "ok") for one in clear)
+        close = len(found) - len(clear)
+        yield f"all rows: {right} of {len(clear)} clear verdicts are correct, {close} are close"
+
+
+def _assumed(predictions: Sequence[Prediction]) -> Iterable[str]:
+    counts = Counter(one for found in predictions for one in found.assumptions)
+    if counts:
+        yield ""
+        yield "Assumed where it is not published"
+    for assumption, count in counts.most_common():
+        yield f"  {assumption}: {count} rows"
 
 
 def _unscored(predictions: Sequence[Prediction]) -> Iterable[str]:

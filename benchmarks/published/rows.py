@@ -1,7 +1,8 @@
 """Published measurements: a file of rows, each a training run and its results.
 
-A file is ``{"schema": ..., "about": ..., "rows": [...]}``. All rows are validated before any is
-predicted, so that invalid rows are errors and not wrong numbers.
+A file is ``{"schema": ..., "about": ..., "rows": [...]}``. A field that is null or missing was not
+published. All rows are validated before any is predicted, so that invalid rows are errors and not
+wrong numbers.
 """
 
 import json
@@ -26,21 +27,21 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
 
-class Shape(_Strict):
-    """``model`` of a row; None if not published."""
+class RowModel(_Strict):
+    """``model`` of a row."""
 
     name: _Text
     arch: Literal["gpt", "llama", "t5", "bert", "moe", "vit"]
-    layers: _Count | None
-    hidden: _Count | None
-    heads: _Count | None
-    kv_heads: _Count | None
-    ffn: _Count | None
-    ffn_kind: _Text | None
-    vocab: _Count | None
-    seq: _Count | None
-    params: _Count | None
-    tied_embeddings: bool | None
+    layers: _Count | None = None
+    hidden: _Count | None = None
+    heads: _Count | None = None
+    kv_heads: _Count | None = None
+    ffn: _Count | None = None
+    ffn_kind: _Text | None = None
+    vocab: _Count | None = None
+    seq: _Count | None = None
+    params: _Count | None = None
+    tied_embeddings: bool | None = None
 
 
 class Sharding(_Strict):
@@ -49,41 +50,41 @@ class Sharding(_Strict):
     sharding: Literal[
         "full_shard", "shard_grad_op", "hybrid_shard", "zero1", "zero2", "zero3", "ddp", "none"
     ]
-    shard_group: _Count | None  # includes the ranks of context parallelism
-    replicas: _Count | None
-    reshard_after_forward: bool | None
-    tp: _Count
-    pp: _Count
-    cp: _Count
-    ep: _Count
+    shard_group: _Count | None = None  # includes the ranks of context parallelism
+    replicas: _Count | None = None
+    reshard_after_forward: bool | None = None
+    tp: _Count = 1
+    pp: _Count = 1
+    cp: _Count = 1
+    ep: _Count = 1
 
 
 class Network(_Strict):
     """``interconnect`` of a row."""
 
-    inter_node_gbps_per_node: _Positive | None
+    inter_node_gbps_per_node: _Positive | None = None
 
 
 class Measured(_Strict):
     """The results of a run."""
 
-    tokens_per_s_per_gpu: _Positive | None
-    step_s: _Positive | None
-    tflops_per_gpu: _Positive | None
-    mfu: _Share | None
-    hfu: _Share | None
-    peak_mem_gib: _Positive | None
+    tokens_per_s_per_gpu: _Positive | None = None
+    step_s: _Positive | None = None
+    tflops_per_gpu: _Positive | None = None
+    mfu: _Share | None = None
+    hfu: _Share | None = None
+    peak_mem_gib: _Positive | None = None
     peak_active_gib: _Positive | None = None
 
 
 class Definition(_Strict):
     """How the FLOPs and memory of a row were counted."""
 
-    flops_formula: str | None
-    includes_recompute: bool | None
-    attention_flops: _Text | None
-    peak_tflops_used: _Positive | None
-    memory_metric: str | None
+    flops_formula: str | None = None
+    includes_recompute: bool | None = None
+    attention_flops: _Text | None = None
+    peak_tflops_used: _Positive | None = None
+    memory_metric: str | None = None
 
 
 class Row(_Strict):
@@ -92,29 +93,29 @@ class Row(_Strict):
     id: _Text
     family: _Text
     scope: Literal["core", "extended"]
-    model: Shape
+    model: RowModel
     framework: _Text
     strategy: Sharding
     gpu: _Text
-    gpus: _Count | None
-    gpus_per_node: _Count | None
-    interconnect: Network
-    micro_batch: _Count | None
-    grad_accumulation: _Count | None
-    global_batch: _Count | None
-    precision: _Text
-    optimizer: _Text
-    activation_checkpointing: Literal["none", "selective", "full"] | None
-    activation_checkpointing_detail: str | None
-    offload: str | None
-    compile: bool | None
-    attention: _Text
-    adapter: str | None
+    gpus: _Count | None = None
+    gpus_per_node: _Count | None = None
+    interconnect: Network = Network()
+    micro_batch: _Count | None = None
+    grad_accumulation: _Count | None = None
+    global_batch: _Count | None = None
+    precision: _Text | None = None
+    optimizer: _Text | None = None
+    activation_checkpointing: Literal["none", "selective", "full"] | None = None
+    activation_checkpointing_detail: str | None = None
+    offload: str | None = None
+    compile: bool | None = None
+    attention: _Text | None = None
+    adapter: str | None = None
     outcome: Literal["ok", "oom"]
-    measured: Measured
-    definition: Definition
-    config_complete: bool
-    notes: str | None
+    measured: Measured = Measured()
+    definition: Definition = Definition()
+    config_complete: bool = True
+    notes: str | None = None
 
     @property
     def data_parallel(self) -> int:
@@ -125,7 +126,7 @@ class Row(_Strict):
     @property
     def is_legacy(self) -> bool:
         """Whether its software is older than fused attention."""
-        return self.attention.startswith("unfused")
+        return (self.attention or "").startswith("unfused")
 
     def cluster(self) -> Cluster:
         """Return the cluster that it ran on, with the usual network if none was published."""
@@ -258,6 +259,5 @@ _CONSISTENT = 3.0  # factor; published step times are rounded or from other step
 def tokens_of(row: Row) -> int:
     """Return the tokens per step over all ranks, for a row with a known batch."""
     assert row.micro_batch is not None
-    assert row.grad_accumulation is not None
     assert row.model.seq is not None
-    return row.micro_batch * row.grad_accumulation * row.data_parallel * row.model.seq
+    return row.micro_batch * (row.grad_accumulation or 1) * row.data_parallel * row.model.seq

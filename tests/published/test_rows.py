@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from shardwise.errors import ConfigError
-from shardwise.forecast.published import read_rows
-from shardwise.forecast.row_configuration import (
+from benchmarks.published.__main__ import ROWS
+from benchmarks.published.configurations import (
     UnscoredError,
+    assumptions_of,
     checkpointings_of,
     configuration_of,
     is_flash1,
     shape_of,
 )
+from benchmarks.published.rows import read_rows
+
+from shardwise.errors import ConfigError
 
 ROW: dict[str, Any] = {
     "id": "example-7b-64",
@@ -143,10 +145,10 @@ def test_invalid_values_are_errors_that_name_the_row_and_the_field(
         assert message in str(raised.value)
 
 
-def test_a_missing_field_and_a_repeated_row_are_errors(tmp_path: Path) -> None:
+def test_a_missing_gpu_and_a_repeated_row_are_errors(tmp_path: Path) -> None:
     row = row_with({})
-    del row["micro_batch"]
-    with pytest.raises(ConfigError, match="micro_batch: field required, got nothing"):
+    del row["gpu"]
+    with pytest.raises(ConfigError, match="gpu: field required, got nothing"):
         read_rows(write(tmp_path, row))
     with pytest.raises(ConfigError, match="id: row 0 has the same id"):
         read_rows(write(tmp_path, ROW, ROW))
@@ -199,13 +201,58 @@ def test_frameworks_imply_settings(tmp_path: Path) -> None:
     assert pure.master_dtype == pure.reduce_dtype == torch.bfloat16
 
 
+NULL = {
+    "optimizer": "the optimizer is AdamW",
+    "precision": "the precision is bf16 mixed",
+    "micro_batch": "micro-batches divide the global batch",
+    "strategy.shard_group": "shards are on all data-parallel ranks",
+    "activation_checkpointing": "checkpointing is the least that fits",
+    "attention": "attention is fused",
+}
+
+
+@pytest.mark.parametrize("field", NULL)
+def test_a_null_is_not_published_and_its_assumption_is_said(field: str, tmp_path: Path) -> None:
+    row = read(tmp_path, {field: None})
+    assert configuration_of(row) == configuration_of(read(tmp_path, {}))
+    [assumption] = assumptions_of(row)
+    assert assumption.startswith(NULL[field])
+
+
+def test_a_field_that_is_missing_is_null(tmp_path: Path) -> None:
+    row = row_with({})
+    del row["optimizer"], row["strategy"]["shard_group"], row["strategy"]["tp"]
+    [found] = read_rows(write(tmp_path, row))
+    assert configuration_of(found) == configuration_of(read(tmp_path, {}))
+    assert len(assumptions_of(found)) == 2
+    assert not assumptions_of(read(tmp_path, {}))
+
+
+def test_a_batch_that_is_not_published_has_one_sequence(tmp_path: Path) -> None:
+    row = read(tmp_path, {"micro_batch": None, "global_batch": None})
+    assert configuration_of(row).micro_batch == 1
+    assert assumptions_of(row) == ["a micro-batch has 1 sequence"]
+
+
+def test_the_committed_rows_have_sources_and_are_predicted_or_have_a_reason() -> None:
+    entries = json.loads(ROWS.read_text("utf-8"))["rows"]
+    rows = read_rows(ROWS)
+    assert len(rows) == len(entries) == 181
+    assert all(entry["source"]["title"] for entry in entries)
+    reasons = set()
+    for row in rows:
+        try:
+            assert configuration_of(row).world_size == row.gpus
+            assert shape_of(row).layers
+        except UnscoredError as error:
+            reasons.add(str(error))
+    assert reasons
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"config_complete": False}, "not complete"),
-        ({"adapter": "LoRA"}, "adapters"),
-        ({"precision": "fp8"}, "8-bit"),
-        ({"gpus": None}, "not published"),
+        ({"gpus": None}, "the number of GPUs is not published"),
     ],
 )
 def test_rows_that_are_not_predicted_say_why(

@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.published.score import Errors, Score, is_held_out, score
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.score import Errors, Score, is_held_out, score
-from tests.forecast.test_published import row_with, write
+from tests.published.test_rows import row_with, write
 
 OOM = {
     "outcome": "oom",
@@ -19,6 +19,7 @@ ROWS = [
     row_with({"id": "too-large", **OOM}),
     row_with({"id": "adapted", "adapter": "LoRA", "scope": "extended"}),
     row_with({"id": "old", "attention": "unfused"}),
+    row_with({"id": "unknown", "gpus": None, "scope": "extended"}),
 ]
 ROWS[2]["measured"]["tflops_per_gpu"] = 100.0
 
@@ -31,8 +32,9 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Score:
 def test_every_row_is_predicted_or_has_a_reason(scored: Score) -> None:
     by_id = {one.row.id: one for one in scored.predictions}
     assert list(by_id) == [row["id"] for row in ROWS]
-    assert by_id["adapted"].reason == "adapters are not modelled (LoRA)"
-    assert by_id["adapted"].error is None
+    assert by_id["unknown"].reason == "the number of GPUs is not published"
+    assert by_id["unknown"].error is None
+    assert by_id["adapted"].error is not None
     first, double = by_id["example-7b-64"], by_id["double"]
     assert first.error is not None
     assert double.error == pytest.approx((first.error + 1) / 2 - 1)
@@ -60,7 +62,7 @@ def test_the_table_separates_legacy_stacks_and_names_the_worst_family(scored: Sc
     assert "worst family: " in text
     assert "legacy stacks" in text
     assert "6 N D at 40 % of the peak" in text
-    assert "  adapted: adapters are not modelled (LoRA)" in text
+    assert "  unknown: the number of GPUs is not published" in text
 
 
 def test_errors_of_some_rows() -> None:

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.models import known_models, resolve_model
-from shardwise.forecast.rules_of_thumb import (
+from benchmarks.published.rules_of_thumb import (
     Rule,
     accelerate_bytes,
     deepspeed_stage2_bytes,
     deepspeed_stage3_bytes,
     memory_rule,
 )
+
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.models import known_models, resolve_model
 
 
 @pytest.mark.thorough

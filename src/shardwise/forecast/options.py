@@ -1,0 +1,65 @@
+"""Options of wires and of replicas as texts, such as "gather=int8,reduce=int4"."""
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.plan.outer import Outer
+from shardwise.plan.wire import UNQUANTIZED, Wire
+
+__all__ = ["parse_outer", "parse_wire"]
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+def parse_wire(text: str | None) -> Wire:
+    """Parse the options of `Wire`; None: nothing is quantized.
+
+    Raises:
+        ConfigError: the text is malformed.
+        PlanError: a format is unknown, or a number is out of range.
+    """
+    if text is None:
+        return UNQUANTIZED
+    known = [field.name for field in fields(Wire)]
+    return Wire(**_options("wire", text, known, "gather=int8,reduce=int4"))
+
+
+def parse_outer(text: str | None) -> tuple[Outer | None, int]:
+    """Parse the options of `Outer` and ``replicas=``; return them and the number of replicas.
+
+    Raises:
+        ConfigError: the text is malformed.
+        PlanError: an option is out of range.
+    """
+    if text is None:
+        return None, 1
+    known = ["replicas", *(one.name for one in fields(Outer) if one.name != "optimizer")]
+    found = _options("outer", text, known, "every=32,replicas=2")
+    replicas = found.pop("replicas", 2)
+    if not isinstance(replicas, int) or replicas < 2:  # noqa: PLR2004 - several
+        raise ConfigError(f"--outer {text}: expected replicas to be 2 or more, got {replicas}")
+    return Outer(**found), replicas
+
+
+def _options(option: str, text: str, known: Collection[str], example: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in known or not value:
+            raise ConfigError(
+                f"--{option} {text}: expected one or more of {'=, '.join(known)}=, such as "
+                f"{example}; got {part.strip()!r}"
+            )
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    if text.isdecimal():
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return _BOOLEANS.get(text, text)

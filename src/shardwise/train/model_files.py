@@ -1,0 +1,100 @@
+"""The model of `shardwise plan`, in the files from which `shardwise train` builds it."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.hugging_face import settings_of
+from shardwise.forecast.models import Model, resolve_model
+from shardwise.train.build import build_model
+from shardwise.train.config import Config, MemoryConfig, ModelConfig, TokenizerConfig, read_config
+from shardwise.train.huggingface import HuggingFace
+from shardwise.train.planned import config_of, toml_of
+from shardwise.train.source import source_of
+
+__all__ = ["ModelFiles"]
+
+_VOCABULARY = 8192  # largest vocabulary that is trained if the model has no tokenizer
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model, and the configuration with which the trainer builds it.
+
+    Attributes:
+        model: the model to forecast.
+        base: the trainer's configuration; None: the trainer cannot build the model.
+        directory: where `write_model` writes a config.json; None: there is nothing to write.
+    """
+
+    model: Model
+    base: Config | None = None
+    directory: Path | None = None
+
+    @classmethod
+    def of(cls, name: str, config: Path | None) -> "ModelFiles":
+        """Find the model that ``name`` stands for.
+
+        Args:
+            name: as for `resolve_model`, or the TOML file of a run.
+            config: the file that will be written; a built-in model is written beside it.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        path = Path(name)
+        if path.suffix == ".toml":
+            base = read_config(path)
+            plain = base.model_copy(update={"memory": MemoryConfig()})
+            return cls(Model(base.run.name, factory=partial(build_model, plain)), base)
+        model = resolve_model(name)
+        if path.is_dir() or path.suffix == ".json":
+            directory = path if path.is_dir() else path.parent
+            return cls(
+                model, _base(directory, model, has_tokenizer=(directory / _TOKENIZER).exists())
+            )
+        if model.factory is not None or config is None:
+            return cls(model)
+        directory = config.with_name(f"{config.stem}-model")
+        return cls(model, _base(directory, model, has_tokenizer=False), directory)
+
+    def toml_of(self, configuration: Configuration) -> str:
+        """Return a file with which `shardwise train` trains the model in this way.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.base is None:
+            raise ConfigError(
+                "shardwise train builds a GPT of its own, or models of transformers: pass the TOML "
+                "file of a run, a built-in model with --config FILE, or a directory with a "
+                "config.json"
+            )
+        config = config_of(configuration, self.base)
+        if self.directory is not None:
+            assert self.model.shape is not None
+            settings_of(self.model.shape, configuration.sequence)
+        elif isinstance(source := source_of(config), HuggingFace):
+            source.check()
+        return toml_of(config)
+
+    def write_model(self, sequence: int) -> None:
+        """Write the config.json of a built-in model."""
+        if self.directory is not None:
+            assert self.model.shape is not None
+            self.directory.mkdir(exist_ok=True)
+            fields = json.dumps(settings_of(self.model.shape, sequence), indent=2)
+            (self.directory / "config.json").write_text(f"{fields}\n", "utf-8")
+
+
+def _base(directory: Path, model: Model, *, has_tokenizer: bool) -> Config:
+    vocabulary = 0
+    if not has_tokenizer:
+        vocabulary = min(_VOCABULARY, model.shape.vocab if model.shape else _VOCABULARY)
+    return Config(
+        model=ModelConfig(path=str(directory)), tokenizer=TokenizerConfig(vocabulary=vocabulary)
+    )

@@ -1,0 +1,259 @@
+"""What ``shardwise plan --config`` writes, ``shardwise train`` trains."""
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.candidates import Goal, configurations, offloaded
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.hugging_face import read_hugging_face, settings_of
+from shardwise.forecast.machines import typical_cpu
+from shardwise.forecast.models import Model, known_models
+from shardwise.forecast.planned import plan_of
+from shardwise.plan.optimizers import OPTIMIZERS, optimizer_spec
+from shardwise.train.build import build_model, check
+from shardwise.train.config import Config, DataConfig, ModelConfig, read_config
+from shardwise.train.model_files import ModelFiles
+from shardwise.train.planned import config_of, configuration_of, toml_of
+from tests.cli import commands
+from tests.cli.test_plan import run
+from tests.models import llama_config
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MODEL: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": 32}
+TEXTS = Path(sysconfig.get_path("stdlib")) / "email"
+BASE = Config(model=ModelConfig(**MODEL), data=DataConfig(path=str(TEXTS)))
+SMALL = Configuration(shard_size=4, sequence=32, compute_dtype=torch.float32)
+
+
+def printed() -> Iterator[Configuration]:
+    """Yield all configurations that a search on four ranks of two nodes can print."""
+    goal = Goal(
+        global_batch=16,
+        settings=replace(SMALL, compute_dtype=torch.bfloat16),
+        checkpointing=("none", "products", "selective", "full"),
+    )
+    for one in configurations(goal, num_ranks=4, ranks_per_node=2):
+        for variant in (one, *offloaded(goal, one)):
+            for prefetch in (0, 1, 2, 3):
+                yield replace(variant, prefetch=prefetch)
+
+
+def trained_as(configuration: Configuration, path: Path, base: Config = BASE) -> Config:
+    """Return the configuration that the trainer reads from the file of a plan."""
+    path.write_text(toml_of(config_of(configuration, base)), "utf-8")
+    return read_config(path)
+
+
+def test_every_configuration_of_a_search_is_trained_as_planned(tmp_path: Path) -> None:
+    plans = set()
+    found = list(printed())
+    assert len(found) > 1000
+    for configuration in found:
+        config = trained_as(configuration, tmp_path / "train.toml")
+        assert configuration_of(config) == configuration
+        assert config.with_ranks(4) == config
+        assert (config.model.layers, config.model.width, config.model.context) == (2, 32, 32)
+        plans.add((configuration.strategy, configuration.offload, configuration.shard_size))
+    assert {strategy for strategy, _, _ in plans} == {
+        "fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_optimizer_and_dtype_is_trained_as_planned(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    for name, spec in OPTIMIZERS.items():
+        configuration = replace(
+            SMALL,
+            compute_dtype=dtype,
+            optimizer=name,
+            optimizer_loop=spec.loop,
+            optimizer_options=spec.options,
+        )
+        if not spec.path:
+            with pytest.raises(ConfigError, match=f"{name!r}: there is no class that works on"):
+                config_of(configuration, BASE)
+            continue
+        config = trained_as(configuration, tmp_path / "train.toml")
+        assert configuration_of(config) == configuration
+        model = build_model(config)
+        plan = plan_of(model, configuration)
+        assert plan == plan_of(model, configuration_of(config))
+        assert plan.units[1].layouts[0].dtype == "float32"
+        check(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor": 2},
+        {"pipeline": 2},
+        {"context": 2},
+        {"expert": 2},
+        {"master_dtype": torch.bfloat16},
+        {"autocast": True},
+        {"attention": "math"},
+        {"reshard_after_forward": False},
+        {"checkpointing": ("full", "none")},
+    ],
+    ids=str,
+)
+def test_what_the_trainer_cannot_do_is_named(options: dict[str, Any]) -> None:
+    [name] = options
+    with pytest.raises(ConfigError, match=rf"shardwise train cannot train with .*{name}="):
+        config_of(replace(SMALL, **options), BASE)
+
+
+def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
+    configuration = replace(SMALL, compiled=True, checkpointing="full")
+    config = trained_as(configuration, tmp_path / "train.toml")
+    assert configuration_of(config) == configuration
+    with mock.patch.object(nn.Module, "compile", autospec=True) as compiled:
+        model = build_model(config)
+    assert [call.args[0] for call in compiled.call_args_list] == list(model.blocks)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_every_second_block_is_kept() -> None:
+    memory = {"checkpoint_every": 2, "checkpoint": "products"}
+    config = Config.model_validate({"model": MODEL, "memory": memory})
+    assert configuration_of(config).checkpointing == ("none", "products")
+
+
+@pytest.mark.parametrize("name", [n for n in known_models() if not n.startswith("t5")])
+@pytest.mark.thorough
+def test_a_built_in_model_is_written_with_its_sizes(name: str, tmp_path: Path) -> None:
+    _sizes_are_kept(name, tmp_path)
+
+
+def test_models_are_written_with_their_sizes(tmp_path: Path) -> None:
+    for name in ("gpt2", "llama-3.2-1b", "qwen-2-0.5b", "qwen-3-0.6b", "mixtral-8x7b"):
+        _sizes_are_kept(name, tmp_path)
+
+
+def _sizes_are_kept(name: str, tmp_path: Path) -> None:
+    shape = known_models()[name]
+    (tmp_path / "config.json").write_text(json.dumps(settings_of(shape, 64)), "utf-8")
+    _, read, factory = read_hugging_face(tmp_path)
+    assert factory is not None
+    assert read is not None
+    built = Model(name, factory=factory)
+    expected = Model(name, shape=replace(shape, positions=read.positions))
+    assert built.num_parameters == expected.num_parameters
+    assert replace(read, positions=shape.positions) == shape
+
+
+def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    found = run(
+        "llama-3.2-1b", "--cluster=2xH100", "--seq=64", "--global-batch=4", "--no-scaling",
+        f"--config={path}",
+    )  # fmt: skip
+    assert found.code == 0, found.errors
+    config = read_config(path)
+    fields = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
+    assert (fields["num_hidden_layers"], fields["hidden_size"]) == (16, 2048)
+    assert config.model.context == 64
+    assert config.shard.nproc == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("t5-small", [], "transformers has no causal language model of this shape"),
+        ("tests.cli.test_plan:small", [], "pass the TOML file of a run"),
+        ("llama-3.2-1b", ["--tensor=2"], "cannot train with tensor=2"),
+        ("gpt2", ["--wire=gather=int8"], "cannot train with wire="),
+        ("gpt2", ["--optimizer=lion"], "there is no class that works on shards"),
+    ],
+)
+def test_no_file_is_written_that_trains_something_else(
+    model: str, options: list[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    found = run(
+        model, "--cluster=2xH100", "--seq=64", "--global-batch=4", "--no-scaling",
+        "--checkpointing=none", "--strategy=fsdp", f"--config={path}", *options,
+    )  # fmt: skip
+    assert found.code == 2
+    assert f"--config {path}: " in found.errors
+    assert message in found.errors
+    assert "sw.fully_shard(" in found.output, "the plan is printed nevertheless"
+    assert not path.exists()
+    assert not list(tmp_path.iterdir())
+
+
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("adamw", ["--strategy=zero2", "--checkpointing=selective", "--micro-batch=2"]),
+        pytest.param("muon", ["--strategy=fsdp", "--compile"], marks=thorough),
+        pytest.param("soap", ["--strategy=zero1", "--checkpointing=full"], marks=thorough),
+        pytest.param("adam8bit", ["--strategy=ddp", "--dtype=bfloat16"], marks=thorough),
+        pytest.param("sgd_momentum", ["--strategy=fsdp", "--objective=memory"], marks=thorough),
+    ],
+)
+def test_a_run_is_trained_from_the_file_of_a_plan(
+    optimizer: str, options: list[str], tmp_path: Path
+) -> None:
+    document = {"model": MODEL, "train": {"steps": 2, "global_batch": 4}}
+    (tmp_path / "run.toml").write_text(toml_of(Config.model_validate(document)), "utf-8")
+    _plan_and_train("run.toml", ["--seq=32", f"--optimizer={optimizer}", *options], tmp_path)
+
+
+def test_a_hugging_face_model_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
+    config = llama_config(vocab_size=300, intermediate_size=64, tie_word_embeddings=True)
+    config.save_pretrained(str(tmp_path / "llama"))
+    options = ["--seq=32", "--strategy=fsdp", "--checkpointing=selective"]
+    _plan_and_train("llama", options, tmp_path)
+
+
+def _plan_and_train(model: str, options: list[str], path: Path) -> None:
+    typical_cpu(2).write(path / "machine.json")
+    dtype = [] if any("--dtype" in one for one in options) else ["--dtype=float32"]
+    cluster = ["--cluster=2xmachine.json", "--global-batch=8", "--no-scaling", *dtype]
+    planned = commands.run(["plan", model, *cluster, *options, "--config=plan.toml"], path)
+    assert planned.code == 0, planned.stderr
+    settings: dict[str, Any] = {"data.path": TEXTS, "train.steps": 2, "run.directory": path / "run"}
+    settings |= {"sample.bytes": 0, "data.cache": path / "cache", "train.validation_batches": 1}
+    given = [word for pair in settings.items() for word in ("--set", "{}={}".format(*pair))]
+    trained = commands.run(["train", "plan.toml", *given], path)
+    assert trained.code == 0, trained.stderr
+    written = configuration_of(read_config(path / "plan.toml"))
+    assert configuration_of(read_config(path / "run" / "config.toml")) == written
+    assert written.world_size == 2
+    assert written.global_batch == 8
+    assert f"--optimizer={written.optimizer}" in (*options, "--optimizer=adamw")
+    assert written.states == optimizer_spec(written.optimizer)
+    metrics = (path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert len(metrics) == 2
+
+
+def test_a_plan_of_a_run_keeps_its_other_settings(tmp_path: Path) -> None:
+    document = {
+        "model": MODEL,
+        "data": {"glob": "**/*.pyi"},
+        "train": {"lr": 0.5, "optimizer": "muon", "optimizer_options": {"split": {"qkv": 3}}},
+    }
+    base = Config.model_validate(document)
+    (tmp_path / "run.toml").write_text(toml_of(base), "utf-8")
+    files = ModelFiles.of(str(tmp_path / "run.toml"), None)
+    muon = replace(SMALL, optimizer="muon")
+    (tmp_path / "plan.toml").write_text(files.toml_of(muon), "utf-8")
+    config = read_config(tmp_path / "plan.toml")
+    assert (config.data.glob, config.train.lr) == ("**/*.pyi", 0.5)
+    assert config.train.optimizer_options == {"split": {"qkv": 3}}
+    assert config_of(SMALL, base).train.optimizer_options == {}, "those of another optimizer"

@@ -1,0 +1,233 @@
+"""Adapters: compared with peft, with a dense layer, and with real steps of ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+import shardwise as sw
+from shardwise.errors import ConfigError, PlanError
+from shardwise.forecast.adapters import (
+    Adapters,
+    LoRALinear,
+    NF4Linear,
+    adapt,
+    dequantize_nf4,
+    parse_adapters,
+    quantize_nf4,
+)
+from shardwise.forecast.certificate import memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines import machine_of
+from shardwise.forecast.models import Model, workload_of
+from shardwise.forecast.planned import plan_of, sharding_of
+from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.traffic import sent_bytes
+from shardwise.forecast.transformer import Shape, build
+from shardwise.runtime.module import handle_of
+from tests.forecast.test_wires import peak_of
+from tests.ranks import on_ranks
+from tests.versions import needs_swap
+
+TINY = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
+MIDDLE = Shape(arch="llama", layers=8, hidden=512, heads=8, vocab=8000, ffn=1536)  # 34 M
+KINDS = {
+    "LoRA": Adapters(rank=8),
+    "QLoRA": Adapters(rank=8, quantized=True),
+    "DoRA": Adapters(rank=8, dora=True),
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 100), (1000, 130), (2, 1)])
+def test_weights_in_4_bits_are_close(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    codes, scales, outer = quantize_nf4(weight)
+    assert (codes.numel(), scales.numel()) == (weight.numel() // 2, -(-weight.numel() // 64))
+    assert outer.numel() == -(-scales.numel() // 256)
+    decoded = dequantize_nf4(codes, scales, outer, shape, torch.float32)
+    largest = weight.abs().max()
+    assert (decoded - weight).abs().max() <= 0.16 * largest + largest / 255
+    on_meta = [one.shape for one in quantize_nf4(weight.to("meta"))]
+    assert on_meta == [codes.shape, scales.shape, outer.shape]
+
+
+def test_a_quantized_layer_has_the_gradients_of_its_decoded_weight() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 32)
+    quantized = NF4Linear(linear)
+    x = torch.randn(5, 3, 96, requires_grad=True)
+    expected = nn.functional.linear(x, quantized.weight, linear.bias)
+    found = quantized(x)
+    torch.testing.assert_close(found, expected)
+    one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_computes_what_peft_computes(dora: bool) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(24, 16, bias=False)
+    config: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], use_dora=dora)
+    theirs: Any = peft.get_peft_model(nn.Sequential(nn.Linear(24, 16, bias=False)), config)
+    layer = theirs.base_model.model[0]
+    layer.base_layer.weight.data.copy_(base.weight)
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    ours = LoRALinear(base, Adapters(rank=4, alpha=8, dora=dora), torch.float32)
+    ours.lora_A.weight.data.copy_(layer.lora_A["default"].weight)
+    ours.lora_B.weight.data.copy_(layer.lora_B["default"].weight)
+    if dora:
+        assert ours.magnitude is not None
+        layer.lora_magnitude_vector["default"].weight.data.copy_(ours.magnitude)
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_options_and_files_are_read(tmp_path: Path) -> None:
+    assert parse_adapters("") == Adapters()
+    found = parse_adapters("r=8, alpha=32,targets=q_proj+v_proj,dropout=0.1,dora=true")
+    assert found == Adapters(rank=8, alpha=32, targets=("q_proj", "v_proj"), dropout=0.1, dora=True)
+    config: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"])
+    config.save_pretrained(str(tmp_path))
+    read = parse_adapters(str(tmp_path), quantized=True)
+    assert read == Adapters(rank=4, alpha=8, targets=("q_proj", "v_proj"), quantized=True)
+    for text, message in {
+        "r=x": "--lora r=x: invalid literal",
+        "rank=8": "expected r=, alpha=, targets=, dropout=, dora=",
+        "r=0": "r=0: expected a rank of 1 or more",
+        "dora=yes": "dora=yes: expected true or false",
+        str(tmp_path / "no.json"): "No such file",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_adapters(text)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(ConfigError, match="peft_type=IA3: expected LORA"):
+        parse_adapters(str(tmp_path))
+
+
+def test_targets_have_the_names_of_transformers() -> None:
+    def named(*targets: str) -> set[str]:
+        model = adapt(
+            build(TINY), Adapters(targets=targets), base=torch.bfloat16, trained=torch.float32
+        )
+        names = (name for name, one in model.named_modules() if isinstance(one, LoRALinear))
+        return {name.rpartition(".")[2] for name in names}
+
+    assert named("all-linear") == {"q", "k", "v", "out", "gate", "up", "down"}
+    assert named("q_proj", "v_proj", "down_proj") == {"q", "v", "down"}
+    with pytest.raises(ConfigError, match="no such linear layer; expected all-linear or some of q"):
+        named("c_proj")
+    with pytest.raises(PlanError, match="tensor=2: adapters of divided layers are not modelled"):
+        Configuration(tensor=2, adapters=Adapters())
+
+
+def is_weight(name: str, parameter: nn.Parameter) -> bool:
+    """Whether adapters of all linear layers update the parameter."""
+    return name.startswith("layers.") and parameter.dim() > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_adapters_have_gradients_and_states(kind: str) -> None:
+    adapters = KINDS[kind]
+    configuration = Configuration(sequence=64, micro_batch=2, adapters=adapters)
+    model = Model("tiny", TINY)
+    found = Forecaster(model, machine_of("1xH100")).forecast(configuration)
+    trained = model.num_trained(adapters)
+    in_blocks = sum(p.numel() for n, p in build(TINY).named_parameters() if is_weight(n, p))
+    others = model.num_parameters - in_blocks
+    start = found.memory.timeline[0]
+    base = in_blocks // 2 if adapters.quantized else 2 * in_blocks
+    assert start.parameters == base + 2 * others + 4 * trained
+    assert start.optimizer == 2 * 4 * trained
+    assert max(one.gradients for one in found.memory.timeline) == 4 * trained
+    whole = Forecaster(model, machine_of("1xH100")).forecast(replace(configuration, adapters=None))
+    assert 0.6 < found.step.model_flops / whole.step.model_flops < 0.95
+
+
+def test_a_unit_gathers_the_codes_of_its_weights() -> None:
+    """Half a byte for each weight, and two bytes for each element of adapters and norms."""
+    adapters = KINDS["QLoRA"]
+    configuration = Configuration(shard_size=8, sequence=64, adapters=adapters)
+    plan = plan_of(Model("tiny", TINY).build(configuration), configuration)
+    whole = dict(build(TINY).named_parameters()).items()
+    weights = sum(p.numel() for n, p in whole if is_weight(n, p)) // TINY.layers
+    norms = 2 * TINY.hidden
+    trained = Model("tiny", TINY).num_trained(adapters) // TINY.layers
+    assert plan.units[1].gathered_bytes == pytest.approx(
+        weights // 2 + 2 * norms + 2 * trained, rel=0.01
+    )
+
+
+def test_a_cache_of_forecasts_tells_adapters_apart() -> None:
+    forecaster = Forecaster(Model("tiny", TINY), machine_of("2xH100"))
+    base = Configuration(shard_size=2, sequence=64)
+    found = [
+        forecaster.forecast(replace(base, adapters=adapters)).memory.device_bytes
+        for adapters in (None, *KINDS.values())
+    ]
+    assert len(set(found)) == 4
+
+
+@needs_swap
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("shape", "kind", "mode"),
+    [
+        (TINY, "LoRA", "none"),
+        (TINY, "QLoRA", "none"),
+        pytest.param(TINY, "DoRA", "none", marks=pytest.mark.thorough),
+        pytest.param(TINY, "QLoRA", "full", marks=pytest.mark.thorough),
+        pytest.param(MIDDLE, "LoRA", "none", marks=pytest.mark.thorough),
+        pytest.param(MIDDLE, "QLoRA", "full", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_allocates_and_sends_what_is_forecast(shape: Shape, kind: str, mode: Any) -> None:
+    configuration = Configuration(
+        shard_size=2, micro_batch=4, sequence=64, compute_dtype=torch.float32,
+        adapters=KINDS[kind], checkpointing=mode,
+    )  # fmt: skip
+    forecast = Model("model", shape)
+    meta = forecast.build(configuration)
+    plan = plan_of(meta, configuration)
+    certificate = memory_certificate(
+        plan, workload_of(forecast, configuration), configuration, on_cpu=True
+    )
+    torch.manual_seed(0)
+    model = build(shape).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    adapters = KINDS[kind]
+    adapt(model, adapters, base=torch.float32, trained=torch.float32)
+    if mode != "none":
+        checkpoint_blocks(model, mode)
+    sw.fully_shard(model, **sharding_of(configuration))
+    assert handle_of(model).runtime.plan == plan
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with profile(profile_memory=True) as profiled:
+        step()
+    predicted = max(
+        moment.activations + moment.communication + moment.gradients + moment.temporaries
+        for moment in certificate.timeline
+    )
+    assert predicted == pytest.approx(peak_of(profiled), rel=0.05)
+    sent = sw.ledger(model).sent_bytes()
+    assert sent == sent_bytes(plan)
+    states = (s for state in optimizer.state.values() for s in state.values())
+    local = sum(s.to_local().nbytes if hasattr(s, "to_local") else 0 for s in states)
+    assert local == pytest.approx(certificate.timeline[0].optimizer, rel=0.01)

@@ -1,0 +1,141 @@
+"""``sw.estimate``: names, functions, modules and models of peft; and what it returns."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import Configuration
+from shardwise.runtime.module import handle_of
+from tests.models import llama_config
+from tests.ranks import on_ranks
+
+SMALL: dict[str, Any] = {"cluster": "2xH100", "sequence": 32, "global_batch": 4}
+
+
+class Images(nn.Module):
+    """Takes images and returns the logits of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 4, stride=4)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2).mean(-1)  # [batch, 32]
+        for block in self.blocks:
+            x = x + block(x).relu()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_a_name_has_the_figures_of_the_command() -> None:
+    found = sw.estimate("gpt2", **SMALL, strategies=["fsdp"], checkpointing=["none", "full"])
+    assert found.fits
+    assert found.verdict == "fits"
+    assert found.configuration.world_size == 2
+    assert found.device_bytes == sum(found.memory.values())
+    assert found.memory["optimizer"] == pytest.approx(2 * 4 * 124.44e6 / 2, rel=0.001)
+    assert found.tokens_per_second == pytest.approx(4 * 32 / found.step_seconds)
+    assert sum(found.step.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert 0 < found.mfu < 1
+    assert found.reasons[0].startswith("Bound by ")
+    assert "sw.fully_shard(" in found.code
+    assert str(found).startswith("gpt2 on 2xH100-SXM-80GB: fsdp over 2, micro-batches ")
+    assert len(found.ranking.fitting) > 2
+
+
+def test_a_function_and_a_module_are_forecast_alike() -> None:
+    torch.manual_seed(0)
+    module = Images()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    options: dict[str, Any] = {
+        **SMALL,
+        "sequence": 1,
+        "inputs": lambda batch, _length: torch.empty(batch, 3, 16, 16),
+        "strategies": ["fsdp"],
+    }
+    found, built = sw.estimate(module, **options), sw.estimate(Images, **options)
+    assert found.forecast.memory == built.forecast.memory
+    assert found.step_seconds == built.step_seconds
+    assert (found.model, built.model) == ("Images", "Images")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_loss_is_the_users() -> None:
+    seen = []
+
+    def loss(output: Tensor) -> Tensor:
+        seen.append(tuple(output.shape))
+        return output.square().mean()
+
+    inputs = lambda batch, _length: {"images": torch.empty(batch, 3, 16, 16)}  # noqa: E731
+    sw.estimate(
+        Images, **{**SMALL, "sequence": 1}, inputs=inputs, loss=loss, micro_batches=[2],
+        strategies=["fsdp"], checkpointing=["none"],
+    )  # fmt: skip
+    assert set(seen) == {(2, 10)}
+
+
+def test_a_model_without_blocks_is_one_unit() -> None:
+    found = sw.estimate(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        cluster="2xH100", sequence=1, global_batch=4,
+        inputs=lambda batch, _length: torch.empty(batch, 8),
+    )  # fmt: skip
+    assert found.configuration.units is None
+    assert found.configuration.checkpointing == "none"
+    assert "units=" not in found.code
+
+
+def test_frozen_parameters_of_peft_have_no_gradients_and_no_states() -> None:
+    with torch.device("meta"):
+        base = LlamaForCausalLM(llama_config(vocab_size=300))
+    whole = sw.estimate(base, **SMALL, strategies=["fsdp"], checkpointing=["none"])
+    lora: Any = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(base, lora)
+    found = sw.estimate(adapted, **SMALL, strategies=["fsdp"], checkpointing=["none"])
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert found.memory["optimizer"] == pytest.approx(2 * 4 * trained / 2, rel=0.02)
+    assert found.memory["optimizer"] < whole.memory["optimizer"] / 5
+    assert found.step.model_flops < whole.step.model_flops
+
+
+def test_one_configuration_is_forecast_without_a_search() -> None:
+    configuration = Configuration(shard_size=8, micro_batch=4, sequence=64, prefetch=2)
+    found = sw.estimate("gpt2", cluster="8xA100-80GB", configuration=configuration)
+    assert found.configuration == configuration
+    assert found.ranking.num_compared == 1
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama-3-8b'"):
+        sw.estimate("lama-3-8b", cluster="8xH100")
+    with pytest.raises(ConfigError, match="did you mean 'H100'"):
+        sw.estimate("gpt2", cluster="8xH10")
+
+
+@on_ranks(2)
+def test_apply_shards_as_estimated() -> None:
+    torch.manual_seed(0)
+    model = Images()
+    options: dict[str, Any] = {
+        "sequence": 1, "global_batch": 4, "dtype": torch.float32, "strategies": ["zero2"],
+        "checkpointing": ["full"], "inputs": lambda batch, _: torch.empty(batch, 3, 16, 16),
+    }  # fmt: skip
+    found = sw.estimate(model, cluster="2xH100", **options)
+    assert found.apply(model) is model
+    plan = handle_of(model).runtime.plan
+    assert plan.strategy.name == "zero2"
+    assert len(plan.units) == 5
+    model(torch.ones(2, 3, 16, 16)).square().mean().backward()
+    wrong = sw.estimate(Images, cluster="4xH100", **options)
+    with pytest.raises(sw.PlanError, match="the configuration is for 4 ranks, but there are 2"):
+        wrong.apply(Images())
