@@ -9,7 +9,10 @@ from tests.fuzz.programs import (
     Branch,
     Case,
     Chain,
+    Checkpoint,
+    Classes,
     Complex,
+    Conv,
     Dropped,
     Fault,
     Hidden,
@@ -43,6 +46,11 @@ FOUND = {
         Model(Chain((Lookup(1),)), width=5, frozen=(18,), root_gain=False),
         Sharding(ranks=3),
         steps=(Step(losses=("sum",)),),
+        in_backward=True,
+    ),
+    "backward recomputes a unit on the thread of its device": Case(
+        Model(Chain((Tiny(), Checkpoint(Conv(2, 1), reentrant=False)))),
+        Sharding(units=Classes(("Conv", "Conv1d"))),
         in_backward=True,
     ),
     "a step that is undone while shards are copied to the device": Case(

@@ -141,7 +141,8 @@ class Runtime:
                 return forward(*args, **kwargs)
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
-        entry = self._entries.begin(index, partial(scheduler.before_backward, call))
+        inputs = tensors_within((args, kwargs)) if task != hooks.NO_TASK else ()
+        entry = self._entries.begin(index, partial(scheduler.before_backward, call), inputs)
         try:
             hooks.watch_gradients(module, (args, kwargs), entry.callback)
             with self._entries.observing(scheduler.ledger.step):

@@ -15,7 +15,7 @@ view, because backward reaches a parameter itself before the younger calls.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -124,12 +124,17 @@ class ParameterViews:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A call of a unit, which made the nodes from number ``first`` up to ``last``."""
+    """A call of a unit, which made the nodes from number ``first`` up to ``last``.
+
+    Each thread numbers the nodes that it makes. A forward that backward recomputes may run on
+    another thread than the one that made the nodes of its inputs, ``given``.
+    """
 
     unit: int
     first: int
     # Prepares the unit for the backward of this call, or of a transform of `torch.func`.
     callback: Callable[[bool], None]
+    given: Container[Any] = ()
     last: int = -1
 
 
@@ -151,10 +156,14 @@ class Entries:
         self._running: list[Entry] = []
         self._ended: list[Entry] = []  # in the order of their ends
 
-    def begin(self, unit: int, callback: Callable[[bool], None]) -> Entry:
+    def begin(
+        self, unit: int, callback: Callable[[bool], None], recomputed_from: Iterable[Tensor] = ()
+    ) -> Entry:
+        """Begin a call of ``unit``; for one that backward recomputes, pass its inputs."""
         if not self._running:
             self._ended.clear()
-        entry = Entry(unit, _private.next_node_number(), callback)
+        given = hooks.nodes_at_all_levels(recomputed_from)
+        entry = Entry(unit, _private.next_node_number(), callback, given)
         self._running.append(entry)
         return entry
 
@@ -179,10 +188,10 @@ class Entries:
         Returns:
             Whether backward can reach one of the tensors.
         """
-        found = False
+        found, stop = False, _private.next_node_number()
         for node, is_transformed in hooks.nodes_at_all_levels(tensors).items():
             number = _private.node_number(node)
-            if only_own and number < entry.first:
+            if only_own and (node in entry.given or not entry.first <= number < stop):
                 continue
             found = True
             hooks.before_node(node, partial(entry.callback, is_transformed))
