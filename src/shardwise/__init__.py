@@ -29,6 +29,7 @@ __all__ = [
     "block",
     "clip_grad_norm_",
     "fit",
+    "full_tensors",
     "fully_shard",
     "gathered",
     "latest",

@@ -42,6 +42,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.weights.full_tensors import full_tensors
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -76,6 +77,7 @@ __all__ = [
     "block",
     "clip_grad_norm_",
     "fit",
+    "full_tensors",
     "fully_shard",
     "gathered",
     "initialize",

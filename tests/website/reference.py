@@ -30,6 +30,7 @@ HEADINGS = {
     "optim": "Training",
     "features": "Training",
     "checkpoint": "Checkpoints",
+    "weights": "Weights for inference",
     "diagnose": "Recording and verifying",
     "forecast": "Fitting into memory",
     "errors": "Errors",
