@@ -35,6 +35,7 @@ __all__ = [
     "latest",
     "ledger",
     "load",
+    "publish",
     "save",
     "transaction",
     "verify",

@@ -43,6 +43,7 @@ from shardwise.plan.wire import Wire
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.weights.full_tensors import full_tensors
+from shardwise.weights.publish import publish
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -88,6 +89,7 @@ __all__ = [
     "optim",
     "optimizer_in_backward",
     "outer_optimizer",
+    "publish",
     "record",
     "save",
     "token_weight",

@@ -20,7 +20,7 @@ from shardwise.train.config import Config
 __all__ = ["GENERATED"]
 
 PACKAGE = Path(inspect.getfile(Config)).parents[1]
-INTEGRATIONS = ("transformers", "accelerate", "lightning", "profiler")
+INTEGRATIONS = ("transformers", "accelerate", "lightning", "profiler", "vllm")
 # The headings of the API, by the package that defines a name; others get a heading of their own.
 HEADINGS = {
     "api": "Sharding",

@@ -1,5 +1,6 @@
 """`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
 
+import contextlib
 from collections.abc import Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -80,19 +81,28 @@ def full_tensors(
         agreement.agree(ranks.mesh, ranks.device, action)
     # The caller's loop variable may refer to one bucket while the next two are in memory.
     buckets = Bucket.pack(outputs, 2 * bucket_bytes // 3)
-    return gather_buckets(buckets, ranks, 2 * bucket_bytes)
+    return _one_by_one(gather_buckets(buckets, ranks, 2 * bucket_bytes))
 
 
-def ranks_of(model: nn.Module, to: int | Literal["all"]) -> Ranks:
-    """The ranks that hold a part of ``model``, and their device.
+def _one_by_one(
+    buckets: Generator[list[tuple[str, Tensor]], None, None],
+) -> Generator[tuple[str, Tensor], None, None]:
+    with contextlib.closing(buckets):
+        for bucket in buckets:
+            while bucket:
+                yield bucket.pop(0)
+
+
+def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
+    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first of them.
 
     Raises:
         PlanError: ``to`` is not one of them.
     """
     mesh = checkpoint_mesh([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ranks = Ranks(mesh, mesh.accelerator or device, to)
-    if to != "all" and to not in ranks.members:
+    ranks = Ranks(mesh, mesh.accelerator or device, mesh.global_ranks[0] if to == "first" else to)
+    if ranks.to != "all" and ranks.to not in ranks.members:
         raise PlanError(f"to={to!r}: expected 'all' or one of the model's ranks {ranks.members}")
     return ranks
 
@@ -185,7 +195,7 @@ def _merged(
     # The product, and the cast.
     extra = sources[0].num_bytes + (parts[0].numel() * final.itemsize if dtype else 0)
     combine = partial(_merge_and_cast, layer.scaling[adapter], final)
-    return Output(name, sources, combine, extra)
+    return Output(name, sources, combine, extra, final)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
 from shardwise.tensor.sharding import local_of
 from shardwise.transport.communicator import Communicator, communicator
 
-__all__ = ["Bucket", "Output", "Ranks", "Source", "gather_buckets"]
+__all__ = ["Bucket", "Output", "Ranks", "Source", "gather_buckets", "group_of"]
 
 _PADDING_BYTES = 64  # between tensors of a flat buffer
 
@@ -92,6 +92,11 @@ class Output:
     sources: Sequence[Source]
     combine: Callable[[Sequence[Tensor]], Tensor] = lambda whole: whole[0]
     extra_bytes: int = 0  # which ``combine`` allocates
+    cast_dtype: torch.dtype | None = None  # to which ``combine`` casts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cast_dtype or self.sources[0].dtype
 
     @property
     def peak_bytes(self) -> int:
@@ -124,12 +129,12 @@ class Bucket:
 
 def gather_buckets(
     buckets: Sequence[Bucket], ranks: Ranks, most_bytes: int
-) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield the outputs on the ranks that receive them; every rank has to iterate to the end.
+) -> Generator[list[tuple[str, Tensor]], None, None]:
+    """Yield each bucket's outputs on the ranks that receive them; every rank has to iterate.
 
-    The next bucket is gathered while the outputs of this one are used, and while the caller may
-    still hold an output of the last one, unless the three exceed ``most_bytes``. A rank that stops
-    iterating takes part in the gathers of the others until all have stopped.
+    The next bucket is gathered while this one is used, and while the caller may still hold an
+    output of the last one, unless the three exceed ``most_bytes``. A rank that stops iterating
+    takes part in the gathers of the others until all have stopped.
     """
     ranks.comm.recover()
     queue = _Queue(buckets, ranks)
@@ -143,10 +148,7 @@ def gather_buckets(
             arrived = queue.take(number)
             if held_bytes + num_bytes + sum(sizes[number + 1 : number + 2]) <= most_bytes:
                 queue.launch(number + 1)
-            while arrived:
-                output, parts = arrived.pop()
-                yield output.name, output.combine(parts)
-                queue.launch(number + 1)
+            yield arrived
             held_bytes = num_bytes
     except GeneratorExit:
         if not sys.is_finalizing():
@@ -169,12 +171,12 @@ class _Queue:
             self._flight = _Flight(self._buckets[number], number, self._ranks, stopped=stopped)
             self._launched += 1
 
-    def take(self, number: int) -> list[tuple[Output, list[Tensor]]]:
-        """The gathered tensors of bucket ``number``, in reverse order."""
+    def take(self, number: int) -> list[tuple[str, Tensor]]:
+        """The outputs of bucket ``number``."""
         self.launch(number)
         flight, self._flight = self._flight, None
         assert flight is not None
-        return flight.parts()
+        return flight.outputs()
 
     def drain(self, *, stopped: bool = False) -> None:
         """Take part in the gathers of the receivers until all of them have stopped."""
@@ -184,7 +186,7 @@ class _Queue:
             flight, self._flight = self._flight, None
             if flight is None:
                 return
-            flight.parts()
+            flight.outputs()
             if flight.all_stopped():
                 return
 
@@ -204,19 +206,16 @@ class _Flight:
         self._pieces = [_piece(group, ranks) for group in _neighbors(sources)]
         self._works += [queue.exchange(piece.pairs, self._label) for piece in self._pieces]
 
-    def wait(self) -> None:
-        for work in self._works:
-            self._ranks.comm.wait(work)
-
     def all_stopped(self) -> bool:
         """Whether all receivers had stopped iterating when they launched this bucket."""
         members = self._ranks.members
         flags = self._flags.tolist()
         return all(f for r, f in zip(members, flags, strict=True) if self._ranks.receives(r))
 
-    def parts(self) -> list[tuple[Output, list[Tensor]]]:
-        """Wait; return the outputs with the gathered tensors of each, in reverse order."""
-        self.wait()
+    def outputs(self) -> list[tuple[str, Tensor]]:
+        """Wait for the gathers; return the outputs on a receiver."""
+        for work in self._works:
+            self._ranks.comm.wait(work)
         whole: dict[int, Tensor] = {}
         for piece in self._pieces:
             piece.finish()
@@ -224,7 +223,8 @@ class _Flight:
         self._pieces.clear()
         if not self._ranks.is_receiver:
             return []
-        return [(one, [whole[id(x)] for x in one.sources]) for one in self._bucket.outputs[::-1]]
+        outputs = self._bucket.outputs
+        return [(one.name, one.combine([whole.pop(id(x)) for x in one.sources])) for one in outputs]
 
 
 class _Piece:
@@ -292,36 +292,61 @@ def _neighbors(sources: Sequence[Source]) -> Iterator[list[Source]]:
             yield [group[n] for _, (_, n) in run]
 
 
+def group_of(tensor: Tensor, ranks: Ranks) -> list[int]:
+    """The global ranks that hold a whole ``tensor``, with this one; only one if it is plain."""
+    if isinstance(tensor, ShardedTensor):
+        members = tensor.sharding.mesh.global_ranks
+        return [members[rank] for rank in tensor.sharding.mesh.shards.ranks]
+    if isinstance(tensor, DTensor):
+        return [int(tensor.device_mesh.mesh[place]) for place in _places(tensor)]
+    return ranks.members[:1]
+
+
+def _places(tensor: DTensor) -> list[tuple[int, ...]]:
+    """The coordinates of the ranks that hold the whole tensor together with this rank."""
+    mesh = tensor.device_mesh
+    indices = [
+        [own] if placement.is_replicate() else range(size)
+        for placement, size, own in zip(
+            tensor.placements, mesh.shape, coordinates_of(mesh), strict=True
+        )
+    ]
+    return list(product(*indices))
+
+
 def _piece(sources: Sequence[Source], ranks: Ranks) -> _Piece:
     tensor = sources[0].tensor
+    group = group_of(tensor, ranks)
+    is_plain = not isinstance(tensor, DTensor)
+    if not (is_plain or any(map(ranks.receives, group))):
+        return _Piece()
     if isinstance(tensor, ShardedTensor):
-        return _piece_of_runs(sources, ranks)
+        return _piece_of_runs(sources, group, ranks)
     if isinstance(tensor, DTensor):
-        return _piece_of_parts(sources[0], tensor, ranks)
-    piece, first = _Piece(), ranks.members[0]
-    is_needed = ranks.is_receiver or ranks.own == first
-    whole = torch.empty(
-        tensor.shape if is_needed else 0, dtype=sources[0].dtype, device=ranks.device
-    )
-    if ranks.own == first:
-        whole.copy_(tensor.detach())
+        return _piece_of_parts(sources[0], tensor, group, ranks)
+    return _piece_of_first_rank(sources[0], ranks)
+
+
+def _piece_of_first_rank(source: Source, ranks: Ranks) -> _Piece:
+    """Send a tensor that every rank has from the first rank."""
+    piece, is_first = _Piece(), ranks.own == ranks.members[0]
+    shape = source.tensor.shape if ranks.is_receiver or is_first else (0,)
+    whole = torch.empty(shape, dtype=source.dtype, device=ranks.device)
+    if is_first:
+        whole.copy_(source.tensor.detach())
     nothing = whole.reshape(-1)[:0]
-    own = whole if ranks.own == first else nothing
+    own = whole if is_first else nothing
     piece.exchange(ranks, ranks.members, own, lambda n: nothing if n else whole)
-    piece.whole[id(sources[0])] = whole
+    piece.whole[id(source)] = whole
     return piece
 
 
-def _piece_of_runs(sources: Sequence[Source], ranks: Ranks) -> _Piece:
+def _piece_of_runs(sources: Sequence[Source], group: Sequence[int], ranks: Ranks) -> _Piece:
     """Gather a range of a flat buffer: a contiguous part is owned by each rank."""
     piece, shardings = _Piece(), [_sharding_of(source) for source in sources]
     mesh, size = shardings[0].mesh, shardings[0].layout.shard_elements
     start, stop = shardings[0].extent.offset, shardings[-1].extent.stop
     bounds = [min(max(n * size, start), stop) for n in range(mesh.size + 1)]
-    members = mesh.global_ranks
-    group = [members[rank] for rank in mesh.shards.ranks]
-    if not any(map(ranks.receives, group)):
-        return piece
     own_start, own_stop = bounds[mesh.rank], bounds[mesh.rank + 1]
     first, last = (start, stop) if ranks.is_receiver else (own_start, own_stop)
     flat = torch.empty(last - first, dtype=sources[0].dtype, device=ranks.device)
@@ -336,24 +361,15 @@ def _piece_of_runs(sources: Sequence[Source], ranks: Ranks) -> _Piece:
     return piece
 
 
-def _piece_of_parts(source: Source, tensor: DTensor, ranks: Ranks) -> _Piece:
+def _piece_of_parts(source: Source, tensor: DTensor, group: Sequence[int], ranks: Ranks) -> _Piece:
     """Gather a tensor of which each rank has some rows or columns."""
-    piece, mesh, own_place = _Piece(), tensor.device_mesh, coordinates_of(tensor.device_mesh)
-    # The ranks that hold the whole tensor together with this rank.
-    indices = [
-        [own] if placement.is_replicate() else range(size)
-        for placement, size, own in zip(tensor.placements, mesh.shape, own_place, strict=True)
-    ]
-    places = list(product(*indices))
-    group = [int(mesh.mesh[place]) for place in places]
-    if not any(map(ranks.receives, group)):
-        return piece
+    piece, places = _Piece(), _places(tensor)
     own = local_of(tensor).detach().to(ranks.device, source.dtype)
     if not ranks.is_receiver:
         piece.exchange(ranks, group, own.contiguous(), lambda _: own)
         return piece
     whole = torch.empty(tensor.shape, dtype=source.dtype, device=ranks.device)
-    view = part_of_whole(whole, tensor, own_place).copy_(own)
+    view = part_of_whole(whole, tensor, coordinates_of(tensor.device_mesh)).copy_(own)
     own = view if view.is_contiguous() else view.contiguous()
     piece.exchange(ranks, group, own, lambda n: part_of_whole(whole, tensor, places[n]))
     piece.whole[id(source)] = whole
