@@ -37,8 +37,10 @@ __all__ = [
     "load",
     "publish",
     "save",
+    "sleep",
     "transaction",
     "verify",
+    "wake",
 ]
 
 

@@ -27,6 +27,7 @@ from shardwise.errors import (
 from shardwise.features.activation_offload import offload_activations
 from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
+from shardwise.features.sleep import Asleep, sleep, wake
 from shardwise.features.transaction import transaction
 from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
@@ -46,6 +47,7 @@ from shardwise.weights.full_tensors import full_tensors
 from shardwise.weights.publish import publish
 
 __all__ = [
+    "Asleep",
     "CPUOffloadPolicy",
     "CheckpointDamaged",
     "CheckpointError",
@@ -92,7 +94,9 @@ __all__ = [
     "publish",
     "record",
     "save",
+    "sleep",
     "token_weight",
     "transaction",
     "verify",
+    "wake",
 ]

@@ -65,6 +65,9 @@ class Certificate:
     host_bytes: int  # offloaded shards, gradients, optimizer states and activations
     reserve_bytes: int  # reserved by the device's allocator beyond the allocated peak
     overhead_bytes: int  # driver context, libraries and communicators
+    # While the model sleeps (`sw.sleep`): of tensors on the device, and copied to the host.
+    asleep_bytes: int = 0
+    asleep_host_bytes: int = 0
 
     @cached_property
     def peak(self) -> Moment:
@@ -115,6 +118,8 @@ def memory_certificate(
         if on_cpu
         else _stream_bytes(timeline) + _split_bytes(plan, workload, timeline),
         overhead_bytes=0 if on_cpu else _overhead_bytes(configuration),
+        asleep_bytes=buffer_bytes,
+        asleep_host_bytes=replay.value_bytes,
     )
 
 
@@ -157,6 +162,11 @@ class _StepReplay:
             if op.name == "embedding_dense_backward"
             for _, size in op.writes
         )
+
+    @property
+    def value_bytes(self) -> int:
+        """Shards and optimizer states on the device."""
+        return self._parameters + self._optimizer
 
     @property
     def host_bytes(self) -> int:

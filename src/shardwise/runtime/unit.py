@@ -59,7 +59,7 @@ class FlatParameters:
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
         self.device_copy_is_stale = True
-        self._device_copy: Tensor | None = None  # [S], of a shard on the host
+        self.device_copy: Tensor | None = None  # [S], of a shard on the host
         self._plan = plan
         self._pools = pools
         self._blocks = plan.gathers(layout)
@@ -236,20 +236,20 @@ class FlatParameters:
         if self.offloader is None or self._plan.offload is None:
             return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
         if not self._plan.offload.parameters:
-            self._device_copy = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
+            self.device_copy = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
         return self.offloader.allocate_shard(self.layout, self.layout.dtype)
 
     def _copy_shard(self, to: Tensor) -> Callable[[], None]:
         """Return a function that fills ``to`` [S], this rank's part of what a collective sends."""
         if self.offloader is None:
             return partial(copy_, to, self.shard)
-        if self._device_copy is None:
+        if self.device_copy is None:
             return self.offloader.to_device(to, self.shard)
-        copy_on_device = partial(copy_, to, self._device_copy)
+        copy_on_device = partial(copy_, to, self.device_copy)
         if not self.device_copy_is_stale:
             return copy_on_device
         self.device_copy_is_stale = False
-        refresh = self.offloader.to_device(self._device_copy, self.shard)
+        refresh = self.offloader.to_device(self.device_copy, self.shard)
         return lambda: (refresh(), copy_on_device())[1]
 
     def reclaim_locals(self) -> None:
