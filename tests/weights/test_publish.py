@@ -1,7 +1,7 @@
 """`sw.publish`: receivers have the bits of `sw.save`'s files, of one version at a time."""
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,38 +27,9 @@ from tests.models import Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of
 from tests.weights.killing import kill_a_sender, kill_at_every_access
+from tests.weights.memory_target import MemoryTarget
 
 FRACTIONS = (0.001, 0.01, 0.1, 0.5, 0.999, 1.0, 0.0)
-
-
-class Memory:
-    """A target that keeps the tensors of the last version, and counts the bytes it was sent."""
-
-    def __init__(self, *, accepts_runs: bool = True) -> None:
-        self.accepts_runs = accepts_runs
-        self.version = self.num_bytes = 0
-        self.tensors: dict[str, Tensor] = {}
-        self.fails = False
-
-    def begin(self, manifest: weights.Manifest) -> None:
-        assert manifest.base in (None, self.version)
-        self.manifest, self.num_bytes = manifest, 0
-        self._pending: list[weights.Update] = []
-
-    def send(self, bucket: Sequence[weights.Update]) -> None:
-        if self.fails:
-            raise OSError(28, "No space left on device", "memory")
-        for update in bucket:
-            assert self.accepts_runs or update.starts is None
-            self.num_bytes += update.num_bytes
-            self._pending.append(update.to("cpu"))
-
-    def commit(self, version: int) -> None:
-        for update in self._pending:
-            if update.starts is None:
-                self.tensors[update.name] = update.values.clone()
-            update.apply_(self.tensors[update.name])
-        self.version = version
 
 
 def change(model: nn.Module, step: int, fraction: float) -> None:
@@ -138,7 +109,7 @@ def test_receivers_have_the_bits_of_the_model_in_50_steps(
 ) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()
-    target = Memory(accepts_runs=accepts_runs)
+    target = MemoryTarget(accepts_runs=accepts_runs)
     for step in range(50):
         version = sw.publish(model, target, dtype=dtype, bucket_bytes=700)
         expected = whole(model, dtype=dtype)
@@ -176,7 +147,7 @@ def test_merged_adapters_are_published() -> None:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
     model = sw.fully_shard(peft.get_peft_model(build("stack"), config), units="auto")
-    target, alone = Memory(), Memory()
+    target, alone = MemoryTarget(), MemoryTarget()
     for step in range(5):
         sw.publish(model, target, adapters="merged", dtype=torch.bfloat16)
         sw.publish(model, alone, adapters="alone")
@@ -202,7 +173,7 @@ def test_zeros_and_nans_that_change_only_in_bits_are_sent() -> None:
     model = sw.fully_shard(nn.Linear(8, 8, bias=False), units=None)
     with torch.no_grad():
         model.weight.zero_()
-    target = Memory()
+    target = MemoryTarget()
     for value in (-0.0, float("nan"), float("nan"), 0.0):
         sw.publish(model, target)
         with torch.no_grad():
@@ -215,7 +186,7 @@ def test_zeros_and_nans_that_change_only_in_bits_are_sent() -> None:
 
 @on_ranks(2)
 def test_other_arguments_send_everything() -> None:
-    model, target = _plain("gpt"), Memory()
+    model, target = _plain("gpt"), MemoryTarget()
     sw.publish(model, target)
     for options in ({"dtype": torch.bfloat16}, {"names": ["layers.*"]}, {"only_changed": False}):
         version = sw.publish(model, target, **options)
@@ -229,7 +200,7 @@ def test_other_arguments_send_everything() -> None:
 
 @on_ranks(2)
 def test_an_error_of_the_target_is_raised_on_all_ranks_and_the_next_version_is_whole() -> None:
-    model, target = _plain("gpt"), Memory()
+    model, target = _plain("gpt"), MemoryTarget()
     sw.publish(model, target)
     before = dict(target.tensors)
     change(model, 0, 0.5)
@@ -361,7 +332,7 @@ def test_receivers_of_a_group_have_each_version() -> None:
         return
     mesh = DeviceMesh.from_group(trainers, "cpu")
     model = sw.fully_shard(build("gpt"), units="auto", mesh=mesh)
-    target = weights.Broadcast(receivers) if rank == 0 else Memory()
+    target = weights.Broadcast(receivers) if rank == 0 else MemoryTarget()
     for step in range(4):
         sw.publish(model, target, bucket_bytes=900)
         sent: list[Any] = [whole(model)]

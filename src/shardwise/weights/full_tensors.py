@@ -19,6 +19,7 @@ from shardwise.checkpoint.collect import (
 )
 from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
 from shardwise.errors import PlanError
+from shardwise.runtime.module import FSDPModule, handle_of
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
 
 __all__ = ["BUCKET_BYTES", "Adapters", "full_tensors", "outputs_of", "ranks_of"]
@@ -100,8 +101,12 @@ def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
         PlanError: ``to`` is not one of them.
     """
     mesh = checkpoint_mesh([model])
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ranks = Ranks(mesh, mesh.accelerator or device, mesh.global_ranks[0] if to == "first" else to)
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    device = next((handle_of(unit).runtime.pools.device for unit in units), None)
+    if device is None:  # not sharded
+        plain = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = mesh.accelerator or plain
+    ranks = Ranks(mesh, device, mesh.global_ranks[0] if to == "first" else to)
     if ranks.to != "all" and ranks.to not in ranks.members:
         raise PlanError(f"to={to!r}: expected 'all' or one of the model's ranks {ranks.members}")
     return ranks

@@ -115,7 +115,7 @@ def runs_of(indices: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
     is_start = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
     torch.ne(indices[1:], indices[:-1] + 1, out=is_start[1:])
     places = is_start.nonzero().view(-1)  # where runs begin, of any length
-    sizes = torch.diff(places, append=places.new_tensor([len(indices)]))
+    sizes = torch.diff(places, append=torch.full_like(places[:1], len(indices)))
     pieces = (sizes + _MAX_RUN - 1) // _MAX_RUN
     number = torch.arange(int(pieces.sum()), device=indices.device)
     number -= (pieces.cumsum(0) - pieces).repeat_interleave(pieces)  # within its run
