@@ -1,7 +1,7 @@
 """`sw.publish`: receivers have the bits of `sw.save`'s files, of one version at a time."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,6 +27,7 @@ from tests.models import Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of
 from tests.weights.killing import kill_a_sender, kill_at_every_access
+from tests.weights.live_bytes import LiveBytes
 from tests.weights.memory_target import MemoryTarget
 
 FRACTIONS = (0.001, 0.01, 0.1, 0.5, 0.999, 1.0, 0.0)
@@ -442,3 +443,25 @@ def test_vllms_dense_engine_pulls_whole_weights(to: Any) -> None:
         if rank == 0:
             assert_same(engine.sent, expected)
         change(model, step, 0.5)
+
+
+class Dropping(MemoryTarget):
+    """Keeps nothing."""
+
+    def send(self, bucket: Sequence[weights.Update]) -> None:
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accepts_runs", [True, False])
+def test_the_sender_holds_two_buckets(*, accepts_runs: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(80))).double()
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    sw.fully_shard(model, units=nn.Linear)
+    bucket_bytes, target = num_bytes // 20, Dropping(accepts_runs=accepts_runs)
+    for step in range(4):
+        with LiveBytes() as live:
+            sw.publish(model, target, bucket_bytes=bucket_bytes, only_changed=step > 0)
+        kept = num_bytes // 2 if step == 1 else 0  # this rank's copy of what was sent
+        assert live.peak <= 2 * bucket_bytes + kept, step
+        change(model, step, 0.05)

@@ -2,7 +2,7 @@
 
 Each rank compares the bits of its part with a copy of what was sent, in the dtype of the wire and
 in host memory. A checksum per tensor takes no memory and 0.025 s per GB on one core, instead of
-0.8 s (bfloat16, 1 % changed), but tells only which tensors have changed: in training nearly all of
+0.5 s (bfloat16, 1 % changed), but tells only which tensors have changed: in training nearly all of
 them, by a few elements each.
 """
 
@@ -24,6 +24,7 @@ __all__ = ["Baseline", "Counts", "count_changes", "gather_runs"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 8  # bytes, in messages
+_PIECE = 1 << 18  # elements
 
 
 @dataclass
@@ -57,8 +58,7 @@ class Baseline:
             return None
         current = current.to(source.dtype)
         sent = self.values[output.name, number].to(current.device, non_blocking=True)
-        kind = _BITS[source.dtype.itemsize]
-        indices = torch.ne(current.view(kind), sent.view(kind)).nonzero().view(-1)
+        indices = _differences(current, sent)
         return indices, current[indices]
 
 
@@ -129,6 +129,19 @@ def gather_runs(
         for name, sections_of in found_parts:
             parts[name].append(sections_of)
     return [_update(output, parts[output.name]) for output in outputs]
+
+
+def _differences(one: Tensor, other: Tensor) -> Tensor:
+    """The indices of elements [n] with different bits.
+
+    In pieces that stay in the processor's cache, a CPU is up to twice as fast.
+    """
+    kind, size = _BITS[one.dtype.itemsize], _PIECE if one.device.type == "cpu" else max(1, len(one))
+    pieces = zip(
+        torch.split(one.view(kind), size), torch.split(other.view(kind), size), strict=True
+    )
+    found = [torch.ne(a, b).nonzero().view(-1).add_(n * size) for n, (a, b) in enumerate(pieces)]
+    return torch.cat(found)
 
 
 def _own_elements(source: Source, ranks: Ranks) -> Tensor | None:

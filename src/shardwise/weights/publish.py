@@ -84,10 +84,13 @@ def publish(
         action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
         coordinator.agree(ranks.mesh, ranks.device, action)
     publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
-    baseline = publication.run(baseline, settings)
+    version, sent = publication.run(baseline)
     if only_changed:
+        baseline = baseline or Baseline(version, settings)
+        baseline.version = version
+        baseline.update(sent, ranks)
         known[target] = baseline
-    return baseline.version
+    return version
 
 
 class _Publication:
@@ -108,8 +111,8 @@ class _Publication:
         self._bucket_bytes = bucket_bytes
         self._error: Exception | None = None  # of the target
 
-    def run(self, baseline: Baseline | None, settings: object) -> Baseline:
-        """Publish what has changed since ``baseline``; return the new one."""
+    def run(self, baseline: Baseline | None) -> tuple[int, list[Output]]:
+        """Publish what has changed since ``baseline``; return the version and what was sent."""
         last, accepts_runs = self._describe_target()
         if baseline is not None and baseline.version != last:
             baseline = None  # somebody else has written there, or it was deleted
@@ -133,11 +136,7 @@ class _Publication:
                 raise self._error
             if self._ranks.is_receiver:
                 self._target.commit(version)
-        if baseline is None:
-            baseline = Baseline(version, settings)
-        baseline.version = version
-        baseline.update([*whole, *patched], self._ranks)
-        return baseline
+        return version, [*whole, *patched]
 
     def _describe_target(self) -> tuple[int, bool]:
         """The target's last version, and whether it accepts runs."""
@@ -163,7 +162,7 @@ class _Publication:
             num_bytes = counts[output.name].num_bytes(output)
             if not groups or num_bytes > room:
                 groups.append([])
-                room = self._bucket_bytes
+                room = self._bucket_bytes // 2  # which are received, and then joined
             groups[-1].append(output)
             room -= num_bytes
         for group in groups:
