@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise._private import storage_id
 from shardwise.errors import CheckpointError, PlanError, StepError
+from shardwise.features import sleep as sleep_module
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.sharding import local_of
 from tests.covering import covered_first
@@ -253,6 +255,25 @@ def test_steps_are_refused_asleep() -> None:
     sw.wake(model, optimizer)
     with pytest.raises(StepError, match="does not sleep"):
         sw.wake(model, optimizer)
+    assert_same_bits(bits(model, optimizer), before)
+    train(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_too_little_host_memory_changes_nothing() -> None:
+    model, optimizer = make("fsdp", "plain", "adamw")
+    train(model, optimizer, 0)
+    before = bits(model, optimizer)
+    original, left = sleep_module._copy, [3]
+
+    def copy(storage: torch.UntypedStorage) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return original(storage)
+
+    with mock.patch.object(sleep_module, "_copy", copy), pytest.raises(MemoryError):
+        sw.sleep(model, optimizer)
     assert_same_bits(bits(model, optimizer), before)
     train(model, optimizer, 1)
 

@@ -170,6 +170,16 @@ def test_wrong_arguments_are_refused_on_all_ranks() -> None:
     assert dict(sw.full_tensors(model))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_they_may_be_gathered_in_inference_mode(granularity: Any) -> None:
+    model = build("gpt")
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    expected = dict(sw.full_tensors(model))
+    with torch.inference_mode():
+        assert_same(dict(sw.full_tensors(model, bucket_bytes=500)), expected)
+
+
 def test_a_model_that_is_not_sharded() -> None:
     model = build("gpt")
     found = dict(sw.full_tensors(model))

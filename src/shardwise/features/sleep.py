@@ -147,17 +147,12 @@ def sleep(
             raise StepError(_UNREDUCED)
     refusal = None if optimizer is None else optimizer.register_step_pre_hook(_refuse_step)
     sleeper = _sleepers[model] = _Sleeper(optimizer, refusal)
-    freed = 0
-    for runtime in runtimes:
-        for index in range(len(runtime.units)):  # some may be kept from the last forward
-            runtime.scheduler.request(EventKind.FREE, index)
-        wait_for_device(runtime.pools.device)
-        freed += sum(pool.held_bytes for pool in runtime.pools)
-        for pool in runtime.pools:
-            pool.free_idle()
-        freed -= sum(pool.held_bytes for pool in runtime.pools)
-        _put_to_sleep(runtime, sleeper, keeps_values=to == "host")
-        runtime.scheduler.sleep = Sleep.ON_HOST if to == "host" else Sleep.DISCARDED
+    state = Sleep.ON_HOST if to == "host" else Sleep.DISCARDED
+    try:
+        freed = sum(_put_to_sleep(runtime, sleeper, state) for runtime in runtimes)
+    except BaseException:  # such as too little host memory
+        wake(model, optimizer)
+        raise
     freed += sum(one.num_bytes for one in sleeper.freed)
     host_bytes = sum(one.num_bytes for one in sleeper.freed if one.copy is not None)
     return Asleep(freed, host_bytes, _remaining_bytes(model))
@@ -192,25 +187,35 @@ def _refuse_step(*_: Any) -> None:
     raise StepError("the optimizer sleeps; call sw.wake(model, optimizer) first")
 
 
-def _put_to_sleep(runtime: Runtime, sleeper: _Sleeper, *, keeps_values: bool) -> None:
-    """Move the values of a model to the host, and free their device memory."""
-    device = runtime.pools.device
+def _put_to_sleep(runtime: Runtime, sleeper: _Sleeper, state: Sleep) -> int:
+    """Move the values of a model to the host, and free their device memory.
+
+    Returns the bytes of idle memory that were freed as well.
+    """
+    device, pools = runtime.pools.device, tuple(runtime.pools)
+    for index in range(len(runtime.units)):  # some may be kept from the last forward
+        runtime.scheduler.request(EventKind.FREE, index)
     tensors = {id(x): x for x in _tensors(runtime, sleeper.optimizer) if x.device == device}
     moved = _with_storages([one for one in tensors.values() if one.untyped_storage().nbytes()])
     storages = {storage_id(one.whole): one.whole for one in moved}
+    keeps_values = state is Sleep.ON_HOST
     copies = {key: _copy(one) if keeps_values else None for key, one in storages.items()}
     wait_for_device(device)
+    sleeper.moved += moved
     for one in moved:
         one.move(copies[storage_id(one.whole)])
-    sleeper.moved += moved
     for unit in runtime.units:
         for flat in unit.flats:
             for storage in _kept_memory(flat):  # without values
                 storages.setdefault(storage_id(storage), storage)
-    pool = runtime.pools.own
     for key, storage in storages.items():
-        sleeper.freed.append(_Freed(storage, storage.nbytes(), pool, copies.get(key)))
-        swap_memory(storage, pool.new_storage(0))
+        sleeper.freed.append(_Freed(storage, storage.nbytes(), runtime.pools.own, copies.get(key)))
+        swap_memory(storage, runtime.pools.own.new_storage(0))
+    idle_bytes = sum(pool.held_bytes for pool in pools)
+    for pool in pools:
+        pool.free_idle()
+    runtime.scheduler.sleep = state
+    return idle_bytes - sum(pool.held_bytes for pool in pools)
 
 
 def _with_storages(tensors: Sequence[Tensor]) -> list[_Moved]:
