@@ -102,9 +102,10 @@ def integrations() -> str:
             _entry(f"shardwise.integrations.{module}.{name}")
             for name in _exports(PACKAGE / "integrations" / f"{module}.py")
         ]
-    return "\n\n".join(
-        [*parts, "## shardwise.pipeline", _entry("shardwise.pipeline.PipelineStage")]
-    )
+    parts += ["## shardwise.pipeline", _entry("shardwise.pipeline.PipelineStage")]
+    weights = _exports(PACKAGE / "weights" / "__init__.py")
+    parts += ["## shardwise.weights", *(_entry(f"shardwise.weights.{name}") for name in weights)]
+    return "\n\n".join(parts)
 
 
 def _entry(path: str) -> str:

@@ -75,12 +75,7 @@ class Directory:
             tensor = update.values if update.starts is None else self._changed(update)
             name = f"model-v{manifest.version}-{numbers[update.name]:05}.safetensors"
             spec = spec_of(update.name, tensor)
-            with _partial(self.path / name).open("wb") as stream:
-                stream.write(File(name, (spec,)).head)
-                stream.write(bytes_of(tensor.reshape(-1)))
-                if self._syncs:
-                    stream.flush()
-                    os.fsync(stream.fileno())
+            self._write(name, File(name, (spec,)).head, bytes_of(tensor.reshape(-1)))
             self._sent[update.name] = name
 
     def commit(self, version: int) -> None:
@@ -88,21 +83,29 @@ class Directory:
         missing = [name for name in infos if name not in files]
         if missing:
             raise CheckpointError(f"{self.path}: {missing[0]} was not sent")
-        for file in self._sent.values():
-            _partial(self.path / file).rename(self.path / file)
         total = sum(prod(info.shape) * info.dtype.itemsize for info in infos.values())
         weight_map = {name: files[name] for name in sorted(infos)}
         index = {"metadata": {"total_size": total, "version": version}, "weight_map": weight_map}
-        partial = _partial(self.path / INDEX)
-        with partial.open("w") as stream:
-            json.dump(index, stream, indent=2)
-            stream.flush()
-            if self._syncs:
-                os.fsync(stream.fileno())
-        self._sync()  # the files have their names before the index refers to them
-        partial.rename(self.path / INDEX)
-        self._sync()
+        self._write(INDEX, json.dumps(index, indent=2).encode())
+        # Without waiting for the disk, so that files of two versions are there for a short time.
+        for file in (*self._sent.values(), INDEX):
+            _partial(self.path / file).rename(self.path / file)
         self._remove_others()
+        if self._syncs:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _write(self, name: str, *contents: bytes | memoryview) -> None:
+        """Write a file under a name that does not end in .safetensors."""
+        with _partial(self.path / name).open("wb") as stream:
+            for content in contents:
+                stream.write(content)
+            if self._syncs:
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def _current(self) -> dict[str, str]:
         """The files of the current version, if updates build on it."""
@@ -130,14 +133,6 @@ class Directory:
             is_partial = file.name.startswith(".") and file.name.endswith(".partial")
             if is_partial or (_OWN_NAME.fullmatch(file.name) and file.name not in kept):
                 file.unlink()
-
-    def _sync(self) -> None:
-        if self._syncs:
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 class SharedMemory(Directory):
