@@ -175,14 +175,16 @@ def test_zeros_and_nans_that_change_only_in_bits_are_sent() -> None:
     with torch.no_grad():
         model.weight.zero_()
     target = MemoryTarget()
-    for value in (-0.0, float("nan"), float("nan"), 0.0):
-        sw.publish(model, target)
+    for value in (0.0, -0.0, float("nan"), float("nan"), 0.0):
+        before = whole(model)["weight"].view(torch.int32)
         with torch.no_grad():
             model.weight.fill_(value)
-    sw.publish(model, target)
-    expected = whole(model)
-    if dist.get_rank() == 0:
-        assert_same(target.tensors, expected)
+        sw.publish(model, target)
+        expected = whole(model)
+        if dist.get_rank() == 0:
+            assert_same(target.tensors, expected)
+            is_new = not torch.equal(before, expected["weight"].view(torch.int32))
+            assert (target.num_bytes > 0) == (is_new or target.version == 1)
 
 
 @on_ranks(2)

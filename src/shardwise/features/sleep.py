@@ -67,31 +67,40 @@ class _Freed:
 
 @dataclass(frozen=True)
 class _Moved:
-    """A tensor that views a copy on the host."""
+    """A tensor that views a copy on the host, and the memory that it viewed before."""
 
     tensor: Tensor
-    on_device: Tensor
-    whole: torch.UntypedStorage  # which contains the memory of the tensor's storage
-    start: int  # byte of ``whole`` at which the tensor's storage begins
+    whole: torch.UntypedStorage  # contains the memory of the tensor's storage
+    part: slice | None  # of ``whole``, in bytes: the tensor's storage, if it is another one
+    offset: int  # in elements, in the tensor's storage
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor, whole: torch.UntypedStorage) -> "_Moved":
+        storage, part = tensor.untyped_storage(), None
+        if storage_id(storage) != storage_id(whole):  # a slice of it; see `tensor.sharding`
+            start = storage.data_ptr() - whole.data_ptr()
+            part = slice(start, start + storage.nbytes())
+        offset = int(tensor.storage_offset())
+        return _Moved(tensor, whole, part, offset, tensor.shape, tensor.stride())
 
     def move(self, copy: Tensor | None) -> None:
         """View ``copy``, of the bytes of ``whole``, or nothing."""
-        like = self.on_device
         if copy is None:
-            self.tensor.data = like.new_empty(0)
+            self.tensor.data = self.tensor.new_empty(0)
             return
-        offset = self.start // like.itemsize + int(like.storage_offset())
-        empty = torch.empty(0, dtype=like.dtype, device="cpu")
-        self.tensor.data = empty.set_(copy.untyped_storage(), offset, like.shape, like.stride())
+        start = 0 if self.part is None else self.part.start // self.tensor.itemsize
+        self._view(copy.untyped_storage(), start)
 
     def restore(self) -> None:
         """View the device again, after the memory of ``whole`` was restored."""
-        like, storage = self.on_device, self.on_device.untyped_storage()
-        if storage_id(storage) != storage_id(self.whole):  # a slice of it; see `tensor.sharding`
-            part: Any = self.whole[self.start : self.start + storage.nbytes()]
-            empty = like.new_empty(0)
-            like = empty.set_(part, int(like.storage_offset()), like.shape, like.stride())
-        self.tensor.data = like
+        part: Any = self.whole if self.part is None else self.whole[self.part]
+        self._view(part, 0)
+
+    def _view(self, storage: torch.UntypedStorage, start: int) -> None:
+        empty = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
+        self.tensor.data = empty.set_(storage, start + self.offset, self.shape, self.stride)
 
 
 @dataclass
@@ -228,7 +237,7 @@ def _with_storages(tensors: Sequence[Tensor]) -> list[_Moved]:
             whole, end = tensor.untyped_storage(), start - num_bytes
         assert whole is not None
         assert start - num_bytes <= end, "storages overlap only as slices"
-        moved.append(_Moved(tensor, tensor.detach(), whole, start - whole.data_ptr()))
+        moved.append(_Moved.of(tensor, whole))
     return moved
 
 
