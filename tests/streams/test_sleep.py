@@ -43,6 +43,7 @@ def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
         digest_asleep = digest(train(program, simulation, build(program.name), rest))
     found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
     assert not found, "\n".join(found[:5])
+    assert simulation.num_emptied_caches == len(asleep), "other processes need the memory"
     assert digest_asleep == digest_of_training(program, is_late=True)
     for first in range(0, len(asleep), 3):  # between two steps; gradients and states differ later
         assert len(set(asleep[first : first + 3])) == 1

@@ -27,7 +27,11 @@ from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.scheduler import Sleep
 from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
-from shardwise.transport.device import is_accelerator, wait_for_device
+from shardwise.transport.device import (
+    is_accelerator,
+    release_cached_memory,
+    wait_for_device,
+)
 
 __all__ = ["Asleep", "sleep", "wake"]
 
@@ -223,6 +227,7 @@ def _put_to_sleep(runtime: Runtime, sleeper: _Sleeper, state: Sleep) -> int:
     idle_bytes = sum(pool.held_bytes for pool in pools)
     for pool in pools:
         pool.free_idle()
+    release_cached_memory(device)
     runtime.scheduler.sleep = state
     return idle_bytes - sum(pool.held_bytes for pool in pools)
 
