@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise import fsdp
 from shardwise._private import storage_id
 from shardwise.errors import CheckpointError, PlanError, StepError
 from shardwise.features import sleep as sleep_module
@@ -262,6 +263,22 @@ def test_steps_are_refused_asleep() -> None:
         sw.wake(model, optimizer)
     assert_same_bits(bits(model, optimizer), before)
     train(model, optimizer, 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shard", ["FullyShardedDataParallel", "fully_shard"])
+def test_models_of_the_drop_in_sleep(shard: str) -> None:
+    awake, asleep = (getattr(fsdp, shard)(build("gpt")) for _ in range(2))
+    optimizers = [adamw(model.parameters()) for model in (awake, asleep)]
+    for step in range(3):
+        for model, optimizer in zip((awake, asleep), optimizers, strict=True):
+            train(model, optimizer, step)
+        sw.sleep(asleep, optimizers[1])
+        assert len(dict(sw.full_tensors(asleep))) == len(list(asleep.parameters()))
+        sw.wake(asleep, optimizers[1])
+    assert_same_bits(bits(asleep, optimizers[1]), bits(awake, optimizers[0]))
+    with pytest.raises(PlanError, match="is not sharded"):
+        sw.sleep(build("gpt"))
 
 
 @on_ranks(2)

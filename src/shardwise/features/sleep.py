@@ -20,9 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._private import pytree, storage_id
 from shardwise.errors import PlanError, StepError
-from shardwise.runtime.engine import Runtime
+from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool, swap_memory
-from shardwise.runtime.module import runtimes_in
 from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.scheduler import Sleep
 from shardwise.runtime.unit import FlatParameters
@@ -151,7 +150,7 @@ def sleep(
     """
     if to not in ("host", "discard"):
         raise PlanError(f"to={to!r}: expected 'host' or 'discard'")
-    runtimes = runtimes_in(model)
+    runtimes = _runtimes_in(model)
     for runtime in runtimes:
         scheduler = runtime.scheduler
         scheduler.check_idle("a model cannot sleep in the middle of a step")
@@ -191,9 +190,21 @@ def wake(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     del _sleepers[model]
     if sleeper.refusal is not None:
         sleeper.refusal.remove()
-    for runtime in runtimes_in(model):
+    for runtime in _runtimes_in(model):
         wait_for_device(runtime.pools.device)  # the copies on the host are freed now
         runtime.scheduler.sleep = Sleep.AWAKE
+
+
+def _runtimes_in(model: nn.Module) -> list[Runtime]:
+    """The runtimes of all units in ``model``, which may be wrapped, as by FSDP1's class.
+
+    Raises:
+        PlanError: there is none.
+    """
+    handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
+    if not handles:
+        raise PlanError(f"{type(model).__name__} is not sharded; call sw.fully_shard on it first")
+    return list(dict.fromkeys(handle.runtime for handle in handles))
 
 
 def _refuse_step(*_: Any) -> None:

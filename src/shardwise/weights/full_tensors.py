@@ -19,7 +19,7 @@ from shardwise.checkpoint.collect import (
 )
 from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
 from shardwise.errors import PlanError
-from shardwise.runtime.module import FSDPModule, handle_of
+from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
 
 __all__ = ["BUCKET_BYTES", "Adapters", "full_tensors", "outputs_of", "ranks_of"]
@@ -101,8 +101,8 @@ def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
         PlanError: ``to`` is not one of them.
     """
     mesh = checkpoint_mesh([model])
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    device = next((handle_of(unit).runtime.pools.device for unit in units), None)
+    handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
+    device = handles[0].runtime.pools.device if handles else None
     if device is None:  # not sharded
         plain = next((p.device for p in model.parameters()), torch.device("cpu"))
         device = mesh.accelerator or plain
