@@ -30,14 +30,18 @@ __all__ = [
     "clip_grad_norm_",
     "estimate",
     "fit",
+    "full_tensors",
     "fully_shard",
     "gathered",
     "latest",
     "ledger",
     "load",
+    "publish",
     "save",
+    "sleep",
     "transaction",
     "verify",
+    "wake",
 ]
 
 

@@ -28,6 +28,7 @@ from shardwise.errors import (
 from shardwise.features.activation_offload import offload_activations
 from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
+from shardwise.features.sleep import Asleep, sleep, wake
 from shardwise.features.transaction import transaction
 from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
@@ -43,8 +44,11 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.weights.full_tensors import full_tensors
+from shardwise.weights.publish import publish
 
 __all__ = [
+    "Asleep",
     "CPUOffloadPolicy",
     "CheckpointDamaged",
     "CheckpointError",
@@ -79,6 +83,7 @@ __all__ = [
     "clip_grad_norm_",
     "estimate",
     "fit",
+    "full_tensors",
     "fully_shard",
     "gathered",
     "initialize",
@@ -89,9 +94,12 @@ __all__ = [
     "optim",
     "optimizer_in_backward",
     "outer_optimizer",
+    "publish",
     "record",
     "save",
+    "sleep",
     "token_weight",
     "transaction",
     "verify",
+    "wake",
 ]

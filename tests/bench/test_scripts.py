@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import checkpoints, forecast, guard, hostccl, initialize, padding, recording
+from benchmarks import (
+    checkpoints,
+    forecast,
+    guard,
+    hostccl,
+    initialize,
+    padding,
+    publish,
+    recording,
+)
 from benchmarks.forecast_page import BEGIN, END, table
 
 from shardwise.forecast.calibrated import RanksCalibration
@@ -33,6 +42,11 @@ SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
         {"meta", "whole", "eager"},
     ),
     "padding": (padding.main, "", {"Llama-3-8B, element, 8 ranks"}),
+    "publish": (
+        publish.main,
+        "--width 32 --layers 1 --rounds 1",
+        {"full_tensors, one rank", "publish, only changed", "torch, all ranks"},
+    ),
     "recording": (
         recording.main,
         "--width 32 --layers 1 --rounds 1",

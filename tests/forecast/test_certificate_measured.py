@@ -90,6 +90,12 @@ def test_a_step_allocates_what_is_certified(
         for moment in certificate.timeline
     )
     assert predicted == pytest.approx(peak_of(profiled), rel=TOLERANCE)
+    asleep = sw.sleep(model, optimizer)
+    steps = 4 * len(optimizer.state)  # a count per parameter
+    if not shape.tied_embeddings:  # `to_empty` has untied them
+        assert asleep.host_bytes == certificate.asleep_host_bytes + steps
+    assert asleep.remaining_bytes == certificate.asleep_bytes
+    sw.wake(model, optimizer)
 
 
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {

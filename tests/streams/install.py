@@ -365,7 +365,11 @@ def torch_on(installed: Simulated) -> Any:
     def set_device(device: torch.device | int) -> None:
         simulation.current_device = device if isinstance(device, int) else device.index
 
+    def empty_cache() -> None:
+        simulation.num_emptied_caches += 1
+
     common = {
+        "empty_cache": empty_cache,
         "Stream": new_stream,
         "Event": new_event,
         "current_stream": simulation.current_stream,

@@ -87,6 +87,11 @@ class Memory:
         self._places: dict[int, Place] = {}  # by storage
         self._finalizers: list[weakref.finalize[..., torch.UntypedStorage]] = []
 
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of all blocks on devices."""
+        return sum(b.stop - b.start for b in self._blocks.values() if b.place.is_device)
+
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._places
 

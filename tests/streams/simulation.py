@@ -90,6 +90,7 @@ class Simulation:
         self.groups: list[tuple[tuple[int, ...], str]] = []  # ranks and names of created groups
         self.groups_without_kernels: set[str] = set()
         self.num_registered = 0  # allocations
+        self.num_emptied_caches = 0  # of the device's allocator
         self.syncs: Counter[str] = Counter()  # number of waits of the host, by location
         self.is_steady = False  # the host must not wait
         self.is_planned = False  # all that is allocated has been allocated before

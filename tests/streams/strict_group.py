@@ -252,7 +252,7 @@ class StrictGroup:
         known = self._parts("sizes of an all_to_all", sizes)
         if not known:  # the group was aborted
             return
-        width = max(max(part.tolist()) for part in known)
+        width = max(1, *(max(part.tolist()) for part in known))  # perhaps nothing is sent
         rows = torch.zeros(self.size(), width, dtype=torch.uint8)
         for row, own in zip(rows, owns, strict=True):
             row[: own.nbytes] = own.reshape(-1).view(torch.uint8)

@@ -20,7 +20,7 @@ from shardwise.train.config import Config
 __all__ = ["GENERATED"]
 
 PACKAGE = Path(inspect.getfile(Config)).parents[1]
-INTEGRATIONS = ("transformers", "accelerate", "lightning", "profiler")
+INTEGRATIONS = ("transformers", "accelerate", "lightning", "profiler", "vllm")
 # The headings of the API, by the package that defines a name; others get a heading of their own.
 HEADINGS = {
     "api": "Sharding",
@@ -30,6 +30,7 @@ HEADINGS = {
     "optim": "Training",
     "features": "Training",
     "checkpoint": "Checkpoints",
+    "weights": "Weights for inference",
     "diagnose": "Recording and verifying",
     "forecast": "Fitting into memory",
     "errors": "Errors",
@@ -101,9 +102,10 @@ def integrations() -> str:
             _entry(f"shardwise.integrations.{module}.{name}")
             for name in _exports(PACKAGE / "integrations" / f"{module}.py")
         ]
-    return "\n\n".join(
-        [*parts, "## shardwise.pipeline", _entry("shardwise.pipeline.PipelineStage")]
-    )
+    parts += ["## shardwise.pipeline", _entry("shardwise.pipeline.PipelineStage")]
+    weights = _exports(PACKAGE / "weights" / "__init__.py")
+    parts += ["## shardwise.weights", *(_entry(f"shardwise.weights.{name}") for name in weights)]
+    return "\n\n".join(parts)
 
 
 def _entry(path: str) -> str:

@@ -20,7 +20,9 @@ from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
+from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.module import FSDPModule
+from shardwise.runtime.scheduler import Sleep
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
@@ -237,6 +239,11 @@ def check_sharded(module: nn.Module) -> None:
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
+        handle: Handle | None = vars(unit).get(HANDLE)  # None: still on the meta device
+        if handle is not None and handle.runtime.scheduler.sleep is Sleep.DISCARDED:
+            raise CheckpointError(
+                "the model's values were discarded by sw.sleep; call sw.wake and sw.load first"
+            )
         for name, parameter in unit.named_parameters():
             if sharding_of(parameter) is None:
                 raise CheckpointError(

@@ -1,6 +1,6 @@
 """Slices: the runs of a tensor's row-major elements that one rank writes or reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ __all__ = [
     "TensorSlice",
     "assign_slice",
     "bytes_of",
+    "coordinates_of",
+    "part_of_whole",
     "slice_to_read",
     "slice_to_write",
 ]
@@ -108,7 +110,8 @@ def assign_slice(tensor: Tensor, read: TensorSlice) -> None:
             shape=torch.Size([tensor.numel()]),
             stride=(1,),
         )
-        local_of(tensor).copy_(_part_of_whole(flat.full_tensor().view(tensor.shape), tensor))
+        whole = flat.full_tensor().view(tensor.shape)
+        local_of(tensor).copy_(part_of_whole(whole, tensor, coordinates_of(mesh)))
     elif not local_of(tensor).is_contiguous():
         local_of(tensor).copy_(read.elements.view(local_of(tensor).shape))
 
@@ -122,25 +125,30 @@ def _even_run(tensor: DTensor) -> Run:
     return run
 
 
-def _part_of_whole(whole: Tensor, tensor: DTensor) -> Tensor:
-    """This rank's part of ``tensor``, whose elements are ``whole``.
+def part_of_whole(whole: Tensor, tensor: DTensor, coordinates: Sequence[int]) -> Tensor:
+    """A view of ``whole``, the elements of ``tensor``: the part of the rank at ``coordinates``.
 
     `distribute_tensor` (torch 2.13) is wrong for uneven strided shards: a rank gets another's rows.
     """
-    dims = zip(tensor.placements, _coordinates(tensor.device_mesh), strict=True)
+    dims = zip(tensor.placements, tensor.device_mesh.shape, coordinates, strict=True)
     # A strided shard cuts what the other mesh dims have cut.
-    for placement, (size, index) in sorted(dims, key=lambda dim: is_strided_shard(dim[0])):
+    for placement, size, index in sorted(dims, key=lambda dim: is_strided_shard(dim[0])):
         if isinstance(placement, Shard) or is_strided_shard(placement):
             run = chunk_of(whole.shape[placement.dim], size, index)
             whole = whole.narrow(placement.dim, run.start, len(run))
     return whole
 
 
+def coordinates_of(mesh: DeviceMesh) -> list[int]:
+    """This rank's index in each dim of ``mesh``."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    return list(coordinates)
+
+
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, int]]:
     """The size of each dim of ``mesh``, and this rank's index in it."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return list(zip(mesh.shape, coordinate, strict=True))
+    return list(zip(mesh.shape, coordinates_of(mesh), strict=True))
 
 
 def _with_mesh_replicas(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:

@@ -51,6 +51,7 @@ __all__ = [
     "own_device",
     "peak_memory_bytes",
     "random_states",
+    "release_cached_memory",
     "run_together",
     "seed_generators",
     "set_random_states",
@@ -435,6 +436,12 @@ def name_of(device: torch.device) -> str:
 def allocated_bytes(device: torch.device) -> int:
     """Return the memory of tensors on an accelerator."""
     return torch.accelerator.memory_allocated(device)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return idle memory of torch's allocator to an accelerator, for other processes."""
+    if device.type not in _ON_HOST:
+        torch.accelerator.empty_cache()
 
 
 def total_memory_bytes(device: torch.device) -> int | None:

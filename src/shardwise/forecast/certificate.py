@@ -84,6 +84,9 @@ class Certificate:
     # shards.
     transient_bytes: int = 0
     total_peak_bytes: int = 0  # of parameters and gradients on device and host together
+    # While the model sleeps (`sw.sleep`): of tensors on the device, and copied to the host.
+    asleep_bytes: int = 0
+    asleep_host_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -168,6 +171,8 @@ def memory_certificate(
         gradient_bytes=memory.gradients,
         transient_bytes=memory.transient,
         total_peak_bytes=memory.total_peak,
+        asleep_bytes=buffer_bytes,
+        asleep_host_bytes=replay.value_bytes,
     )
 
 
@@ -226,6 +231,11 @@ class _StepReplay:
             if op.name == "embedding_dense_backward"
             for _, size in op.writes
         )
+
+    @property
+    def value_bytes(self) -> int:
+        """Shards and optimizer states on the device."""
+        return self._parameters + self._optimizer
 
     @property
     def memory(self) -> MemoryReplay:

@@ -92,6 +92,9 @@ class SlotCodec(Protocol):
     def note_changes(self) -> None:
         """The shard may have been changed since the last step."""
 
+    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
+        """Between steps: memory that is kept on the device, and whose values are made again."""
+
     def check_unchanged(self) -> None:
         """Raise a PlanError if a gathered parameter was changed, and no shard can follow."""
 
@@ -136,6 +139,9 @@ class RunCodec:
     def note_changes(self) -> None:
         """Nothing has a copy of the shard."""
 
+    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
+        yield from ()
+
     def check_unchanged(self) -> None:
         """A changed parameter can be written back."""
 
@@ -175,24 +181,29 @@ class HostCodec(RunCodec):
         shard = offloader.allocate_shard(layout, layout.dtype)
         super().__init__(layout, rank, pool, own_pool, shard)
         self.offloader = offloader
-        self._copy: Tensor | None = None  # [S], on the device
+        self.device_copy: Tensor | None = None  # [S], on the device
         if offloader.keeps_copies:
             dtype = self.buffer.flat.dtype
-            self._copy = torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
+            self.device_copy = torch.zeros(layout.shard_elements, dtype=dtype, device=pool.device)
         self._is_stale = True
 
     def fill(self, slot: Tensor) -> Callable[[], None]:
-        if self._copy is None:
+        if self.device_copy is None:
             return self.offloader.to_device(slot, self.shard)
-        copy_on_device = partial(copy_, slot, self._copy)
+        copy_on_device = partial(copy_, slot, self.device_copy)
         if not self._is_stale:
             return copy_on_device
         self._is_stale = False
-        refresh = self.offloader.to_device(self._copy, self.shard)
+        refresh = self.offloader.to_device(self.device_copy, self.shard)
         return lambda: (refresh(), copy_on_device())[1]
 
     def note_changes(self) -> None:
         self._is_stale = True
+
+    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
+        if self.device_copy is not None:
+            self._is_stale = True
+            yield self.device_copy.untyped_storage()
 
 
 def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:

@@ -139,6 +139,9 @@ class ExtensionCodec:
     def note_changes(self) -> None:
         """Nothing has a copy of the shards."""
 
+    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
+        yield from ()
+
     def stored(self) -> Iterator[Tensor]:
         return (parameter.local for parameter in self._parameters)
 

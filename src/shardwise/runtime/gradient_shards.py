@@ -99,6 +99,11 @@ class GradientShard:
                 )
         return self.current
 
+    def forget_memory(self) -> None:
+        """Between steps: do not keep memory on the device for the next backward."""
+        if self.offloader is None:
+            self.current = None
+
     def release_memory(self) -> None:
         """Release memory that the reduce buffer used, and that does not hold the gradients."""
         if not self._keeps_memory:

@@ -108,6 +108,16 @@ class Gradients:
         self._reduced: Tensor | None = None  # [S]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
+    @property
+    def residual(self) -> Tensor | None:
+        """Rounding errors of a quantized reduction, which the next one compensates."""
+        return None if self._quantized is None else self._quantized.residual
+
+    def forget_kept_memory(self) -> tuple[torch.UntypedStorage, ...]:
+        """Between steps: drop memory for the next step; return memory that has to be kept."""
+        self._shard.forget_memory()
+        return self._buffer.storages if self._owns_buffer else ()
+
     def use_memory_of(self, pool: Arena | None) -> None:
         """Between steps: reduce in memory of ``pool``; None for the original pool."""
         if self.state is not GradientState.IDLE or not self.accumulated.is_empty:

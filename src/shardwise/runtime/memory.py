@@ -115,6 +115,10 @@ class Pool(PeakCounter):
         self.free(storage)
         self._idle = [idle for idle in self._idle if idle is not storage]
 
+    def free_idle(self) -> None:
+        """Free all memory that is not allocated."""
+        self._idle.clear()
+
     def new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         """Memory of the device outside the pool."""
         return _allocate(num_bytes, self.device)
@@ -244,9 +248,16 @@ class Arena(Pool):
                 "gradients are not reduced; choose it before the first forward"
             )
         self.allocator = allocator
-        self._idle.clear()
-        self._whole = None
-        self._ranges.clear()
+        self.free_idle()
+
+    def free_idle(self) -> None:
+        super().free_idle()
+        if not self._alive:
+            self._whole = None
+            self._ranges.clear()
+            if self.shared is not None:
+                # It also forgets the memory of other ranks.
+                self.shared = new_shared_memory(self.device)
 
     def _new_block(self, num_bytes: int) -> torch.UntypedStorage:
         if self.shared is not None:

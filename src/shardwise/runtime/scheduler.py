@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from functools import cached_property, partial
 
 import torch
@@ -35,10 +36,18 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "Sleep"]
 
 _DROP_SECONDS = 10.0  # how long to wait for autograd's thread to drop a graph task that raised
 _DROP_POLL_SECONDS = 0.0005
+
+
+class Sleep(StrEnum):
+    """Where the values of a model's shards are; `features.sleep` changes it."""
+
+    AWAKE = "awake"  # on their device
+    ON_HOST = "on host"  # in host memory, for `gathered` and checkpoints
+    DISCARDED = "discarded"  # nowhere
 
 
 class Scheduler:
@@ -81,6 +90,7 @@ class Scheduler:
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
+        self.sleep = Sleep.AWAKE
 
     @cached_property
     def _comm(self) -> Communicator:
@@ -114,6 +124,7 @@ class Scheduler:
         if self.in_gathered:
             return None
         if not recomputed and self._depth == 0:
+            self.check_awake()
             self.await_abandoned()
         with self.guarded():
             if self.is_idle:
@@ -414,10 +425,17 @@ class Scheduler:
         if not self.is_between_steps:
             raise StepError(message)
 
+    def check_awake(self, *, or_on_host: bool = False) -> None:
+        """Raise a StepError while the model sleeps."""
+        if self.sleep is Sleep.DISCARDED or (self.sleep is Sleep.ON_HOST and not or_on_host):
+            raise StepError("the model sleeps; call sw.wake(model, optimizer) first")
+
     def request(self, kind: EventKind, index: int) -> None:
         """Gather a unit, wait for it or free it, as the user requested on every rank."""
         if self.in_gathered:
             return
+        if kind is EventKind.GATHER:
+            self.check_awake()
         self.await_abandoned()
         with self.guarded(), _private.without_transforms():
             if kind is EventKind.GATHER and self.is_idle:
@@ -437,6 +455,7 @@ class Scheduler:
     def hold(self) -> None:
         """Gather every unit into a separate buffer, and put those parameters into the modules."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
+        self.check_awake(or_on_host=True)
         with self.guarded(), _private.without_transforms():
             self.recover()
             self._perform(self.sequencer.release_all())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.matching import without_adapter_names
+from shardwise.checkpoint.adapters import ADAPTER, adapted_weights, alone, merge
 from shardwise.checkpoint.offline import write_hf
 from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
@@ -23,8 +23,6 @@ from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace"]
-
-_ADAPTER = ".lora_"  # in the names of peft's parameters
 
 
 class HuggingFace:
@@ -139,7 +137,7 @@ class HuggingFace:
         if not self.has_weights:
             return
         report = sw.load(self.directory, model=model, source="hf", strict=False, cast=True).report
-        missing = [name for name in report.missing if _ADAPTER not in name]
+        missing = [name for name in report.missing if ADAPTER not in name]
         if missing:
             raise CheckpointError(f"{self.directory}: the weights lack {', '.join(missing)}")
 
@@ -179,27 +177,20 @@ class HuggingFace:
 def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> None:
     """Write the weights with merged adapters, and the adapters, one tensor at a time."""
     read, specs = model.reader.read_whole, model.specs
-    base = {
-        without_adapter_names(name): spec for name, spec in specs.items() if _ADAPTER not in name
-    }
-    adapters = {
-        name.replace(".default.", "."): spec for name, spec in specs.items() if _ADAPTER in name
-    }
+    weights, adapters = adapted_weights(specs), alone(specs)
+    scaling = options.lora_alpha / max(1, options.lora_rank)
 
     def merged(name: str) -> Tensor:
-        own = base[name].name
-        weight = read(own)
-        layer = own.removesuffix(".base_layer.weight")
-        low, high = (f"{layer}{_ADAPTER}{x}.default.weight" for x in "AB")
-        if low in specs:
-            weight += (read(high) @ read(low)) * (options.lora_alpha / options.lora_rank)
-        return weight
+        one = weights[name]
+        weight = read(one.weight)
+        return merge(weight, read(one.low), read(one.high), scaling) if one.low else weight
 
-    write_hf([replace(spec, name=name) for name, spec in base.items()], merged, out)
+    whole = [replace(specs[one.weight], name=name) for name, one in weights.items()]
+    write_hf(whole, merged, out)
     if adapters:
         write_hf(
-            [replace(spec, name=name) for name, spec in adapters.items()],
-            lambda name: read(adapters[name].name),
+            [replace(specs[own], name=name) for name, own in adapters.items()],
+            lambda name: read(adapters[name]),
             out / "adapter",
             "adapter_model",
         )

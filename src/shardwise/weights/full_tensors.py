@@ -1,0 +1,209 @@
+"""`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.adapters import Adapted, adapted_weights, alone, merge
+from shardwise.checkpoint.collect import (
+    check_kinds,
+    check_sharded,
+    check_storable,
+    checkpoint_mesh,
+    tensors_of,
+)
+from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
+from shardwise.errors import PlanError
+from shardwise.runtime.engine import HANDLE, Handle
+from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
+
+__all__ = ["BUCKET_BYTES", "Adapters", "full_tensors", "outputs_of", "ranks_of"]
+
+BUCKET_BYTES = 256 << 20
+Adapters = Literal["merged", "alone"] | None
+
+
+def full_tensors(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    names: Sequence[str] | None = None,
+    to: int | Literal["all"] = "all",
+    adapters: Adapters = None,
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Iterate over the whole parameters and persistent buffers of a sharded model.
+
+    The names and values are those that `sw.save` writes: a tied tensor comes once, buffers have the
+    values of the first rank, and tensor- and expert-parallel parts are joined. Every rank must call
+    this between steps, with the same arguments, and iterate. The next tensors are gathered while
+    the caller uses these.
+
+    A rank that leaves the loop early, by ``break`` or an exception, takes part in the gathers of
+    the others until all have left or the last bucket is gathered.
+
+    Args:
+        model: sharded by `fully_shard`, or not sharded.
+        bucket_bytes: a receiver holds at most twice as many bytes besides its shards, unless a
+            single tensor has more than two thirds of a bucket. A tensor that the caller keeps is
+            not counted. Other ranks hold at most their part of two buckets.
+        dtype: floating-point tensors are cast to it before they are sent; None sends them in the
+            dtype of the shards.
+        names: fnmatch patterns of the names to yield; None yields all. Packed weights of other
+            libraries, such as 4-bit ones, must be left out.
+        to: ``"all"``, or the global rank of the only receiver. On the other ranks the iterator
+            yields nothing: the loop takes part in the gathers and its body does not run.
+        adapters: of a peft model with LoRA: None yields weights and adapters as they are,
+            ``"merged"`` yields the weights with the active adapter added, under the names of the
+            model without adapters, and ``"alone"`` yields the adapters under the names in peft's
+            files.
+
+    Yields:
+        The name, and a new tensor on the device of the model, which the caller may keep or change.
+
+    Raises:
+        CheckpointError: a parameter is gathered, or has no elements that can be sent; or ranks pass
+            different arguments.
+        PlanError: an argument is invalid.
+        StepError: another rank raised, or is lost.
+    """
+    check_kinds("full_tensors", model, None)
+    ranks = ranks_of(model, to)
+    with warning_of_absent_ranks(ranks.mesh, "sw.full_tensors"):
+        agreement = coordinator_of(ranks.mesh, model)
+        outputs = outputs_of(model, dtype, names, adapters)
+        described = [(one.name, [x.num_bytes for x in one.sources]) for one in outputs]
+        action = f"gather {described} to {to} by {bucket_bytes} bytes"
+        agreement.agree(ranks.mesh, ranks.device, action)
+    # The caller's loop variable may refer to one bucket while the next two are in memory.
+    buckets = Bucket.pack(outputs, 2 * bucket_bytes // 3)
+    return _one_by_one(gather_buckets(buckets, ranks, 2 * bucket_bytes))
+
+
+def _one_by_one(
+    buckets: Generator[list[tuple[str, Tensor]], None, None],
+) -> Generator[tuple[str, Tensor], None, None]:
+    with contextlib.closing(buckets):
+        for bucket in buckets:
+            while bucket:
+                yield bucket.pop(0)
+
+
+def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
+    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first of them.
+
+    Raises:
+        PlanError: ``to`` is not one of them.
+    """
+    mesh = checkpoint_mesh([model])
+    handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
+    device = handles[0].runtime.pools.device if handles else None
+    if device is None:  # not sharded
+        plain = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = mesh.accelerator or plain
+    ranks = Ranks(mesh, device, mesh.global_ranks[0] if to == "first" else to)
+    if ranks.to != "all" and ranks.to not in ranks.members:
+        raise PlanError(f"to={to!r}: expected 'all' or one of the model's ranks {ranks.members}")
+    return ranks
+
+
+@torch.no_grad()
+def outputs_of(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    names: Sequence[str] | None,
+    adapters: Adapters,
+) -> list[Output]:
+    """The selected tensors of ``model``, in the order of its state dict.
+
+    Raises:
+        CheckpointError: one of them is gathered, or has no elements that can be sent.
+        PlanError: an argument is invalid.
+    """
+    check_sharded(model)
+    tensors = tensors_of(model).tensors
+    if adapters is None:
+        outputs = [_output(name, tensor, dtype) for name, tensor in tensors.items()]
+    elif adapters == "alone":
+        found = alone(tensors, _adapter_of(model))
+        outputs = [_output(name, tensors[own], dtype) for name, own in found.items()]
+    elif adapters == "merged":
+        adapted = adapted_weights(tensors, _adapter_of(model))
+        outputs = [
+            _merged(name, one, model, tensors, dtype)
+            if one.low
+            else _output(name, tensors[one.weight], dtype)
+            for name, one in adapted.items()
+        ]
+    else:
+        raise PlanError(f"adapters={adapters!r}: expected None, 'merged' or 'alone'")
+    if names is not None:
+        chosen = [one for one in outputs if any(fnmatchcase(one.name, p) for p in names)]
+        if not chosen:
+            raise PlanError(f"names={list(names)}: no tensor has such a name")
+        outputs = chosen
+    for output in outputs:
+        for source in output.sources:
+            check_storable(output.name, source.tensor)
+    return outputs
+
+
+def _output(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Output:
+    return Output(name, [Source(tensor, _cast(tensor, dtype))])
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+def _adapter_of(model: nn.Module) -> str:
+    """The name of the active adapter.
+
+    Raises:
+        PlanError: there is none, or several.
+    """
+    active = getattr(model, "active_adapters", [])
+    if len(active) != 1:
+        raise PlanError(
+            f"adapters=: expected a peft model with one active adapter, got {list(active)}; call "
+            "model.set_adapter(name) first"
+        )
+    name: str = active[0]
+    return name
+
+
+def _merged(
+    name: str,
+    one: Adapted,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None,
+) -> Output:
+    """The sum of a weight and its adapter, computed in their own dtype and then cast."""
+    layer: Any = model.get_submodule(one.layer)
+    adapter = _adapter_of(model)
+    if layer.use_dora.get(adapter) or getattr(layer, "fan_in_fan_out", False):
+        raise PlanError(
+            f"{name}: only plain LoRA of linear layers can be merged; pass adapters=None"
+        )
+    parts = [tensors[part] for part in (one.weight, one.low, one.high)]
+    sources = [Source(part, part.dtype) for part in parts]
+    final = _cast(parts[0], dtype)
+    # The product, and the cast.
+    extra = sources[0].num_bytes + (parts[0].numel() * final.itemsize if dtype else 0)
+    combine = partial(_merge_and_cast, layer.scaling[adapter], final)
+    return Output(name, sources, combine, extra, final)
+
+
+@torch.no_grad()
+def _merge_and_cast(scaling: float, dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
+    weight, low, high = parts
+    return merge(weight, low, high, scaling).to(dtype)

@@ -1,0 +1,187 @@
+"""`publish`: send a new version of a model's weights to receivers."""
+
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.collect import check_kinds
+from shardwise.checkpoint.coordination import (
+    Coordinator,
+    coordinator_of,
+    warning_of_absent_ranks,
+)
+from shardwise.weights.changes import Baseline, Counts, count_changes, gather_runs
+from shardwise.weights.directory import Directory
+from shardwise.weights.full_tensors import BUCKET_BYTES, Adapters, outputs_of, ranks_of
+from shardwise.weights.gather import Bucket, Output, Ranks, gather_buckets
+from shardwise.weights.updates import Manifest, Target, TensorInfo, Update
+
+__all__ = ["publish"]
+
+# What targets have, by model and target. It is taken out while a version is published, so after an
+# error the next version is sent whole.
+_baselines: "weakref.WeakKeyDictionary[nn.Module, dict[object, Baseline]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def publish(
+    model: nn.Module,
+    target: str | os.PathLike[str] | Target,
+    *,
+    only_changed: bool = True,
+    dtype: torch.dtype | None = None,
+    names: Sequence[str] | None = None,
+    adapters: Adapters = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> int:
+    """Send a new version of the weights to ``target``; every rank must call this between steps.
+
+    The first of the model's ranks gathers the tensors of `full_tensors`, bucket by bucket, and
+    hands them to the target. The receivers get all of a version or nothing of it, and have the
+    version when this returns.
+
+    Args:
+        model: sharded by `fully_shard`, or not sharded.
+        target: a directory, where each tensor becomes a safetensors file, with the index that
+            Hugging Face's libraries read; or a `shardwise.weights.SharedMemory`,
+            `shardwise.weights.Broadcast`, or another object with the methods of
+            `shardwise.weights.Target`. Pass the same object each time.
+        only_changed: after the first version, send only the tensors that have changed, and of these
+            only the changed elements if the target accepts them. Each rank keeps a copy of its part
+            of the weights in host memory, in ``dtype``. False sends everything and keeps nothing.
+        dtype: as in `full_tensors`.
+        names: as in `full_tensors`.
+        adapters: as in `full_tensors`.
+        bucket_bytes: as in `full_tensors`; the memory is needed on the first rank.
+
+    Returns:
+        The number of the version, larger than that of the last one.
+
+    Raises:
+        CheckpointError: on every rank: a parameter is gathered or cannot be sent, or the target
+            failed. The receivers keep the last version; the next one is sent whole.
+        PlanError: an argument is invalid.
+        StepError: another rank raised, or is lost.
+    """
+    check_kinds("publish", model, None)
+    ranks = ranks_of(model, "first")
+    target = Directory(Path(target)) if isinstance(target, str | os.PathLike) else target
+    outputs = outputs_of(model, dtype, names, adapters)
+    described = [(one.name, [x.num_bytes for x in one.sources]) for one in outputs]
+    settings = described, dtype, adapters
+    known = _baselines.setdefault(model, {})
+    baseline = known.pop(target, None)
+    if baseline is not None and (not only_changed or baseline.settings != settings):
+        baseline = None
+    with warning_of_absent_ranks(ranks.mesh, "sw.publish"):
+        coordinator = coordinator_of(ranks.mesh, model)
+        action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
+        coordinator.agree(ranks.mesh, ranks.device, action)
+    publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
+    version, sent = publication.run(baseline)
+    if only_changed:
+        baseline = baseline or Baseline(version, settings)
+        baseline.version = version
+        baseline.update(sent, ranks)
+        known[target] = baseline
+    return version
+
+
+class _Publication:
+    """One version on its way to a target, which only the first rank uses."""
+
+    def __init__(
+        self,
+        target: Target,
+        outputs: Sequence[Output],
+        ranks: Ranks,
+        coordinator: Coordinator,
+        bucket_bytes: int,
+    ) -> None:
+        self._target = target
+        self._outputs = outputs
+        self._ranks = ranks
+        self._coordinator = coordinator
+        self._bucket_bytes = bucket_bytes
+        self._error: Exception | None = None  # of the target
+
+    def run(self, baseline: Baseline | None) -> tuple[int, list[Output]]:
+        """Publish what has changed since ``baseline``; return the version and what was sent."""
+        last, accepts_runs = self._describe_target()
+        if baseline is not None and baseline.version != last:
+            baseline = None  # somebody else has written there, or it was deleted
+        whole, in_runs = list(self._outputs), dict[str, Counts]()
+        if baseline is not None:
+            counts = count_changes(baseline, self._outputs, self._ranks, self._coordinator)
+            changed = [(o, c) for o, c in zip(whole, counts, strict=True) if any(c.elements)]
+            in_runs = {o.name: c for o, c in changed if accepts_runs and _is_smaller(o, c)}
+            whole = [o for o, _ in changed if o.name not in in_runs]
+        version, base = last + 1, None if baseline is None else last
+        manifest = Manifest(version, base, _infos_of(self._outputs))
+        with self._coordinator.raises_together("begin a version"):
+            if self._ranks.is_receiver:
+                self._target.begin(manifest)
+        self._send_whole(whole)
+        patched = [output for output in self._outputs if output.name in in_runs]
+        if baseline is not None:
+            self._send_runs(baseline, in_runs, patched)
+        with self._coordinator.raises_together("publish a version"):
+            if self._error is not None:
+                raise self._error
+            if self._ranks.is_receiver:
+                self._target.commit(version)
+        return version, [*whole, *patched]
+
+    def _describe_target(self) -> tuple[int, bool]:
+        """The target's last version, and whether it accepts runs."""
+        described = b""
+        with self._coordinator.raises_together("read the last version"):
+            if self._ranks.is_receiver:
+                about = self._target.version, self._target.accepts_runs
+                described = json.dumps(about).encode()
+        version, accepts_runs = json.loads(self._coordinator.all_gather(described)[0])
+        return version, accepts_runs
+
+    def _send_whole(self, outputs: Sequence[Output]) -> None:
+        buckets = Bucket.pack(outputs, 2 * self._bucket_bytes // 3)
+        for bucket in gather_buckets(buckets, self._ranks, 2 * self._bucket_bytes):
+            self._send([Update(name, tensor) for name, tensor in bucket])
+
+    def _send_runs(
+        self, baseline: Baseline, counts: dict[str, Counts], outputs: Sequence[Output]
+    ) -> None:
+        groups: list[list[Output]] = []
+        room = 0
+        for output in outputs:
+            num_bytes = counts[output.name].num_bytes(output)
+            if not groups or num_bytes > room:
+                groups.append([])
+                room = self._bucket_bytes // 2  # which are received, and then joined
+            groups[-1].append(output)
+            room -= num_bytes
+        for group in groups:
+            self._send(gather_runs(baseline, counts, group, self._ranks))
+
+    def _send(self, bucket: Sequence[Update]) -> None:
+        """Hand a bucket to the target, on the first rank. After an error, the rest is dropped."""
+        if self._error is None and bucket:
+            try:
+                self._target.send(bucket)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
+                self._error = error
+
+
+def _is_smaller(output: Output, counts: Counts) -> bool:
+    """Whether runs take less than the whole tensor; sums with an adapter have no runs."""
+    is_plain = len(output.sources) == 1
+    return is_plain and counts.num_bytes(output) < output.sources[0].num_bytes
+
+
+def _infos_of(outputs: Sequence[Output]) -> dict[str, TensorInfo]:
+    return {one.name: TensorInfo(tuple(one.sources[0].tensor.shape), one.dtype) for one in outputs}

@@ -1,0 +1,334 @@
+"""`sw.full_tensors`: the tensors that `sw.save` writes, in bounded memory."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, PlanError
+from shardwise.plan.strategy import PRESETS
+from tests.covering import covered_first
+from tests.models import Block, Stack, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, full, options_of
+from tests.weights.live_bytes import LiveBytes
+
+GRANULARITIES = ("element", "row", "tensor", "dim")
+OFFLOADS: tuple[dict[str, Any], ...] = ({}, {"offload_policy": sw.CPUOffloadPolicy()})
+
+
+def saved(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """What a checkpoint contains; of rank 0's path, so that all ranks write one."""
+    paths: list[Any] = [folder / "checkpoint"]
+    dist.broadcast_object_list(paths)
+    sw.save(paths[0], model=model)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(paths[0].glob("model*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, tensor in actual.items():
+        assert type(tensor) is Tensor, name
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, expected[name])]
+        assert torch.equal(*bits), name
+
+
+def check(model: nn.Module, folder: Path, **options: Any) -> None:
+    """The tensors equal those of a checkpoint, on all ranks and on one of them."""
+    expected = saved(model, folder)
+    assert_same(dict(sw.full_tensors(model, **options)), expected)
+    last = dist.get_world_size() - 1
+    received = dict(sw.full_tensors(model, to=last, **options))
+    assert_same(received, expected if dist.get_rank() == last else {})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "granularity", "name", "offload"),
+    covered_first(
+        product(PRESETS, GRANULARITIES, ("gpt", "lora", "mixed dtypes", "conv", "tiny"), OFFLOADS)
+    ),
+)
+def test_they_are_what_a_checkpoint_contains(
+    strategy: str, granularity: str, name: str, offload: dict[str, Any], tmp_path: Path
+) -> None:
+    if granularity == "dim" and strategy == "hfsdp":
+        granularity = "element"  # "dim" is refused
+    model = build(name)
+    options = options_of(strategy) | {"granularity": granularity} | offload
+    sw.fully_shard(model, units="auto", **options)
+    check(model, tmp_path, bucket_bytes=1000)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+def test_any_bucket_on_any_number_of_ranks(bucket_bytes: int, tmp_path: Path) -> None:
+    model = build("gpt")
+    sw.fully_shard(model, units="auto")
+    check(model, tmp_path, bucket_bytes=bucket_bytes)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_parts_of_tensor_parallelism_are_joined(strategy: str, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(7) for _ in range(3)))  # 7 rows are not divided evenly
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    sw.fully_shard(model, mesh=mesh["dp"], strategy=strategy)
+    check(model, tmp_path, bucket_bytes=700)
+
+
+class Experts(nn.Module):
+    """A stack of experts, of which a rank holds some, in front of a layer that all ranks shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.weight = nn.Parameter(torch.randn(4, 3, 5))
+        self.out = nn.Linear(5, 5)
+
+
+@on_ranks(4)
+def test_experts_are_joined(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    model: Any = Experts()
+    whole = model.experts.weight.detach()
+    own = distribute_tensor(whole, mesh["ep"], [Shard(0)], src_data_rank=None)
+    model.experts.weight = nn.Parameter(own)
+    sw.fully_shard(model.experts, mesh=mesh["dp"])
+    model.experts.set_gradient_divide_factor(4)
+    sw.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    check(model, tmp_path)
+    assert torch.equal(dict(sw.full_tensors(model))["experts.weight"], whole)
+
+
+@on_ranks(2)
+def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    model = build("conv")
+    sw.fully_shard(model, units="auto")
+    model.get_buffer("mean").fill_(dist.get_rank() + 1)
+    check(model, tmp_path)
+    assert dict(sw.full_tensors(model))["mean"] == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_they_are_cast_before_they_are_sent(granularity: Any) -> None:
+    model, plain = build("gpt"), build("gpt")
+    model.register_buffer("count", torch.tensor(3))
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    found = dict(sw.full_tensors(model, dtype=torch.bfloat16, bucket_bytes=500))
+    assert found.pop("count").dtype is torch.int64
+    for name, tensor in found.items():
+        assert torch.equal(tensor, plain.get_parameter(name).detach().bfloat16()), name
+
+
+@on_ranks(2)
+def test_names_select(tmp_path: Path) -> None:
+    model = build("gpt")
+    sw.fully_shard(model, units="auto")
+    every = saved(model, tmp_path)
+    patterns = ["embedding.*", "layers.1.*weight"]
+    found = dict(sw.full_tensors(model, names=patterns))
+    wanted = {
+        "embedding.weight",
+        *(n for n in every if n.startswith("layers.1.") and n.endswith("weight")),
+    }
+    assert_same(found, {name: every[name] for name in wanted})
+    with pytest.raises(PlanError, match="no tensor has such a name"):
+        sw.full_tensors(model, names=["missing"])
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused_on_all_ranks() -> None:
+    model = build("gpt")
+    sw.fully_shard(model, units="auto")
+    with pytest.raises(PlanError, match="to=5: expected 'all' or one of the model's ranks"):
+        sw.full_tensors(model, to=5)
+    with pytest.raises(PlanError, match="one active adapter"):
+        sw.full_tensors(model, adapters="merged")
+    with pytest.raises(CheckpointError, match=r"but rank [01] is not"):
+        sw.full_tensors(model, bucket_bytes=1000 + dist.get_rank())
+    with sw.gathered(model), pytest.raises(CheckpointError, match="is gathered"):
+        sw.full_tensors(model)
+    assert dict(sw.full_tensors(model))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_they_may_be_gathered_in_inference_mode(granularity: Any) -> None:
+    model = build("gpt")
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    expected = dict(sw.full_tensors(model))
+    with torch.inference_mode():
+        assert_same(dict(sw.full_tensors(model, bucket_bytes=500)), expected)
+
+
+def test_a_model_that_is_not_sharded() -> None:
+    model = build("gpt")
+    found = dict(sw.full_tensors(model))
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert_same(found, expected)
+    name, tensor = next(iter(found.items()))
+    tensor.zero_()  # it is the caller's
+    assert model.get_parameter(name).any()
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("to", ["all", 1])
+def test_at_most_two_buckets_are_in_memory(granularity: Any, to: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(80))).double()
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    sw.fully_shard(model, units=nn.Linear, granularity=granularity)
+    bucket_bytes = num_bytes // 20
+    receives = to in ("all", dist.get_rank())
+    with LiveBytes() as live:
+        for _name, tensor in sw.full_tensors(model, bucket_bytes=bucket_bytes, to=to):
+            last = tensor  # noqa: F841 - as in any loop, it is alive when the next one comes
+    assert live.peak <= 2 * bucket_bytes
+    if not receives:
+        assert live.peak <= bucket_bytes  # its part of one bucket, and a byte per rank
+    else:
+        assert live.peak > bucket_bytes, "the next bucket is gathered while this one is used"
+
+
+@on_ranks(2)
+def test_at_most_two_of_the_largest_tensor_are_in_memory() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).double()
+    sw.fully_shard(model, units=nn.Linear)
+    with LiveBytes() as live:
+        for _name, tensor in sw.full_tensors(model, bucket_bytes=64 * 64 * 8):
+            last = tensor  # noqa: F841
+    assert live.peak <= 2 * 64 * 64 * 8 + 1024
+
+
+@on_ranks(2)
+def test_the_next_bucket_is_gathered_while_one_is_used() -> None:
+    model = build("stack")
+    sw.fully_shard(model, units="auto")
+    stream = sw.full_tensors(model, bucket_bytes=600)
+    next(stream)
+    queue = model.__dict__["_shardwise"].runtime.scheduler._comm.gather
+    before = queue._issued
+    next(stream)
+    assert queue._issued - before in (0, 2)  # flags and one exchange, launched ahead of their use
+    stream.close()
+
+
+# -- loops that end early ------------------------------------------------------------------------
+
+
+def train(model: Stack) -> None:
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Stopped(Exception):  # noqa: N818
+    """Raised in a loop."""
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stopping", ["all", "first", "last", "each elsewhere"])
+@pytest.mark.parametrize("to", ["all", 0])
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_loop_may_end_early_on_any_rank(stopping: str, to: Any, *, raises: bool) -> None:
+    model, rank = build("stack"), dist.get_rank()
+    assert isinstance(model, Stack)
+    sw.fully_shard(model, units="auto")
+    train(model)
+    stops = {"all": True, "first": rank == 0, "last": rank > 0, "each elsewhere": True}[stopping]
+    after = 2 + 3 * rank if stopping == "each elsewhere" else 2
+    seen = {}
+    try:
+        for number, (name, tensor) in enumerate(sw.full_tensors(model, bucket_bytes=300, to=to)):
+            seen[name] = tensor
+            if stops and number == after:
+                if raises:
+                    raise Stopped  # noqa: TRY301 - where programs raise
+                break
+    except Stopped:
+        assert raises
+    whole = {name: full(p) for name, p in model.named_parameters()}
+    for name, tensor in seen.items():
+        assert torch.equal(tensor, whole[name]), name
+    if not stops and to == "all":
+        assert len(seen) == len(whole)
+    train(model)
+    assert len(dict(sw.full_tensors(model))) == len(whole)
+
+
+@on_ranks(2)
+def test_all_ranks_that_stop_gather_little_more() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))).double()
+    sw.fully_shard(model, units=nn.Linear)
+    queue = model.__dict__["_shardwise"].runtime.scheduler._comm.gather
+    before = queue._issued
+    for _ in sw.full_tensors(model, bucket_bytes=900):
+        break
+    assert 0 < queue._issued - before <= 9  # three buckets of flags and up to two exchanges
+
+
+@on_ranks(2)
+def test_an_iterator_that_is_dropped_leaves_no_trace() -> None:
+    model = build("stack")
+    assert isinstance(model, Stack)
+    sw.fully_shard(model, units="auto")
+    sw.full_tensors(model)  # never iterated, on any rank
+    train(model)
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_adapters_are_merged_or_alone(granularity: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["up"], init_lora_weights=False)
+    model = peft.get_peft_model(Stack().float(), config)
+    expected = {
+        name.removeprefix("base_model.model."): p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+    alone = {n: p.clone() for n, p in peft.get_peft_model_state_dict(model).items()}
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    assert set(dict(sw.full_tensors(model))) == {n for n, _ in model.named_parameters()}
+    assert_same(dict(sw.full_tensors(model, adapters="alone", bucket_bytes=500)), alone)
+    merged = dict(sw.full_tensors(model, adapters="merged", bucket_bytes=500))
+    plain = Stack().float()
+    assert set(merged) == set(dict(plain.named_parameters()))
+    for name, tensor in merged.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.base_layer.weight" not in expected:
+            own = name if name in expected else name.replace(".up.", ".up.base_layer.")
+            assert torch.equal(tensor, expected[own]), name
+            continue
+        low, high = (expected[f"{layer}.lora_{x}.default.weight"] for x in "AB")
+        weight = expected[f"{layer}.base_layer.weight"] + (high @ low) * 3.0
+        assert torch.equal(tensor, weight), name
+    half = dict(sw.full_tensors(model, adapters="merged", dtype=torch.bfloat16, to=0))
+    if dist.get_rank() == 0:
+        assert_same(half, {name: tensor.bfloat16() for name, tensor in merged.items()})

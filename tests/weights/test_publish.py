@@ -1,0 +1,469 @@
+"""`sw.publish`: receivers have the bits of `sw.save`'s files, of one version at a time."""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from shardwise import weights
+from shardwise.errors import CheckpointError, CheckpointNotFound
+from shardwise.integrations import vllm
+from shardwise.weights.updates import indices_of, runs_of
+from tests.covering import covered_first
+from tests.forked import run_forked
+from tests.models import Block, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import options_of
+from tests.weights.killing import kill_a_sender, kill_at_every_access
+from tests.weights.live_bytes import LiveBytes
+from tests.weights.memory_target import MemoryTarget
+
+FRACTIONS = (0.001, 0.01, 0.1, 0.5, 0.999, 1.0, 0.0)
+
+
+def change(model: nn.Module, step: int, fraction: float) -> None:
+    """Change about this fraction of all elements; equally in replicas."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad(), sw.gathered(model, write_back=True):
+        for parameter in model.parameters():
+            tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            chosen = torch.rand(tensor.shape, generator=generator) < fraction
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            tensor[chosen] += (noise[chosen] * 3).to(tensor.dtype)
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, tensor in actual.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, expected[name])]
+        assert torch.equal(*bits), name
+
+
+def whole(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    return dict(sw.full_tensors(model, **options))
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def _tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(*(Block(7) for _ in range(2)))
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return sw.fully_shard(model, mesh=mesh["dp"])
+
+
+def _experts() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = nn.Module()
+    model.experts, model.out = nn.Module(), nn.Linear(5, 5)
+    own = distribute_tensor(torch.randn(4, 3, 5), mesh["ep"], [Shard(0)], src_data_rank=None)
+    model.experts.weight = nn.Parameter(own)
+    sw.fully_shard(model.experts, mesh=mesh["dp"])
+    model.experts.set_gradient_divide_factor(4)
+    sw.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _plain(name: str, **options: Any) -> nn.Module:
+    strategy = options.pop("strategy", "fsdp")
+    return sw.fully_shard(build(name), units="auto", **options_of(strategy), **options)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "fsdp, tied": lambda: _plain("gpt"),
+    "hsdp": lambda: _plain("gpt", strategy="hsdp"),
+    "zero1, by row": lambda: _plain("stack", strategy="zero1", granularity="row"),
+    "ddp": lambda: _plain("stack", strategy="ddp"),
+    "dim, offloaded": lambda: _plain(
+        "stack", granularity="dim", offload_policy=sw.CPUOffloadPolicy()
+    ),
+    "frozen, mixed": lambda: _plain("mixed dtypes"),
+    "buffers": lambda: _plain("conv"),
+    "tp x fsdp": _tensor_parallel,
+    "ep x fsdp": _experts,
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "accepts_runs"),
+    covered_first(product(MODELS, (None, torch.bfloat16), (True, False))),
+)
+def test_receivers_have_the_bits_of_the_model_in_50_steps(
+    kind: str, dtype: torch.dtype | None, *, accepts_runs: bool
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    target = MemoryTarget(accepts_runs=accepts_runs)
+    for step in range(50):
+        version = sw.publish(model, target, dtype=dtype, bucket_bytes=700)
+        expected = whole(model, dtype=dtype)
+        if dist.get_rank() == 0:
+            assert version == target.version == target.manifest.version == step + 1
+            assert_same(target.tensors, expected)
+            num_bytes = sum(tensor.nbytes for tensor in expected.values())
+            if step and FRACTIONS[(step - 1) % len(FRACTIONS)] in (0.0, 0.001) and accepts_runs:
+                assert target.num_bytes < num_bytes / 4
+            assert target.num_bytes <= num_bytes
+            assert (target.manifest.base is None) == (step == 0)
+        change(model, step, FRACTIONS[step % len(FRACTIONS)])
+
+
+@on_ranks(2)
+def test_they_are_the_bits_of_a_checkpoint(tmp_path: Path) -> None:
+    model = _plain("gpt")
+    for step in range(3):
+        paths: list[Any] = [tmp_path]
+        dist.broadcast_object_list(paths)
+        sw.publish(model, paths[0] / "published")
+        sw.save(paths[0] / f"saved-{step}", model=model)
+        found = weights.read_published(paths[0] / "published")
+        assert found.version == step + 1
+        other = build("gpt", seed=1)
+        sw.load(paths[0] / f"saved-{step}", model=other)
+        assert_same(found.tensors, {n: p.detach() for n, p in other.named_parameters()})
+        dist.barrier()
+        change(model, step, 0.2)
+
+
+@on_ranks(2)
+def test_merged_adapters_are_published() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
+    model = sw.fully_shard(peft.get_peft_model(build("stack"), config), units="auto")
+    target, alone = MemoryTarget(), MemoryTarget()
+    for step in range(5):
+        sw.publish(model, target, adapters="merged", dtype=torch.bfloat16)
+        sw.publish(model, alone, adapters="alone")
+        expected = whole(model, adapters="merged", dtype=torch.bfloat16)
+        adapters = whole(model, adapters="alone")
+        if dist.get_rank() == 0:
+            assert_same(target.tensors, expected)
+            assert_same(alone.tensors, adapters)
+            if step:  # the frozen layers without adapters were sent once
+                sent = sum(x.nbytes for n, x in expected.items() if n.endswith("up.weight"))
+                assert target.num_bytes == sent
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.5)
+
+
+# -- what is sent --------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_zeros_and_nans_that_change_only_in_bits_are_sent() -> None:
+    model = sw.fully_shard(nn.Linear(8, 8, bias=False), units=None)
+    with torch.no_grad():
+        model.weight.zero_()
+    target = MemoryTarget()
+    for value in (0.0, -0.0, float("nan"), float("nan"), 0.0):
+        before = whole(model)["weight"].view(torch.int32)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        sw.publish(model, target)
+        expected = whole(model)
+        if dist.get_rank() == 0:
+            assert_same(target.tensors, expected)
+            is_new = not torch.equal(before, expected["weight"].view(torch.int32))
+            assert (target.num_bytes > 0) == (is_new or target.version == 1)
+
+
+@on_ranks(2)
+def test_other_arguments_send_everything() -> None:
+    model, target = _plain("gpt"), MemoryTarget()
+    sw.publish(model, target)
+    for options in ({"dtype": torch.bfloat16}, {"names": ["layers.*"]}, {"only_changed": False}):
+        version = sw.publish(model, target, **options)
+        if dist.get_rank() == 0:
+            assert target.manifest.base is None
+            assert version == target.version
+    sw.publish(model, target)
+    if dist.get_rank() == 0:
+        assert target.manifest.base is None, "nothing is known after only_changed=False"
+
+
+@on_ranks(2)
+def test_an_error_of_the_target_is_raised_on_all_ranks_and_the_next_version_is_whole() -> None:
+    model, target = _plain("gpt"), MemoryTarget()
+    sw.publish(model, target)
+    before = dict(target.tensors)
+    change(model, 0, 0.5)
+    target.fails = True
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        sw.publish(model, target, bucket_bytes=500)
+    assert target.tensors == before
+    target.fails = False
+    sw.publish(model, target)
+    expected = whole(model)
+    if dist.get_rank() == 0:
+        assert target.manifest.base is None
+        assert_same(target.tensors, expected)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.003, 0.3, 0.99, 1.0])
+def test_runs_are_the_indices(fraction: float) -> None:
+    indices = (torch.rand(3000) < fraction).nonzero().view(-1)
+    starts, lengths = runs_of(indices, 3000)
+    assert torch.equal(indices_of(starts, lengths), indices)
+    assert fraction < 0.9 or len(starts) <= len(indices) / 20
+    assert runs_of(indices, 1 << 31)[0].dtype is torch.int64 or not len(indices)
+
+
+# -- directories ---------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_directory_has_one_version_and_unchanged_files_stay(
+    tmp_path: Path, *, in_memory: bool
+) -> None:
+    paths: list[Any] = [tmp_path]
+    dist.broadcast_object_list(paths)
+    target: Any = paths[0] / "published"
+    if in_memory:
+        target = weights.SharedMemory(f"test-{paths[0].name}")
+    folder = target.path if in_memory else target
+    model, seen = _plain("gpt"), list[weights.Published]()
+    before: dict[str, Any] = {}
+    last: dict[str, Tensor] = {}
+    for step in range(6):
+        sw.publish(model, target)
+        expected = whole(model)
+        if dist.get_rank() == 0:
+            files = {file.name: file.stat() for file in folder.rglob("*.safetensors")}
+            assert len(files) == len(expected)
+            found = weights.read_published(target)
+            assert_same(found.tensors, expected)
+            assert found.version == step + 1
+            if step:
+                kept = files.keys() & before.keys()
+                changed = {n for n, x in expected.items() if not torch.equal(x, last[n])}
+                assert len(kept) == len(files) - len(changed)
+                for name in kept:
+                    assert (files[name].st_ino, files[name].st_mtime_ns) == (
+                        before[name].st_ino,
+                        before[name].st_mtime_ns,
+                    )
+            before, last = files, expected
+            seen.append(found)
+            assert all(found.version == n + 1 for n, found in enumerate(seen))
+        with torch.no_grad():
+            list(model.parameters())[step].mul_(1.25)
+    if dist.get_rank() == 0:  # what was mapped stays what it was
+        assert not torch.equal(seen[0].tensors["embedding.weight"], last["embedding.weight"])
+        if in_memory:
+            target.remove()
+
+
+@on_ranks(2)
+def test_a_directory_that_others_use_is_refused(tmp_path: Path) -> None:
+    paths: list[Any] = [tmp_path]
+    dist.broadcast_object_list(paths)
+    model = _plain("gpt")
+    with pytest.raises(CheckpointNotFound, match="nothing was published"):
+        weights.read_published(paths[0])
+    dist.barrier()
+    (paths[0] / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="publish has not written this file"):
+        sw.publish(model, paths[0])
+    assert [file.name for file in paths[0].iterdir()] == ["model.safetensors"]
+
+
+@on_ranks(2)
+def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+    paths: list[Any] = [tmp_path]
+    dist.broadcast_object_list(paths)
+    folder, model = paths[0] / "published", _plain("gpt")
+    sw.publish(model, folder)
+    if dist.get_rank() == 0:
+        for file in folder.iterdir():
+            file.unlink()
+    dist.barrier()
+    sw.publish(model, str(folder))
+    assert_same(weights.read_published(folder).tensors, whole(model))
+
+
+def test_transformers_opens_the_directory(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sw.fully_shard(model, units="auto")
+    sw.publish(model, tmp_path)
+    config.save_pretrained(tmp_path)
+    opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_same({name: p.detach() for name, p in opened.named_parameters()}, expected)
+
+
+# -- other processes -----------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_receivers_of_a_group_have_each_version() -> None:
+    rank = dist.get_rank()
+    trainers, receivers = dist.new_group([0, 1]), dist.new_group([0, 2])
+    if rank == 2:
+        receiver = weights.Receiver(receivers)
+        for number in range(1, 5):
+            assert receiver.receive() == receiver.version == number
+            expected: list[Any] = [None]
+            dist.broadcast_object_list(expected, src=0, group=receivers)
+            assert_same(receiver.tensors, expected[0])
+        return
+    mesh = DeviceMesh.from_group(trainers, "cpu")
+    model = sw.fully_shard(build("gpt"), units="auto", mesh=mesh)
+    target = weights.Broadcast(receivers) if rank == 0 else MemoryTarget()
+    for step in range(4):
+        sw.publish(model, target, bucket_bytes=900)
+        sent: list[Any] = [whole(model)]
+        if rank == 0:
+            dist.broadcast_object_list(sent, src=0, group=receivers)
+        change(model, step, 0.05)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_sender_killed_at_any_access_leaves_one_version(
+    tmp_path: Path, *, in_memory: bool
+) -> None:
+    assert (
+        run_forked(partial(kill_at_every_access, tmp_path / "published", in_memory=in_memory)) > 20
+    )
+
+
+def test_a_sender_killed_in_a_message_leaves_the_last_version(tmp_path: Path) -> None:
+    run_forked(partial(kill_a_sender, tmp_path))
+
+
+# -- vLLM ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SparseUpdateInfo:
+    """The fields of vLLM's ``SparseNCCLWeightTransferUpdateInfo``."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    num_updates_list: list[int]
+
+
+class SparseWorker:
+    """What a worker's sparse engine does, with a queue in place of NCCL; and its client."""
+
+    def __init__(self) -> None:
+        self.wire: queue.Queue[Tensor] = queue.Queue()
+        self.parameters: dict[str, Tensor] = {}
+        self.calls: list[str] = []
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append("update")
+        info = SparseUpdateInfo(**update_info)
+        for name, dtype, shape, count in zip(
+            info.names, info.dtype_names, info.shapes, info.num_updates_list, strict=True
+        ):
+            indices, values = self.wire.get(timeout=60), self.wire.get(timeout=60)
+            assert (indices.dtype, values.dtype) == (torch.int32, getattr(torch, dtype))
+            assert indices.shape == values.shape == (count,)
+            parameter = self.parameters.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+            parameter.view(-1).index_copy_(0, indices.long(), values)
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+
+@on_ranks(2)
+def test_vllms_sparse_engine_gets_what_changed() -> None:
+    model, worker = _plain("gpt"), SparseWorker()
+    target = vllm.SparseWeights(worker, lambda tensor: worker.wire.put(tensor.clone()))
+    for step in range(4):
+        sw.publish(model, target, dtype=torch.bfloat16, bucket_bytes=2000)
+        expected = whole(model, dtype=torch.bfloat16)
+        if dist.get_rank() == 0:
+            assert_same(worker.parameters, expected)
+            assert (worker.calls[0], worker.calls[-1], worker.wire.empty()) == (
+                "start",
+                "finish",
+                True,
+            )
+            worker.calls.clear()
+        change(model, step, 0.02)
+
+
+class DenseTrainer:
+    """What a dense trainer engine of vLLM does with its source, on every rank."""
+
+    def __init__(self, source: Any, *, is_sender: bool) -> None:
+        self.source, self.is_sender = source, is_sender
+        self.sent: dict[str, Tensor] = {}
+
+    def send_weights(self) -> None:
+        metadata = self.source.metadata()
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        for meta, (name, tensor) in zip(metadata, self.source, strict=True):
+            assert (meta.name, meta.dtype, meta.shape) == (name, tensor.dtype, tuple(tensor.shape))
+            self.sent[name] = tensor
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("to", [0, "all"])
+def test_vllms_dense_engine_pulls_whole_weights(to: Any) -> None:
+    model, rank = _plain("gpt"), dist.get_rank()
+    source = vllm.WeightSource(model, dtype=torch.bfloat16, bucket_bytes=1000, to=to)
+    engine = DenseTrainer(source, is_sender=rank == 0)
+    for step in range(2):
+        engine.send_weights()
+        expected = whole(model, dtype=torch.bfloat16)
+        if rank == 0:
+            assert_same(engine.sent, expected)
+        change(model, step, 0.5)
+
+
+class Dropping(MemoryTarget):
+    """Keeps nothing."""
+
+    def send(self, bucket: Sequence[weights.Update]) -> None:
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accepts_runs", [True, False])
+def test_the_sender_holds_two_buckets(*, accepts_runs: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(80))).double()
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    sw.fully_shard(model, units=nn.Linear)
+    bucket_bytes, target = num_bytes // 20, Dropping(accepts_runs=accepts_runs)
+    for step in range(4):
+        with LiveBytes() as live:
+            sw.publish(model, target, bucket_bytes=bucket_bytes, only_changed=step > 0)
+        kept = num_bytes // 2 if step == 1 else 0  # this rank's copy of what was sent
+        assert live.peak <= 2 * bucket_bytes + kept, step
+        change(model, step, 0.05)
