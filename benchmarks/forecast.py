@@ -175,7 +175,8 @@ def predict_bytes(case: Case) -> tuple[Plan, Figures]:
     with torch.device("meta"):
         model = GPT(case.shape)
     plan = plan_of(model, configuration)
-    plan = replace(plan, units=tuple(replace(unit, wire=case.wire) for unit in plan.units))
+    units = (replace(one, options=replace(one.options, wire=case.wire)) for one in plan.units)
+    plan = replace(plan, units=tuple(units))
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     memory = memory_certificate(plan, workload, configuration, buffer_bytes=buffers, on_cpu=True)
     # Ranks that decode what they gather have the arena of gathered units for themselves.

@@ -22,12 +22,12 @@ from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
+from shardwise.comm.communicator import communicator
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import Shape
-from shardwise.transport.communicator import communicator
-from shardwise.transport.host_collectives import HostCollectives
 
 BATCHES, REPETITIONS = 15, 2000
 
@@ -91,8 +91,8 @@ def time_tasks(model: torch.nn.Module) -> dict[str, Figures]:
             lambda: runtime.scheduler.report(f"forward of {label}"),
             forwards + backwards + 1,
         ),
-        "note the unit that is entered": (lambda: comm.enter(label), forwards),
-        "ask whether to recover": (comm.recover, forwards),
+        "note the unit that is entered": (lambda: comm.watch.enter(label), forwards),
+        "ask whether to recover": (comm.watch.recover, forwards),
     }
     return {
         name: {"microseconds": microseconds(task), "times_a_step": times}

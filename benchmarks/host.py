@@ -42,7 +42,7 @@ from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
 from shardwise.bench.work import TrainedModel, Work
-from shardwise.transport import device as transport_device
+from shardwise.comm import device as transport_device
 
 BASE = "fsdp2"
 COMPARED = ("alone", BASE, "shardwise-fsdp", "shardwise-fsdp-dim")  # rows of `shardwise bench`

@@ -6,7 +6,7 @@ over ranks in every matrix product. The same optimizer on whole copies gathers e
 every rank, and every rank orthogonalizes every matrix. `sw.optim.Muon` runs with parameters that
 are cut anywhere, and with matrices that are whole on one rank. All orthogonalize in bfloat16 with
 one thread per rank. *Collectives* counts calls, and *bytes* what a rank sends: for torch, in the
-collectives that DTensor calls; for shardwise, as its transport counts.
+collectives that DTensor calls; for shardwise, as its queues count.
 
 ``--picture`` instead trains a small GPT on the source of Python's standard library with AdamW, Muon
 and SOAP at the same learning rate, and plots the losses.
@@ -30,11 +30,11 @@ from benchmarks import make_parser
 from shardwise._private import TorchDispatchMode
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures, Round
+from shardwise.comm.communicator import Collectives, communicator
 from shardwise.launch.world import World
 from shardwise.train.config import DataConfig
 from shardwise.train.model import GPT, Shape
 from shardwise.train.text import STDLIB, Text, find_files, split_files
-from shardwise.transport.communicator import Collectives, communicator
 
 BASE = "torch.optim.Muon, on DTensors"
 RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # for the plot

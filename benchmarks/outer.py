@@ -36,13 +36,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.comm.communicator import communicator
 from shardwise.outer.serving import HubThread
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from shardwise.train.config import Config
 from shardwise.train.data import VOCABULARY, Sequences, open_corpus
 from shardwise.train.model import GPT, Block, Shape
-from shardwise.transport.communicator import communicator
 
 RANKS = 2  # ranks per replica
 REPLICAS = 2

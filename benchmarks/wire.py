@@ -25,11 +25,11 @@ from benchmarks import make_parser
 from benchmarks.forecast import BYTE_COLUMNS, Case, measure_bytes, predict_bytes
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
+from shardwise.comm.communicator import communicator
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from shardwise.train.model import GPT, Block, Shape
-from shardwise.transport.communicator import communicator
 
 LAST = 20  # steps whose losses are averaged
 ROWS = 8  # batch rows per rank

@@ -30,9 +30,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import debug
 
+from shardwise import parts  # noqa: F401 - as in programs
 from shardwise.runtime import unit
-from shardwise.transport import communicator
-from shardwise.transport.health.monitor import Patience, usual_patience
+from shardwise.watch import ranks
+from shardwise.watch.monitor import Patience, usual_patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,11 +150,11 @@ class Serving:
     def pytest_cmdline_main(self) -> int:
         pytest.register_assert_rewrite("tests")
         torch.set_num_threads(1)
-        unit.SMALL_BYTES = 256  # so that the units of tests are treated as large ones
+        unit.SMALL_UNIT_BYTES = 256  # so that the units of tests are treated as large ones
         # That of the module formats a stack for each kind of device that is absent.
         mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed).start()
         # Many tests wait until a rank looks whether another one has failed: look more often.
-        mock.patch.object(communicator, "usual_patience", _impatient).start()
+        mock.patch.object(ranks, "usual_patience", _impatient).start()
         with self.stacks.open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             rank = Rank(self.pool, self.rank, self.world_size)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise.public  # here, so that the lines of imports are not counted
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise.transport.process_group import ProcessGroupCollectives
+from shardwise.comm.process_group import ProcessGroupCollectives
 
 PACKAGE = Path(shardwise.public.__file__).parent
 NUM_RANKS = 8

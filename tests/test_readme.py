@@ -1,6 +1,6 @@
-"""Every snippet of README.md and docs/options.md runs, or says why not: `<!-- not run: reason -->`.
+"""Every snippet of README.md and some pages runs, or says why not: `<!-- not run: reason -->`.
 
-The Python blocks of both run in order in one namespace on two ranks, as a reader would type them.
+The Python blocks of all run in order in one namespace on two ranks, as a reader would type them.
 The commands of console blocks run in a shell, in a folder with the files that Python blocks start
 with the name of (`# check.py`). Other blocks (output, drawings) are of the language `text`.
 """
@@ -22,17 +22,19 @@ from tests.snippets import (
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
-OPTIONS = REPOSITORY / "docs" / "options.md"
+PAGES = ("options", "strategies", "how-it-works", "resume", "verify")
+FILES = (README, *(REPOSITORY / "docs" / f"{name}.md" for name in PAGES))
 COMMANDS = [
     pytest.param(command, id=command.partition("  #")[0].strip())
-    for snippet in snippets_of(README)
+    for file in FILES
+    for snippet in snippets_of(file)
     if snippet.language == "console" and snippet.runs
     for command in snippet.commands
 ]
 
 
 def test_every_snippet_has_a_language_that_says_what_to_do_with_it() -> None:
-    for file in (README, OPTIONS):
+    for file in FILES:
         for snippet in snippets_of(file):
             assert snippet.language in LANGUAGES, f"{file.name}:{snippet.line - 1}: {LANGUAGES}"
 
@@ -41,13 +43,15 @@ def test_every_snippet_has_a_language_that_says_what_to_do_with_it() -> None:
 def test_python_snippets_run_in_order(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         names = run_python(snippets_of(README), README)
-        run_python(snippets_of(OPTIONS), OPTIONS, names)
+        for file in FILES[1:]:
+            run_python(snippets_of(file), file, names)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_console_commands_succeed(command: str, tmp_path: Path) -> None:
-    write_files(snippets_of(README), tmp_path)
+    for file in FILES:
+        write_files(snippets_of(file), tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     run_command(command, tmp_path)
 

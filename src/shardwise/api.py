@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features import fused_wgrad
 from shardwise.features.deferred import defer, is_deferred
@@ -23,7 +25,8 @@ from shardwise.features.whole_model import warn_if_whole
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
-from shardwise.plan.plan import Plan, UnitChoice, UnitRanks, make_plan
+from shardwise.plan.options import UnitOptions
+from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.policies import Units, check_is_unit
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy, as_precision_policy
 from shardwise.plan.spelling import expected_one_of
@@ -55,7 +58,6 @@ from shardwise.runtime.optimizers import restore_ties
 from shardwise.runtime.structure import HANDLE
 from shardwise.tensor.mesh import Communicators, DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
-from shardwise.transport.device import make_current
 
 __all__ = ["fully_shard"]
 
@@ -167,7 +169,7 @@ def fully_shard(
         mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(dims, communicators),
         strategy=resolved,
         units=units,
-        choice=UnitChoice(
+        options=UnitOptions(
             reshard_after_forward,
             as_precision_policy(mp_policy),
             as_offload_policy(offload_policy),
@@ -228,7 +230,7 @@ class ShardingRequest:
     mesh: DataParallelMesh
     strategy: Strategy
     units: Units
-    choice: UnitChoice
+    options: UnitOptions
     prefetch: int
     place: Callable[[nn.Parameter], Any] | None
     granularity: Granularities
@@ -245,17 +247,17 @@ class ShardingRequest:
         handles = {name: handle_of(module.get_submodule(name)) for name in manual}
         for runtime in dict.fromkeys(handle.runtime for handle in handles.values()):
             runtime.scheduler.reduce_accumulated()
-        own_meshes = {name: handles[name].mesh for name, one in manual.items() if one.ranks}
+        own_meshes = {name: handles[name].mesh for name, one in manual.items() if one.world_size}
         with keeping_gradients(module):
             runtime = self._build(module, plan, own_meshes, _offloaded_from(module), self.init)
-        choice = self.choice
-        inner = replace(choice, precision=replace(choice.precision, output_dtype=None))
+        options = self.options
+        inner = replace(options, precision=replace(options.precision, output_dtype=None))
         for index, unit in enumerate(plan.units):
-            handle = Handle(runtime, index, manual.get(unit.name, inner if index else choice))
+            handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
             become_unit(unit_module, handle, saving_methods(unit_module))
         set_managed(module, *(one.plan for one in runtimes_in(module)))
-        apply_precision(module, choice.precision, settled=[*manual, *separate])
+        apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
         runtime.watch_structure(module, warns=self.warns)
         if is_new and self.units is None and self.mesh.size > 1:
@@ -272,9 +274,9 @@ class ShardingRequest:
 
     def _plan(
         self, module: nn.Module, separate: Mapping[str, nn.Module]
-    ) -> tuple[dict[str, UnitChoice], Plan]:
+    ) -> tuple[dict[str, UnitOptions], Plan]:
         """Return the options of units that earlier calls have sharded, and the plan."""
-        mesh, choice, granularity = self.mesh, self.choice, self.granularity
+        mesh, options, granularity = self.mesh, self.options, self.granularity
         restore_ties(module)
         if separate and not self.warns:
             raise _different_ranks_error(separate, mesh)
@@ -291,13 +293,13 @@ class ShardingRequest:
             units=self.units,
             strategy=self.strategy,
             prefetch=self.prefetch,
-            reshard_after_forward=choice.reshard_after_forward,
+            reshard_after_forward=options.reshard_after_forward,
             replicas=mesh.column.size,
             granularity=granularity,
             manual=manual,
-            precision=choice.precision,
-            offload=choice.offload,
-            wire=choice.wire,
+            precision=options.precision,
+            offload=options.offload,
+            wire=options.wire,
             settled=_specs_before(module),
             ignored=_names_of(module, ignored),
         )
@@ -440,7 +442,7 @@ def _different_ranks_error(separate: Mapping[str, nn.Module], mesh: DataParallel
 
 def _sharded_before(
     root: nn.Module, separate: Mapping[str, nn.Module], mesh: DataParallelMesh
-) -> dict[str, UnitChoice]:
+) -> dict[str, UnitOptions]:
     """Units that earlier calls have sharded, as in FSDP2, with the options chosen for each."""
     handles = {name: h for name, h in _handles_in(root).items() if name not in separate}
     for name, handle in handles.items():
@@ -450,7 +452,7 @@ def _sharded_before(
                 "same class have the same values; shard a model on the meta device with one call, "
                 "as in sw.fully_shard(model, units=Block)"
             )
-    return {name: _choice_within(mesh, name, handle) for name, handle in handles.items()}
+    return {name: _options_within(mesh, name, handle) for name, handle in handles.items()}
 
 
 def _handles_in(root: nn.Module) -> dict[str, Handle]:
@@ -462,18 +464,18 @@ def _handles_in(root: nn.Module) -> dict[str, Handle]:
     }
 
 
-def _choice_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitChoice:
+def _options_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitOptions:
     """The options chosen for the unit ``name``; with its own ranks if they differ from ``mesh``."""
-    own, choice = handle.mesh, handle.choice
+    own, options = handle.mesh, handle.options
     if set(own.global_ranks) == set(mesh.global_ranks):
-        return choice
+        return options
     if handle.unit.settings.gradient_divisor is None:
         raise PlanError(
             f"{name} is a unit inside one that has its own ranks and gradient divisor; also call "
             "set_gradient_divide_factor on it before fully_shard of the module around both"
         )
-    strategy = handle.runtime.plan.strategy if choice.ranks is None else choice.ranks.strategy
-    return replace(choice, ranks=UnitRanks(strategy, own.size, own.column.size))
+    strategy = options.strategy if options.world_size else handle.runtime.plan.strategy
+    return options.over(strategy, own.size, own.column.size)
 
 
 def _check_init(

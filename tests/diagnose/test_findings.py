@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.api import CollectiveId
 from shardwise.diagnose.findings import find
 from shardwise.diagnose.measured import measure
 from shardwise.diagnose.recording import RankRecording, read_recording
 from shardwise.diagnose.summary import Finding
-from shardwise.transport.api import CollectiveId
-from shardwise.transport.host_collectives import HostCollectives
+from shardwise.features.host_collectives import HostCollectives
 from tests.diagnose.synthetic import Run, record_run
 from tests.ranks import run_on
 

@@ -50,7 +50,7 @@ def test_a_sum_in_the_place_of_a_mean_is_found_with_a_wire(reduce: str) -> None:
     def finish(self: Any) -> None:
         self._reduction.out.copy_(self._value)
 
-    with mock.patch("shardwise.transport.quantized._Sum._finish", finish):
+    with mock.patch("shardwise.comm.quantized._Sum._finish", finish):
         (one,) = _verify_wire(reduce).comparisons
     assert any("the gradient of" in difference for difference in one.differences)
 

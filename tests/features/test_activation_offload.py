@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.transport.device import KINDS, Device
+from shardwise.comm.device import KINDS, Device
 from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_one_process(name: str, way: int, strategy: str) 
 def test_activations_are_copied_and_parameters_are_not() -> None:
     model = sw.fully_shard(nn.Sequential(*(Wide() for _ in range(2))).double(), units=Wide)
     buffers = {
-        flat.buffer.flat.untyped_storage()._cdata
+        flat.codec.buffer.flat.untyped_storage()._cdata
         for unit in runtime_of(model).units
         for flat in unit.flats
     }

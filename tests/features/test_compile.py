@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, own_part
 
@@ -74,9 +74,9 @@ def build(kind: type[Model], *ways: str) -> tuple[nn.Module, nn.Module]:
 def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
     """The weights with gradients in their slots. Compares all gradients with one process."""
     found: defaultdict[str, set[bool]] = defaultdict(set)
-    write = GradientBuffer.write
+    write = Gradients.write
 
-    def watch(gradients: GradientBuffer, position: int, gradient: Tensor) -> None:
+    def watch(gradients: Gradients, position: int, gradient: Tensor) -> None:
         slot = gradients._buffer.views[position]
         name = gradients.parameters[position].name
         found[name].add(gradient.data_ptr() == slot.data_ptr())
@@ -84,7 +84,7 @@ def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
 
     for step in range(2):
         tokens = torch.randint(0, VOCABULARY, (4, 5))
-        with mock.patch.object(GradientBuffer, "write", watch):
+        with mock.patch.object(Gradients, "write", watch):
             model(own_part(tokens)).square().mean().backward()
         reference(tokens).square().mean().backward()
         assert_equal_models(model, reference, step)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.features.fused_wgrad import InPlaceGradLinear
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from tests.covering import covered_first, leaving
 from tests.ranks import run_on
 from tests.runtime.one_process import rank, runtime_of
@@ -145,15 +145,15 @@ def _train(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[
     whole, model = build(way), build(way)
     sw.fully_shard(model, units=Block, strategy=strategy)
     claims: list[bool] = []
-    claim = GradientBuffer.claim
+    claim = Gradients.claim
 
-    def count(gradients: GradientBuffer, position: int, *, in_slot: bool) -> Any:
+    def count(gradients: Gradients, position: int, *, in_slot: bool) -> Any:
         claimed = claim(gradients, position, in_slot=in_slot)
         slot = gradients._buffer.views[position]
         claims.append(claimed is not None and claimed[0].data_ptr() == slot.data_ptr())
         return claimed
 
-    with mock.patch.object(GradientBuffer, "claim", count):
+    with mock.patch.object(Gradients, "claim", count):
         _gradients(model, 2, 2)
     _gradients(whole, 2, 2)
     assert all(kept.isfinite().all() for kept in getattr(model, "kept", [])), "it has memory"
@@ -218,9 +218,7 @@ def _recompute() -> tuple[int, int, int, float]:
     model = copy.deepcopy(whole)
     sw.fully_shard(model, units=nn.Sequential)
     flops = []
-    with mock.patch.object(
-        GradientBuffer, "claim", autospec=True, side_effect=GradientBuffer.claim
-    ) as claim:
+    with mock.patch.object(Gradients, "claim", autospec=True, side_effect=Gradients.claim) as claim:
         for one in (model, whole):
             torch.manual_seed(0)
             batch = torch.randn(2, 3, WIDTH, dtype=torch.float64)

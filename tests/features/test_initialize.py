@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.device import peak_memory_bytes
 from shardwise.plan.policies import Units
 from shardwise.train import model as gpt
-from shardwise.transport.device import peak_memory_bytes
 from tests.forked import run_forked
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import on_ranks, run_on

@@ -75,7 +75,8 @@ def test_a_wire_takes_memory_to_encode_and_decode() -> None:
     """Four shards of 64 elements in blocks of 16, while one unit is gathered and one is reduced."""
     plan = plan_of(model_of(5), CONFIGURATION)
     wire = Wire(gather="int8", reduce="int4", block=16)
-    plan = replace(plan, units=tuple(replace(unit, wire=wire) for unit in plan.units))
+    units = (replace(one, options=replace(one.options, wire=wire)) for one in plan.units)
+    plan = replace(plan, units=tuple(units))
     peak = memory_certificate(plan, workload_of(5), CONFIGURATION).peak
     gather = 4 * (64 + 4 * 4) + 8 * 4 * 64  # codes, and two buffers with their numbers
     sent_and_received = 2 * 4 * (64 // 2 + 4 * 4)

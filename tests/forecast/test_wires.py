@@ -11,14 +11,14 @@ from torch.profiler import profile
 
 import shardwise as sw
 from shardwise.blockwise import Blocks
+from shardwise.comm.api import CollectiveId, Step, Work
+from shardwise.comm.device import ThreadStream
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.memory import MemoryReplay, ReplayOptions
 from shardwise.forecast.wires import gather_scratch, reduce_scratch
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.api import CollectiveId, Step, Work
-from shardwise.transport.device import ThreadStream
-from shardwise.transport.host_collectives import HostCollectives
 from tests.checkpoint.training import options_for
 from tests.ranks import on_ranks
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise import _private
-from shardwise.transport import device as devices
-from shardwise.transport.api import RankGroup
-from shardwise.transport.device import DeviceStream, device_of
-from shardwise.transport.process_group import new_group
+from shardwise.comm import device as devices
+from shardwise.comm.api import RankGroup
+from shardwise.comm.device import DeviceStream, device_of
+from shardwise.comm.groups import new_group
 from tests.gpu.registry import Context, check
 
 ONE = "one rank"

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 
-from shardwise.transport import backends
+from shardwise.comm import backends
 
 __all__ = ["StagedGroup", "flags_work", "register"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.transport.communicator import communicator
+from shardwise.comm.communicator import communicator
 from tests.models import CASES, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (

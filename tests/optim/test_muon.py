@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise.comm.communicator import communicator
 from shardwise.forecast.traffic import sent_bytes
 from shardwise.optim import ownership
-from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build
 from tests.optim.groups import matrix_groups

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan, UnitChoice, make_plan
+from shardwise.plan.options import UnitOptions
+from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import PRESETS
 
 
@@ -47,10 +48,10 @@ def test_manual_units_join_in_module_order() -> None:
         world_size=2,
         units=Block,
         manual={
-            "blocks.1.fc": UnitChoice(False),
-            "embedding": UnitChoice(None),
-            "": UnitChoice(True),
-            "blocks.0": UnitChoice(False),
+            "blocks.1.fc": UnitOptions(False),
+            "embedding": UnitOptions(None),
+            "": UnitOptions(True),
+            "blocks.0": UnitOptions(False),
         },
     )
     assert {unit.name: unit.reshard for unit in plan.units} == {

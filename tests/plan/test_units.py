@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Cast, ParameterExtent
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.policies import Units, choose_units
-from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
+from shardwise.plan.units import UnitPlan, plan_units
 
 
 class Attention(nn.Module):
@@ -37,8 +39,8 @@ class Model(nn.Module):
 
 
 def planned(root: nn.Module, *names: str, world_size: int = 2) -> dict[str, UnitPlan]:
-    reshard = {name: UnitOptions(reshard=bool(name)) for name in ("", *names)}
-    return {unit.name: unit for unit in plan_units(root, reshard, world_size)}
+    options = {name: UnitOptions(world_size=world_size) for name in ("", *names)}
+    return {unit.name: unit for unit in plan_units(root, options)}
 
 
 def owned(unit: UnitPlan) -> list[str]:
@@ -196,9 +198,8 @@ def test_names_with_a_common_prefix_are_not_inside_each_other() -> None:
 
 def test_each_unit_has_its_own_reshard() -> None:
     wanted = {"": False, "blocks.0": True, "blocks.1": False}
-    units = plan_units(
-        Model(), {name: UnitOptions(reshard=frees) for name, frees in wanted.items()}, 2
-    )
+    options = {name: UnitOptions(frees, world_size=2) for name, frees in wanted.items()}
+    units = plan_units(Model(), options)
     assert [unit.reshard for unit in units] == [False, True, False]
 
 
@@ -306,10 +307,13 @@ def trees(draw: st.DrawFn) -> tuple[nn.Module, dict[str, UnitOptions]]:
             user.register_parameter(f"p{i}", parameter)
     names = [name for name, _ in nodes[0].named_modules()]
     return nodes[0], {
-        name: UnitOptions(reshard=draw(st.booleans()))
-        for name in names
-        if not name or draw(st.booleans())
+        name: UnitOptions(draw(st.booleans())) for name in names if not name or draw(st.booleans())
     }
+
+
+def over(options: dict[str, UnitOptions], world_size: int) -> dict[str, UnitOptions]:
+    """Return ``options`` with ``world_size`` ranks for all units."""
+    return {name: replace(one, world_size=world_size) for name, one in options.items()}
 
 
 def modules_on_paths_to(root: nn.Module, parameter: nn.Parameter) -> Iterator[list[nn.Module]]:
@@ -332,7 +336,7 @@ def test_every_parameter_is_owned_once_by_the_innermost_unit_around_all_its_uses
     tree: tuple[nn.Module, dict[str, UnitOptions]], world_size: int
 ) -> None:
     root, reshard = tree
-    units = plan_units(root, reshard, world_size)
+    units = plan_units(root, over(reshard, world_size))
     owner = {spec.name: unit.name for unit in units for spec in unit.parameters}
     parameters = dict(root.named_parameters())
     assert sorted(spec.name for unit in units for spec in unit.parameters) == sorted(parameters)
@@ -352,11 +356,11 @@ def test_units_of_random_trees_are_well_formed(
     tree: tuple[nn.Module, dict[str, UnitOptions]], world_size: int
 ) -> None:
     root, reshard = tree
-    units = plan_units(root, reshard, world_size)
+    units = plan_units(root, over(reshard, world_size))
     assert [unit.name for unit in units] == list(reshard)
     assert len({unit.label for unit in units}) == len(units)
     for i, unit in enumerate(units):
-        assert unit.reshard == reshard[unit.name].reshard
+        assert unit.reshard == reshard[unit.name].reshard_after_forward
         assert (unit.parent is None) == (i == 0)
         assert unit.parent is None or unit.parent < i
         kinds = [_kind(layout.extents[0]) for layout in unit.layouts]

@@ -191,7 +191,7 @@ def test_ranks_that_are_late_keep_what_they_share_with_ranks_of_other_experts() 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     with (
         mock.patch.object(ChunkedBuffer, "unpack", late),
-        mock.patch.object(unit, "SMALL_BYTES", 0),  # so that all units are in shared memory
+        mock.patch.object(unit, "SMALL_UNIT_BYTES", 0),  # so that all units are in shared memory
     ):
         check_training(mesh, as_dtensors=True, granularity="dim")
 

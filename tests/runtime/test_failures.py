@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import _private
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.comm.api import Work
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import UnitState
-from shardwise.transport.api import Work
 from tests import ranks
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
@@ -29,6 +29,7 @@ from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import assert_close, own_part, runtime_of
 from tests.waiting import eventually
+from tests.watching import watch_of
 
 EVERY = (0, 1, 2)
 
@@ -101,11 +102,11 @@ def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     failing.where = ""
     comm = runtime_of(model).scheduler._comm
-    assert not comm.is_broken
-    with comm._locked():
+    assert not comm.watch.is_broken
+    with watch_of(comm)._locked():
         held.clear()
-        assert not comm.is_broken
-    assert eventually(lambda: comm.is_broken)
+        assert not comm.watch.is_broken
+    assert eventually(lambda: comm.watch.is_broken)
     _check_step(model, reference)
 
 
@@ -172,7 +173,7 @@ def _make() -> tuple[nn.Sequential, nn.Sequential]:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("owner", "name"), [(FlatParameters, "launch_gather"), (GradientBuffer, "launch_reduce")]
+    ("owner", "name"), [(FlatParameters, "launch_gather"), (Gradients, "launch_reduce")]
 )
 def test_an_error_between_two_launches_of_a_unit_waits_for_the_first(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str

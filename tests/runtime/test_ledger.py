@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardwise.comm.api import Work
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.schedule.events import Event, EventKind
-from shardwise.transport.api import Work
 
 UNITS = [*"abcdefgh", "before", "by hand", *(f"step {step}" for step in range(6))]
 

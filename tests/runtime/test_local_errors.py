@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from shardwise.host import peers, point_to_point, shared_memory, sums
+from shardwise.features import host_collectives
+from shardwise.hostccl import peers, point_to_point, shared_memory, sums
 from shardwise.runtime import scheduler, unit
-from shardwise.transport import host_collectives
-from shardwise.transport.health import monitor
-from shardwise.transport.health.monitor import Patience
+from shardwise.watch import monitor
+from shardwise.watch.monitor import Patience
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -32,6 +32,7 @@ from tests.runtime.one_process import (
     runtime_of,
     world_size,
 )
+from tests.watching import watch_of
 
 WIDTH = 128  # the tensors of a layer are read from memory, and its bias is sent inline
 
@@ -114,7 +115,7 @@ def _make(strategy: str) -> tuple[nn.Module, Any]:
     model.load_state_dict(reference.state_dict())
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     sw.fully_shard(model, units=nn.Linear, strategy=strategy, mesh=mesh)
-    runtime_of(model).scheduler._comm.patience = Patience(poll_seconds=0.02)
+    watch_of(runtime_of(model).scheduler._comm).patience = Patience(poll_seconds=0.02)
     return reference, model
 
 

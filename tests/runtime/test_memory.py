@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_a_deleted_model_frees_its_memory_without_the_cycle_collector() -> None:
         assert eventually(lambda: all(reference() is None for reference in watched)), watched
     finally:
         gc.enable()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("way", ["plain", "with offloaded activations"])
+def test_a_forward_without_backward_keeps_nothing_alive(way: str) -> None:
+    """In the first steps too, in which the engine watches tensors that autograd saves."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    sw.fully_shard(model, units=nn.Sequential)
+    runtime = weakref.ref(runtime_of(model))
+    output: list[weakref.ref[Tensor]] = []
+    act = model.get_submodule("1.1")
+    act.register_forward_hook(lambda _module, _inputs, out: output.append(weakref.ref(out)))
+    with sw.offload_activations(model) if way != "plain" else nullcontext():
+        model(torch.randn(2, 4)).sum()
+    del model
+    gc.collect()
+    assert eventually(lambda: output[0]() is None)  # tanh saves its output
+    assert eventually(lambda: runtime() is None)
 
 
 def _have_expired(memory: Iterable[StorageWeakRef]) -> bool:

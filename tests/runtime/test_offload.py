@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
+from shardwise.runtime.codecs import HostCodec
 from tests.covering import covered_first
 from tests.models import CASES, LIKE_OTHERS, Stack, build
 from tests.ranks import on_ranks
@@ -100,8 +101,9 @@ def test_an_exception_leaves_nothing_under_way() -> None:
     _loss(model, own_part(batch)).backward()
     for unit in runtime_of(model).units:
         for flat in unit.flats:
-            assert flat.offloader is not None
-            assert flat.offloader.staging.allocated_bytes == 0
+            assert isinstance(flat.codec, HostCodec)
+            assert flat.codec.offloader.staging.allocated_bytes == 0
+    assert runtime_of(model).pools.of_gradients.allocated_bytes == 0
     for optimizer in optimizers:
         optimizer.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):

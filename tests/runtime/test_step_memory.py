@@ -15,20 +15,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import communicator
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.certificate import memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.hostccl.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.events import EventKind
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import communicator
-from shardwise.transport.host_collectives import HostCollectives
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of, runtime_of, world_size
@@ -220,7 +222,8 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
 def _pools_of(runtime: Runtime) -> list[Pool]:
     """All pools of a step, on the device and on the host."""
     flats = [flat for unit in runtime.units for flat in unit.flats]
-    staging = {id(flat.offloader): flat.offloader.staging for flat in flats if flat.offloader}
+    hosts = [flat.codec.offloader for flat in flats if isinstance(flat.codec, HostCodec)]
+    staging = {id(one): one.staging for one in hosts}
     return [*runtime.pools, *staging.values()]
 
 
@@ -263,7 +266,7 @@ def _live_bytes(runtime: Runtime) -> int:
     for start, num_bytes in _in_common(runtime.pools.gathered):
         for address in [one for one in live if start <= one < start + num_bytes]:
             del live[address]
-    buffers = [flat.buffer for unit in runtime.scheduler.units for flat in unit.flats]
+    buffers = [flat.codec.buffer for unit in runtime.scheduler.units for flat in unit.flats]
     in_buffers = sum(
         one.flat.nbytes
         for one in buffers
@@ -280,7 +283,7 @@ def _has_memory(kind: type) -> bool:
 
 def _in_common(pool: Pool) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of its mapped shared memory."""
-    if pool.shared is not None:
+    if isinstance(pool.shared, SharedMemory):
         opened = [one[1] for one in list(pool.shared._opened.values())]  # a thread changes it
         for memory in (*pool.shared._own.values(), *opened):
             yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.blockwise import Blocks
+from shardwise.comm.communicator import communicator
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.communicator import communicator
 from tests.covering import covered_first
 from tests.lossless import lossless_wires
 from tests.models import WIDTH, Block

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from shardwise.plan.layout import ParameterSpec, lay_out
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import PRESETS
 from shardwise.plan.units import UnitPlan
@@ -47,7 +48,7 @@ def make_units(
             layouts=(lay_out(parameters, 2),) if parameters else (),
             parent=parent,
             has_child_units=i in parents,
-            reshard=is_resharded,
+            options=UnitOptions(is_resharded, world_size=2),
         )
         units.append(unit)
     return tuple(units)

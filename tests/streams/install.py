@@ -23,16 +23,18 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task
-from shardwise.runtime import memory as runtime_memory
-from shardwise.runtime.memory import Pool
-from shardwise.transport import (
+from shardwise.comm import (
     communicator,
-    device as transport_device,
+    device as comm_device,
+    groups,
     process_group,
     registered_memory,
 )
-from shardwise.transport.health.monitor import Patience
-from shardwise.transport.process_group import ProcessGroupCollectives
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.runtime import memory as runtime_memory
+from shardwise.runtime.memory import Pool
+from shardwise.watch import ranks
+from shardwise.watch.monitor import Patience
 from tests.streams.clock import Event, Stream
 from tests.streams.memory import HOST, PINNED, Place
 from tests.streams.raw import poison_bytes
@@ -198,12 +200,12 @@ def simulated(
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         _install_tensors(installed, patch)
-        _install_transport(installed, patch, exchanges=exchanges)
+        _install_comm(installed, patch, exchanges=exchanges)
         if patience is None:
-            patch.setattr(communicator, "Monitor", _Monitor)
-            patch.setattr(communicator, "connect_to_store", lambda _patience: None)
+            patch.setattr(ranks, "Monitor", _Monitor)
+            patch.setattr(ranks, "connect_to_store", lambda _patience: None)
         else:
-            patch.setattr(communicator, "usual_patience", lambda: patience)
+            patch.setattr(ranks, "usual_patience", lambda: patience)
         if simulation.is_late:
             _poison_pools(patch)
         stack.callback(simulation.memory.close)
@@ -255,7 +257,7 @@ def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, installed.factory(getattr(torch, name)))
 
 
-def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges: bool) -> None:
+def _install_comm(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges: bool) -> None:
     simulation = installed.simulation
 
     def new_group(ranks: Any, *args: Any, without_kernels: bool = False) -> StrictGroup:
@@ -293,13 +295,13 @@ def _install_transport(installed: Simulated, patch: pytest.MonkeyPatch, *, excha
     patch.setattr(runtime_memory, "_allocate", allocate)
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(runtime_memory, "_resize", installed.resize)
-    patch.setattr(transport_device, "torch", torch_on(installed))
-    patch.setattr(transport_device, "_used_streams", {})
+    patch.setattr(comm_device, "torch", torch_on(installed))
+    patch.setattr(comm_device, "_used_streams", {})
     # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
-    patch.setattr(process_group, "new_registered_group", new_group)
-    patch.setattr(process_group, "new_nccl_group", new_group)
-    patch.setattr(process_group, "dist", _Distributed())
+    patch.setattr(groups, "new_registered_group", new_group)
+    patch.setattr(groups, "new_nccl_group", new_group)
+    patch.setattr(groups, "dist", _Distributed())
     for module in (process_group, registered_memory):
         patch.setattr(module, "tensor_allocator", tensor_allocator)
     patch.setattr(registered_memory, "has_symmetric_memory", lambda *_: True)
@@ -351,7 +353,7 @@ class _Distributed:
 
 
 def torch_on(installed: Simulated) -> Any:
-    """Return the `torch` that `transport.device` uses."""
+    """Return the `torch` that `comm.device` uses."""
     simulation = installed.simulation
 
     def new_stream(device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG001

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.registered_memory import MemoryKind
 from tests.fuzz.optimizers import make_optimizer
 from tests.runtime.one_process import adamw, assert_equal_models, own_part
 from tests.streams.install import simulated

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.transport.health.monitor import Patience
+from shardwise.watch.monitor import Patience
 from tests.fuzz.compare import Comparison, Report, prepared, warm_up
 from tests.fuzz.programs import Case
 from tests.fuzz.verdict import DEADLINE_SECONDS

@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import device as transport_device, process_group
+from shardwise.comm.api import RankGroup
+from shardwise.comm.device import DeviceStream, DeviceWork
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.features import activation_offload
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
+from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
@@ -24,11 +30,6 @@ from shardwise.schedule.events import EventKind
 from shardwise.schedule.memory import MemoryPlacement
 from shardwise.tensor import reductions
 from shardwise.tensor.sharding import local_of
-from shardwise.transport import device as transport_device, process_group
-from shardwise.transport.api import RankGroup
-from shardwise.transport.device import DeviceStream, DeviceWork
-from shardwise.transport.process_group import ProcessGroupCollectives
-from shardwise.transport.registered_memory import MemoryKind
 from tests.streams.clock import Event, Stream
 from tests.streams.programs import DEVICE, Program
 from tests.streams.simulation import Problem, Simulation
@@ -165,7 +166,7 @@ def shard_is_copied_on_another_stream(simulation: Simulation) -> Any:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, to: on_stream(side)(original(self, to))
 
-    return patched(FlatParameters, "_copy_shard", wrap)
+    return patched(RunCodec, "fill", wrap)
 
 
 def chunks_are_unpacked_at_once(_simulation: Simulation) -> Any:
@@ -184,18 +185,18 @@ def reduction_is_not_awaited(_simulation: Simulation) -> Any:
 
 
 def buffer_is_released_at_reduce(_simulation: Simulation) -> Any:
-    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._close()))
+    return patched(Gradients, "launch_reduce", then(lambda buffer: buffer._close()))
 
 
 def scratch_is_freed_at_reduce(_simulation: Simulation) -> Any:
-    return patched(GradientBuffer, "launch_reduce", then(lambda buffer: buffer._free_scratch()))
+    return patched(Gradients, "launch_reduce", then(lambda buffer: buffer._free_scratch()))
 
 
 def gradient_is_written_after_reduce(_simulation: Simulation) -> Any:
-    def write(buffer: GradientBuffer) -> None:
+    def write(buffer: Gradients) -> None:
         buffer._buffer.views[0].add_(1)
 
-    return patched(GradientBuffer, "launch_reduce", then(write))
+    return patched(Gradients, "launch_reduce", then(write))
 
 
 def gradients_are_allocated_on_another_stream(simulation: Simulation) -> Any:
@@ -283,7 +284,7 @@ def sum_is_at_the_first_slot(_simulation: Simulation) -> Any:
 
         return launch
 
-    return patched(GradientBuffer, "launch_reduce", wrap)
+    return patched(Gradients, "launch_reduce", wrap)
 
 
 def norms_are_not_awaited(_simulation: Simulation) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
-from shardwise.transport.health.monitor import Patience
+from shardwise.watch.monitor import Patience
 from tests import ranks
 from tests.covering import leaving
 from tests.logged import logged
@@ -29,6 +29,7 @@ from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
 from tests.waiting import eventually
+from tests.watching import watch_of
 
 PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.5)
 DEADLINE = 120.0
@@ -113,7 +114,8 @@ def assert_same(text: str) -> None:
 
 def epochs(run: Training) -> set[int]:
     scheduler = runtime_of(run.model).scheduler
-    return {queue._epoch for queue in (scheduler._comm.gather, scheduler._comm.reduce)}  # type: ignore[union-attr]
+    queues: list[Any] = [scheduler._comm.gather, scheduler._comm.reduce]
+    return {queue._epoch for queue in queues}
 
 
 @on_ranks(2, thorough=(4,), deadline=DEADLINE)
@@ -255,7 +257,7 @@ def test_a_rank_that_raises_while_no_host_waits() -> None:
             if dist.get_rank() == LAST:
                 raise ValueError("it hurts")
             comm.gather.all_gather(torch.zeros(2, device=DEVICE), comm.world, "gather nothing")
-            while not comm.is_broken:
+            while not comm.watch.is_broken:
                 time.sleep(0.01)
 
         handle = run.optimizers[1].register_step_post_hook(act)
@@ -284,7 +286,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
             finally:
                 over.touch()
                 os.kill(pids[LAST], signal.SIGCONT)
-            monitor: Any = runtime_of(run.model).scheduler._comm._monitor
+            monitor: Any = watch_of(runtime_of(run.model).scheduler._comm)._monitor
             assert eventually(lambda: not monitor._silence())
         else:
             text = run.error(sw.PeerSilent, before_backward=wait_to_be_stopped)

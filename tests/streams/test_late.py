@@ -7,12 +7,22 @@ when it is allocated and when it is freed.
 from itertools import product
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.covering import cover, pairwise
 from tests.ranks import on_ranks, run_on
-from tests.streams.programs import Program, assert_trains_as_in_one_process, digest_of_training
+from tests.streams.install import simulated
+from tests.streams.models import build
+from tests.streams.programs import (
+    DEVICE,
+    Program,
+    assert_trains_as_in_one_process,
+    digest_of_training,
+)
+from tests.streams.simulation import Problem, Simulation
 
 MODELS = (
     "stack",
@@ -57,6 +67,22 @@ def test_late_streams_on_a_permuted_mesh(strategy: str) -> None:
 @pytest.mark.parametrize("granularity", ["dim", pytest.param("row", marks=pytest.mark.thorough)])
 def test_late_streams_with_other_granularities(granularity: str) -> None:
     assert_trains_as_in_one_process(Program("stack", granularity=granularity))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("offload", ["all", "copies"])
+def test_shards_on_the_host_have_what_gathered_has_written_back(offload: str) -> None:
+    simulation, model = Simulation(is_late=True), build("stack")
+    with simulated(simulation):
+        simulation.current_device = DEVICE.index
+        Program("stack", offload=offload).shard(model.to(DEVICE))
+        with sw.gathered(model, write_back=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2.0)
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            assert bool((parameter.to_local() == 2.0).all())
+    assert not [one for one in simulation.found if one.problem is not Problem.SYNC]
 
 
 @on_ranks(2, thorough=(3,))

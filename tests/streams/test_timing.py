@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import device as transport_device
 from shardwise.diagnose import record
 from shardwise.diagnose.recording import read_recording
 from shardwise.errors import StepError
-from shardwise.transport import device as transport_device
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build
 from tests.streams.programs import DEVICE

@@ -2,9 +2,9 @@
 
 from unittest import mock
 
+from shardwise.comm.api import CollectiveId, RankGroup, Work
 from shardwise.plan.axes import AxisBytes
 from shardwise.tensor.mesh import DataParallelMesh, _Nearby
-from shardwise.transport.api import CollectiveId, RankGroup, Work
 
 
 def test_no_step_counts_the_ranks_of_a_group() -> None:

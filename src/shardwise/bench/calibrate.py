@@ -26,6 +26,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
+from shardwise.comm.device import num_local_accelerators, wait_for_device
 from shardwise.diagnose.measured import transfer_seconds
 from shardwise.diagnose.recorded_steps import recorded_event
 from shardwise.forecast.calibrated import VERSION, Calibration, Curve, RanksCalibration, Rate
@@ -35,7 +36,6 @@ from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, Shape
-from shardwise.transport.device import num_local_accelerators, wait_for_device
 
 if TYPE_CHECKING:
     from shardwise.diagnose.recording import RecordedEvent

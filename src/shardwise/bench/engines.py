@@ -15,6 +15,7 @@ from shardwise.bench import baselines
 from shardwise.bench.options import BenchOptions, check_choices
 from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work, fused_adamw
 from shardwise.errors import ConfigError
+from shardwise.plan.strategy import resolve_strategy
 from shardwise.tensor.mesh import Communicators
 
 __all__ = [
@@ -76,7 +77,7 @@ class Ours:
 
     @property
     def is_hybrid(self) -> bool:
-        return self.strategy in {"hsdp", "hfsdp"}
+        return resolve_strategy(self.strategy).num_axes > 1
 
     def __call__(self, work: Work) -> TrainedModel:
         half = torch.bfloat16

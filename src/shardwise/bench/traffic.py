@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise._private import TorchDispatchMode, pytree
+from shardwise.comm.communicator import Collectives, communicator
+from shardwise.comm.device import CommStream, ThreadStream
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.communicator import Collectives, communicator
-from shardwise.transport.device import CommStream, ThreadStream
 
 __all__ = ["Traffic", "watch_traffic"]
 

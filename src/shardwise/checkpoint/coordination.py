@@ -12,24 +12,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise.checkpoint.slices import HostCopies
-from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.reductions import across
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import (
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import (
     POLL_SECONDS,
     Communicator,
     communicator,
     make_collectives,
 )
+from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.reductions import across
 
 __all__ = ["Coordinator", "coordinator_of", "warning_of_absent_ranks"]
 
 PATIENCE_SECONDS = 15.0
 
 _CPU = torch.device("cpu")
-# Coordinators by process group, as in `transport.communicator`, or by model in a single process.
+# Coordinators by process group, as in `comm.communicator`, or by model in a single process.
 _coordinators: "weakref.WeakKeyDictionary[object, Coordinator]" = weakref.WeakKeyDictionary()
 
 
@@ -171,7 +172,7 @@ class Coordinator:
     def _wait(self, work: Work) -> None:
         while not work.wait(POLL_SECONDS):
             if self._guard is not None:
-                self._guard.check_peers()
+                self._guard.watch.check_peers()
         if work.error is not None:
             raise work.error
 

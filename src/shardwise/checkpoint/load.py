@@ -28,9 +28,9 @@ from shardwise.checkpoint.matching import (
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_checkpoint
 from shardwise.checkpoint.slices import TensorSlice, assign_slice, slice_to_read
 from shardwise.checkpoint.stores import folder_at
+from shardwise.comm.device import wait_for_device
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import normal_tensors
-from shardwise.transport.device import wait_for_device
 
 __all__ = ["Loaded", "load"]
 

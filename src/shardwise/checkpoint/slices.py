@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise._private import is_strided_shard
 from shardwise.checkpoint.checksums import BLOCK_BYTES
+from shardwise.comm.device import wait_for_device
 from shardwise.plan.chunks import chunk_of
 from shardwise.plan.layout import Run
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import OwnPart, own_part_of
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import wait_for_device
 
 __all__ = [
     "HostCopies",

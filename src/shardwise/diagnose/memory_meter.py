@@ -10,12 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks
+from shardwise.comm.device import allocated_bytes, is_accelerator
 from shardwise.diagnose.recording import HeldBytes
 from shardwise.features.activation_offload import Unmoved, storage_of, unpack
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import allocated_bytes, is_accelerator
 
 __all__ = ["MemoryMeter"]
 
@@ -40,7 +40,7 @@ class MemoryMeter:
         self._shard_bytes = self._bytes_of(*shards) + copies
         self._buffer_bytes = self._bytes_of(*model.buffers())
         self._optimizer_bytes = 0
-        views = [view for flat in self._flats for view in flat.views[:1]]
+        views = [view for flat in self._flats for view in flat.codec.buffer.views[:1]]
         parameters = [local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()]
         self._saved: SavedTensors | None = None
         if not is_accelerator(self._device):
@@ -88,7 +88,7 @@ class MemoryMeter:
     def _gradient_bytes_of(self, flat: FlatParameters) -> int:
         if flat.gradients is None:
             return 0
-        current = flat.gradients.shard.current
+        current = flat.gradients.kept_memory
         if current is not None:
             return self._bytes_of(current)
         # The gradients of all parameters share one storage, unless the user set some of them.
@@ -132,4 +132,4 @@ class SavedTensors:
         if identity not in self._excluded and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False
-        return Unmoved(tensor, tensor._version)
+        return Unmoved(tensor.detach(), tensor._version)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import device_of, is_accelerator, name_of
 from shardwise.diagnose.clocks import measure_clock_offset
 from shardwise.diagnose.memory_meter import MemoryMeter
 from shardwise.diagnose.recorded_steps import EndedSpan, EndedStep
@@ -29,7 +30,6 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import COMPUTE
-from shardwise.transport.device import device_of, is_accelerator, name_of
 
 __all__ = ["DefaultSteps", "Recorder", "record"]
 

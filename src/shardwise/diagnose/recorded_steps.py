@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import SupportsFloat
 
+from shardwise.comm.device import Device
 from shardwise.diagnose.recording import (
     HeldBytes,
     Line,
@@ -15,7 +16,6 @@ from shardwise.diagnose.recording import (
 )
 from shardwise.runtime.ledger import Record, is_timed
 from shardwise.schedule.events import WAITS
-from shardwise.transport.device import Device
 
 __all__ = ["EndedSpan", "EndedStep", "recorded_event"]
 

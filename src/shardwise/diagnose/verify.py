@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
+from shardwise.comm.device import num_local_accelerators, own_device
 from shardwise.diagnose.batches import cut_batches
 from shardwise.diagnose.compare import Judge
 from shardwise.diagnose.engines import Engine, set_up
@@ -32,7 +33,6 @@ from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
-from shardwise.transport.device import num_local_accelerators, own_device
 
 __all__ = ["resolve_strategies", "verify"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.comm.device import DeviceStream, DeviceWork, is_accelerator
 from shardwise.errors import StepError
 from shardwise.runtime.module import runtime_of_root
-from shardwise.transport.device import DeviceStream, DeviceWork, is_accelerator
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
@@ -58,9 +58,8 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         StepError: in backward, if a tensor that was not moved has been changed in place since.
     """
     runtime = runtime_of_root(model)
-    buffers = {
-        storage_of(view) for unit in runtime.units for flat in unit.flats for view in flat.views[:1]
-    }
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    buffers = {storage_of(view) for flat in flats for view in flat.codec.buffer.views[:1]}
     if runtime not in _streams:
         device = runtime.pools.device
         _streams[runtime] = DeviceStream(device), DeviceStream(device)
@@ -70,7 +69,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
         small = tensor.numel() * tensor.element_size() < _MIN_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
         if small or not moves or storage_of(tensor) in buffers:
-            return Unmoved(tensor, tensor._version)
+            return Unmoved(tensor.detach(), tensor._version)
         return mover.move(tensor)
 
     with saved_tensors_hooks(pack, unpack):

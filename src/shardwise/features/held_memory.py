@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import allocated_bytes, is_accelerator, num_allocation_failures
 from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools
@@ -19,7 +20,6 @@ from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.observer import MemoryNotes
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import allocated_bytes, is_accelerator, num_allocation_failures
 
 __all__ = ["HeldMemory", "is_out_of_memory"]
 
@@ -92,12 +92,11 @@ class HeldMemory(MemoryNotes):
         root, pools = self._root(), self._pools
         sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
         flats = [flat for unit in self._units for flat in unit.flats]
-        extended = (p.local for flat in flats if flat.layout.is_extended for p in flat.parameters)
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
         idle = sum(pool.held_bytes - pool.allocated_bytes for pool in pools)
         return {
-            "shards": self._here((*(flat.shard for flat in flats), *extended)),
+            "shards": self._here(one for flat in flats for one in flat.codec.stored()),
             "gathered units": gathered_bytes,
             "gradients before reduction": whole,
             "gradients": self._here(

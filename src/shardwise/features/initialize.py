@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import OpOverload, TorchDispatchMode
+from shardwise.comm.device import random_states, seed_generators, set_random_states
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
@@ -30,7 +31,6 @@ from shardwise.runtime.checks import check_initialized, checksum
 from shardwise.runtime.memory import Pool
 from shardwise.tensor.operations import draws, written_tensors
 from shardwise.tensor.sharding import sharding_of
-from shardwise.transport.device import random_states, seed_generators, set_random_states
 
 __all__ = ["Initialization", "Materializer", "initialize", "innermost_unit"]
 

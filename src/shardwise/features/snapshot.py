@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.comm.device import random_states, set_random_states
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["AccumulationSnapshot", "ModelSnapshot", "OptimizerSnapshot"]
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.communicator import Communicator, communicator
+from shardwise.comm.device import wait_for_device
 from shardwise.errors import PeerAborted, PlanError, StepError
 from shardwise.features.snapshot import AccumulationSnapshot, ModelSnapshot, OptimizerSnapshot
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.transport.communicator import Communicator, communicator
-from shardwise.transport.device import wait_for_device
 
 __all__ = ["transaction"]
 
@@ -108,7 +108,7 @@ class _Step:
         self._scheduler = runtime.scheduler
         self._device = runtime.pools.device
         self._comm: Communicator = communicator(runtime.mesh.world, self._device)
-        self._epoch = self._comm.epoch
+        self._epoch = self._comm.watch.epoch
         self._model: ModelSnapshot | None = None
         self._accumulated: AccumulationSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
@@ -128,8 +128,8 @@ class _Step:
     def end(self) -> None:
         """Return when every rank has reached the end of its step."""
         self._check_parameters()
-        was_caught = self._comm.is_broken or self._comm.epoch != self._epoch
-        self._comm.raise_found()  # a device's errors that nothing has waited for
+        was_caught = self._comm.watch.is_broken or self._comm.watch.epoch != self._epoch
+        self._comm.watch.raise_found()  # a device's errors that nothing has waited for
         if was_caught:
             raise StepError(
                 "an exception that other ranks know of was caught inside the transaction, so they "
@@ -151,7 +151,7 @@ class _Step:
         # can, because before an optimizer's step a rank has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
         has_stepped = has_stepped and not self._scheduler.steps_in_backward
-        if has_stepped and not self._comm.is_monitored and not self._has_voted:
+        if has_stepped and not self._comm.watch.is_active and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
 
@@ -197,7 +197,7 @@ class _Step:
                 self.is_decided = not votes.any()
             raise
         against = votes.nonzero().flatten().tolist()
-        comm.raise_found()  # on a device, the host has waited only now
+        comm.watch.raise_found()  # on a device, the host has waited only now
         if against:
             raise PeerAborted(f"rank {against[0]} raised in this step; its output has the error")
         self.is_decided = True

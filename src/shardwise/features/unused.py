@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shardwise.comm.communicator import Communicator
 from shardwise.errors import StepError
-from shardwise.runtime.gradient_shards import GradientShard
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.ledger import count_sent
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
-from shardwise.transport.communicator import Communicator
 
 __all__ = [
     "UNUSED",
@@ -34,12 +34,12 @@ UNUSED: tuple[str, ...] = get_args(Unused)
 _MAX_SHOWN = 20
 
 
-def gradients_of(units: Iterable[Unit]) -> list[GradientShard]:
-    """The gradient shards of all layouts of ``units``."""
-    return [gradients.shard for unit in units for gradients in unit.gradients]
+def gradients_of(units: Iterable[Unit]) -> list[Gradients]:
+    """The gradients of all layouts of ``units``."""
+    return [gradients for unit in units for gradients in unit.gradients]
 
 
-def settle(gradients: Iterable[GradientShard], used_anywhere: Iterable[bool]) -> None:
+def settle(gradients: Iterable[Gradients], used_anywhere: Iterable[bool]) -> None:
     """Finish ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:

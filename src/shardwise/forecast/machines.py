@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.comm.device import name_of
 from shardwise.errors import ConfigError
 from shardwise.forecast.calibrated import (
     VERSION,
@@ -16,7 +17,6 @@ from shardwise.forecast.calibrated import (
 )
 from shardwise.forecast.hardware import Cluster, accelerator_of_device, parse_cluster
 from shardwise.forecast.machine import Machine
-from shardwise.transport.device import name_of
 
 __all__ = ["local_machine", "machine_of", "typical_cpu"]
 

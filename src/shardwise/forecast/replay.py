@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, ScheduledUnit, Sequencer
 

@@ -5,6 +5,7 @@ They equal the ledger's counter (`Ledger.sent_bytes`) and that of ranks on CPUs
 other rank of the group. On a ring of GPUs, each rank sends the same number of bytes.
 """
 
+from shardwise.comm.api import all_reduce_bytes
 from shardwise.forecast.wires import reduced_bytes, row_of
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout
@@ -12,7 +13,6 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
-from shardwise.transport.host_collectives import all_reduce_bytes
 
 __all__ = ["sent_bytes"]
 

@@ -1,4 +1,4 @@
-"""Bytes that quantized wires send, and their scratch memory, as in `transport.quantized`.
+"""Bytes that quantized wires send, and their scratch memory, as in `comm.quantized`.
 
 A hop holds the codes that it sends and receives, decodes one row after another into a sum, and
 encodes and decodes a limited number of elements at a time (`Blocks.scratch_bytes`).

@@ -36,7 +36,7 @@ class EvalPrecision:
             policies, self._in_training = self._in_training, {}
         else:
             units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-            self._in_training = {unit: handle_of(unit).choice.precision for unit in units}
+            self._in_training = {unit: handle_of(unit).options.precision for unit in units}
             policies = {
                 unit: MixedPrecisionPolicy(master_dtype=policy.master_dtype)
                 for unit, policy in self._in_training.items()
@@ -50,8 +50,8 @@ def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPo
     runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
     for module, policy in policies.items():
         handle = handle_of(module)
-        choice = replace(handle.choice, precision=policy)
-        module.__dict__[HANDLE] = replace(handle, choice=choice)
+        options = replace(handle.options, precision=policy)
+        module.__dict__[HANDLE] = replace(handle, options=options)
     runtime.scheduler.prepare_conversion()
     with keeping_gradients(root):
         runtime.request.apply(root)

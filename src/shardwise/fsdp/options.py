@@ -13,12 +13,12 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise._private import mesh_without_groups
 from shardwise._warnings import warn_caller
+from shardwise.comm.groups import accelerator_type
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
-from shardwise.transport.process_group import accelerator_type
 
 __all__ = [
     "FSDP1_STRATEGIES",

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._private import ShardMetadata, TorchShardedTensor, new_sharded_tensor
+from shardwise.comm.groups import backend_of, rank_device
 from shardwise.errors import PlanError
 from shardwise.fsdp.collectives import join_parts
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding
-from shardwise.transport.process_group import backend_of, rank_device
 
 __all__ = ["TorchShardedTensor", "in_chunks", "part_of", "shard_group"]
 

@@ -15,12 +15,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shardwise.comm.device import num_local_accelerators
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.failure import first_failure
 from shardwise.launch.orphans import end_with_launcher
 from shardwise.launch.world import World, join_world
-from shardwise.transport.device import num_local_accelerators
 
 __all__ = ["check_num_ranks", "run_on_local_ranks"]
 

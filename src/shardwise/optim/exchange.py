@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import Collectives, Communicator, communicator
 from shardwise.optim.matrices import Matrices
 from shardwise.optim.ownership import Flow, Job, OwnedJobs, between
 from shardwise.plan.axes import AxisBytes
 from shardwise.runtime.ledger import count_sent
 from shardwise.tensor.sharding import Sharding, sharding_of
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import Collectives, Communicator, communicator
 
 __all__ = ["MatrixExchange", "Member", "Steps"]
 
@@ -133,11 +133,11 @@ class MatrixExchange:
             yield
             self._step_alone(indices, steps)
             return
-        comm.recover()
+        comm.watch.recover()
         try:
             yield from self._step_with_others(self._batched(indices), steps, comm)
         except BaseException as error:
-            comm.abort(error)
+            comm.watch.abort(error)
             raise
 
     def _batched(self, indices: Sequence[int]) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.comm.communicator import Communicator
 from shardwise.errors import PlanError, StepError
 from shardwise.features.unused import (
     Unused,
@@ -33,7 +34,6 @@ from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import sharding_of
-from shardwise.transport.communicator import Communicator
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
 

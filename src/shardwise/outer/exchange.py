@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.transport.process_group import backends_of
+from shardwise.comm.groups import backends_of
 
 __all__ = ["Decision", "Exchange", "GroupExchange", "Progress"]
 

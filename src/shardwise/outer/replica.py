@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise import parts  # noqa: F401 - the engine uses them
+from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of, sharding_of
-from shardwise.transport.communicator import communicator
 
 __all__ = [
     "ANCHOR",

@@ -1,6 +1,6 @@
 """The plan of one model on one mesh, made before anything runs: units, layouts, strategy."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -8,15 +8,15 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.plan.granularity import Granularities
 from shardwise.plan.layout import ParameterSpec
-from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwise.plan.spelling import divisors
-from shardwise.plan.strategy import Level, Strategy, resolve_strategy
-from shardwise.plan.units import UnitOptions, UnitPlan, plan_units
+from shardwise.plan.strategy import Strategy, resolve_strategy
+from shardwise.plan.units import UnitPlan, plan_units
 from shardwise.plan.wire import UNQUANTIZED, Wire
 
-__all__ = ["Plan", "UnitChoice", "UnitRanks", "UnitSettings", "make_plan"]
+__all__ = ["Plan", "make_plan"]
 
 # Unit size for strategies that gather nothing: the size of DDP's gradient buckets.
 BUCKET_BYTES = 25 << 20
@@ -92,52 +92,6 @@ def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRanks:
-    """The strategy and the ranks of a unit, with the fields of `Plan`."""
-
-    strategy: Strategy
-    world_size: int
-    replicas: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnitChoice:
-    """The options that a user may choose for a single unit."""
-
-    reshard_after_forward: bool | int | None = None
-    precision: MixedPrecisionPolicy = DEFAULT_PRECISION
-    offload: OffloadPolicy = NO_OFFLOAD
-    wire: Wire = UNQUANTIZED
-    ranks: UnitRanks | None = None  # None: those of the model around it
-
-
-@dataclass(slots=True)
-class UnitSettings:
-    """The options of a unit that a user may change at any time.
-
-    The module stores them, because sharding the module around it creates a new unit.
-    """
-
-    reshard_after_forward: bool | None = None  # None: as planned
-    # False: only after a backward that reduces its gradients, because an optimizer may step then.
-    reshard_after_backward: bool = True
-    reduce_grads: bool = True  # False: accumulate gradients, and reduce them in a later backward
-    all_reduce_grads: bool = True  # False: reduce over the outer axis in a later backward
-    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
-    only_sums: bool = False  # divide the sums in a separate pass, not in the backend
-    collective_memory: str = "own"  # a `MemoryKind`; the same for all units of a model
-    # Replaces the collective that reduces gradients: called as hook(gradients), to be reduced in
-    # place, or, where parameters are sharded, as hook(gradients, shard). Gradients are undivided.
-    reduce_hook: Callable[..., None] | None = None
-    reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
-
-    @property
-    def reduces_fully(self) -> bool:
-        """Whether every backward reduces the unit's gradients completely."""
-        return self.reduce_grads and self.all_reduce_grads
-
-
 def make_plan(
     root: nn.Module,
     *,
@@ -151,7 +105,7 @@ def make_plan(
     precision: MixedPrecisionPolicy = DEFAULT_PRECISION,
     offload: OffloadPolicy = NO_OFFLOAD,
     wire: Wire = UNQUANTIZED,
-    manual: Mapping[str, UnitChoice] | None = None,
+    manual: Mapping[str, UnitOptions] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
 ) -> Plan:
@@ -164,7 +118,7 @@ def make_plan(
         root: the model.
         world_size: number of ranks to shard over.
         replicas: size of the outer axis, which replicates the shards or shards them again.
-        manual: more units, by name, each with its own choices.
+        manual: more units, by name, each with its own options.
         settled: the specs of parameters that were sharded before, by name.
         ignored: names of parameters that are not sharded.
 
@@ -174,57 +128,22 @@ def make_plan(
     strategy = resolve_strategy(strategy)
     if units is None and not strategy.shards and not manual:
         units = BUCKET_BYTES // max((p.dtype.itemsize for p in root.parameters()), default=1)
-    own = UnitChoice(reshard_after_forward, precision, offload, wire)
-    choices = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
-    ranks = UnitRanks(strategy, world_size, replicas)
+    own = UnitOptions(reshard_after_forward, precision, offload, wire)
+    chosen = dict.fromkeys(choose_units(root, units), own) | dict(manual or {})
+    elsewhere = {name for name, one in chosen.items() if one.world_size}
     options = {
-        name: _options(name, choices[name], ranks)
+        name: chosen[name]
+        if name in elsewhere
+        else chosen[name].over(strategy, world_size, replicas)
         for name, _ in root.named_modules()
-        if name in choices
+        if name in chosen
     }
+    for name, one in options.items():
+        one.check(name or "root")
     return Plan(
-        units=plan_units(root, options, world_size, granularity, settled, ignored),
+        units=plan_units(root, options, granularity, settled, ignored, elsewhere),
         strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,
         replicas=replicas,
     )
-
-
-def _options(name: str, choice: UnitChoice, model_ranks: UnitRanks) -> UnitOptions:
-    ranks = choice.ranks or model_ranks
-    strategy, world_size, replicas = ranks.strategy, ranks.world_size, ranks.replicas
-    is_cut = strategy.inner is Level.PARAMETERS
-    after = choice.reshard_after_forward
-    reshard = is_cut and bool(name) if after is None else bool(after)
-    subgroup = 0
-    if isinstance(after, int) and not isinstance(after, bool):
-        _check_subgroup(name, after, strategy, world_size)
-        reshard = after > 1  # a subgroup of one rank keeps the whole unit
-        subgroup = after if 1 < after < world_size else 0
-    two_level = is_cut and strategy.is_two_level and replicas > 1
-    row = world_size // replicas if strategy.is_two_level else world_size
-    choice.wire.check_hosts(name or "root", row if row > 1 else replicas)
-    return UnitOptions(
-        reshard=reshard,
-        subgroup=world_size // replicas if two_level else subgroup,
-        two_level_gather=two_level,
-        num_shards=None if choice.ranks is None else world_size,
-        holds_gradients=strategy.inner is Level.OPTIMIZER,
-        precision=choice.precision,
-        offload=choice.offload if isinstance(choice.offload, CPUOffloadPolicy) else None,
-        wire=choice.wire,
-    )
-
-
-def _check_subgroup(name: str, size: int, strategy: Strategy, world_size: int) -> None:
-    if strategy.is_two_level or strategy.inner is not Level.PARAMETERS:
-        raise PlanError(
-            f"{name or 'root'}: reshard_after_forward={size}: {strategy} does not shard "
-            "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
-        )
-    if size < 1 or world_size % size:
-        raise PlanError(
-            f"{name or 'root'}: reshard_after_forward={size}: expected a number that divides the "
-            f"{world_size} ranks of the shard axis: {divisors(world_size)}"
-        )

@@ -17,11 +17,10 @@ from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
 from shardwise.plan.granularity import Dim, Granularities, Granularizer
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
-from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.plan.options import UnitOptions
+from shardwise.plan.wire import Wire
 
 __all__ = [
-    "UnitOptions",
     "UnitPlan",
     "keeps_its_class",
     "named_parameters",
@@ -30,21 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """The options of a unit that do not depend on its parameters."""
-
-    reshard: bool  # free it after forward, and gather it again for backward
-    subgroup: int = 0  # ranks among which it is gathered again; 0: all ranks that shard it
-    two_level_gather: bool = False  # forward also gathers in the subgroup, after one outer gather
-    num_shards: int | None = None  # None: as many as the model
-    holds_gradients: bool = False  # keep memory for unsharded gradients between steps
-    precision: MixedPrecisionPolicy = DEFAULT_PRECISION
-    offload: CPUOffloadPolicy | None = None  # keep shards and their gradients in host memory
-    wire: Wire = UNQUANTIZED
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPlan(UnitOptions):
+class UnitPlan:
     """A unit: its parameters and the flat buffers that hold them.
 
     Each dtype has a buffer for trainable and one for frozen parameters, so that frozen parameters
@@ -58,10 +43,47 @@ class UnitPlan(UnitOptions):
     layouts: tuple[Layout, ...]
     parent: int | None  # index of the innermost unit around it; None for the root
     has_child_units: bool
+    options: UnitOptions
+    has_own_ranks: bool = False  # they are not those of the model
 
     def __post_init__(self) -> None:
         laid_out = [extent.parameter for layout in self.layouts for extent in layout.extents]
         assert sorted(p.name for p in laid_out) == sorted(p.name for p in self.parameters)
+
+    @cached_property
+    def reshard(self) -> bool:
+        """Whether it is freed after forward, and gathered again for backward."""
+        return self.options.frees(is_root=not self.name)
+
+    @cached_property
+    def subgroup(self) -> int:
+        """The number of ranks among which it is gathered again; 0: all that shard it."""
+        return self.options.subgroup
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that shard it."""
+        return self.options.world_size
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether memory for unsharded gradients is kept between steps."""
+        return self.options.holds_gradients
+
+    @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        """How shards and their gradients are kept in host memory, if they are."""
+        return self.options.host
+
+    @property
+    def wire(self) -> Wire:
+        """How parameters and gradients are quantized for transfer."""
+        return self.options.wire
+
+    @cached_property
+    def two_level_gather(self) -> bool:
+        """Whether forward also gathers in the subgroup, after one outer gather."""
+        return self.options.two_level_gather
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -141,21 +163,21 @@ class UnitPlan(UnitOptions):
 def plan_units(
     root: nn.Module,
     options: Mapping[str, UnitOptions],
-    world_size: int,
     granularity: Granularities = "element",
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
+    elsewhere: Collection[str] = (),
 ) -> tuple[UnitPlan, ...]:
-    """Assign every parameter of ``root`` to a unit and lay the units out over ``world_size`` ranks.
+    """Assign every parameter of ``root`` to a unit, and lay the units out over their ranks.
 
     Args:
         root: the model; only names, shapes and dtypes are read, so it may be on the meta device.
-        options: the options of each unit by name, in module order.
-        world_size: number of ranks to shard over.
+        options: the options of each unit by name, in module order, with its ranks.
         granularity: where parameters may be cut.
         settled: the specs of parameters that were sharded before, by name. They keep their dtypes,
             their granularity unless it was "element", and their room for gradients.
         ignored: names of parameters that are not sharded.
+        elsewhere: names of units with other ranks than the model.
 
     Raises:
         PlanError: ``granularity`` is invalid or names no parameter.
@@ -197,10 +219,11 @@ def plan_units(
             name=name,
             label=name or root_label,
             parameters=tuple(specs),
-            layouts=_lay_out_by_kind(specs, options[name].num_shards or world_size, options[name]),
+            layouts=_lay_out_by_kind(specs, options[name]),
             parent=parents.get(name),
             has_child_units=index[name] in enclosing,
-            **vars(options[name]),
+            options=options[name],
+            has_own_ranks=name in elsewhere,
         )
         for name, specs in owned.items()
     )
@@ -269,9 +292,7 @@ def keeps_its_class(parameter: Tensor) -> bool:
     return any(hasattr(kind, name) for name in ("fsdp_pre_all_gather", "__tensor_flatten__"))
 
 
-def _lay_out_by_kind(
-    specs: Iterable[ParameterSpec], world_size: int, options: UnitOptions
-) -> tuple[Layout, ...]:
+def _lay_out_by_kind(specs: Iterable[ParameterSpec], options: UnitOptions) -> tuple[Layout, ...]:
     kinds: dict[tuple[str, Cast | None, bool, bool, bool], list[ParameterSpec]] = {}
     for spec in specs:
         in_chunks = isinstance(spec.granularity, Dim)
@@ -280,5 +301,5 @@ def _lay_out_by_kind(
     layouts: list[Layout] = []
     for (*_, in_chunks), of_kind in kinds.items():
         lay_out = lay_out_chunks if in_chunks else lay_out_in_buffers
-        layouts += lay_out(of_kind, world_size)
-    return tuple(replace(one, is_offloaded=options.offload is not None) for one in layouts)
+        layouts += lay_out(of_kind, options.world_size)
+    return tuple(replace(one, is_offloaded=options.host is not None) for one in layouts)

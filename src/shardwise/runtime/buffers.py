@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardwise._private import foreach_copy_, swap_storages
-from shardwise.host.shared_memory import SharedRange
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
@@ -46,6 +45,7 @@ class FlatBuffer:
         self._pool = pool
         self._memory: torch.UntypedStorage | None = None  # while acquired
         self._is_from_pool = True
+        self._slots: dict[int, Tensor] = {}  # by rank
         self._private: torch.UntypedStorage | None = None  # replaces shared memory
         names = [one.parameter.names for one in layout.extents]
         self._key = zlib.crc32(repr((names, suffix)).encode())
@@ -76,9 +76,11 @@ class FlatBuffer:
         return (self._storage,)
 
     def slot_of(self, rank: int) -> Tensor:
-        """The part [S] of ``flat`` that ``rank`` owns."""
-        size = self.layout.shard_elements
-        return self.flat[rank * size : (rank + 1) * size]
+        """The part [S] of ``flat`` that ``rank`` owns; the buffer must have memory."""
+        if rank not in self._slots:
+            size = self.layout.shard_elements
+            self._slots[rank] = self.flat[rank * size : (rank + 1) * size]
+        return self._slots[rank]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
         """Give the buffer memory with undefined content.
@@ -117,16 +119,13 @@ class FlatBuffer:
     def pack(self) -> None:
         """Does nothing: ``flat`` aliases the views."""
 
-    def shared_range(self) -> SharedRange | None:
-        """How ranks may gather the buffer in shared memory; None if they cannot."""
+    def shared_range(self) -> object:
+        """What ranks need to gather the buffer in shared memory; None if they cannot."""
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
-        return SharedRange(
-            *shared.locate(self._storage.data_ptr(), self._pool.acquired_keys),
-            lambda file, place: self._use_private(shared.open(file, place, num_bytes)),
-            lambda: self._use_private(self._pool.new_storage(num_bytes)),
-        )
+        address, in_use = self._storage.data_ptr(), self._pool.acquired_keys
+        return shared.range_at(address, num_bytes, in_use, self._use_private)
 
     def release(self) -> None:
         """Return the memory to where it came from."""
@@ -143,9 +142,11 @@ class FlatBuffer:
         self._pool.acquired_keys ^= self._key
         self._memory = None
 
-    def _use_private(self, memory: torch.UntypedStorage) -> None:
+    def _use_private(self, memory: torch.UntypedStorage | None) -> None:
         """Use ``memory`` until `release`, in place of the acquired memory, which is kept."""
         assert self._memory is not None
+        if memory is None:
+            memory = self._pool.new_storage(self.num_bytes)
         self._private = memory
         swap_memory(self._storage, self._memory)
         swap_memory(self._storage, memory)

@@ -2,7 +2,7 @@
 
 From a call to its all-gather: `FSDPModule.__call__` calls `Runtime.call`, which enters the unit in
 the `Scheduler`. It gets the events to perform from `schedule.sequencer`, and has the `Unit` launch
-the gather in a queue of `transport.communicator`.
+the gather in a queue of `comm.communicator`.
 """
 
 import weakref
@@ -15,12 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _private
+from shardwise.comm.api import RankGroup
+from shardwise.comm.communicator import Collectives, communicator
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.registered_memory import MemoryKind, check_memory
 from shardwise.errors import PlanError
-from shardwise.plan.plan import Plan, UnitChoice
+from shardwise.plan.options import UnitOptions
+from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import make_unit, move_buffers
+from shardwise.runtime.attach import move_buffers
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Allocator, Pools
@@ -29,13 +34,9 @@ from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import Unit, make_unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import RankGroup
-from shardwise.transport.communicator import Collectives, communicator
-from shardwise.transport.process_group import ProcessGroupCollectives
-from shardwise.transport.registered_memory import MemoryKind, check_memory
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
 
@@ -46,7 +47,7 @@ class Handle:
 
     runtime: "Runtime"
     index: int
-    choice: UnitChoice  # the user's options
+    options: UnitOptions  # what the user chose
 
     @property
     def unit(self) -> Unit:
@@ -125,7 +126,7 @@ class Runtime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the forward of a unit with its parameters gathered."""
-        scheduler, index, precision = self.scheduler, handle.index, handle.choice.precision
+        scheduler, index, precision = self.scheduler, handle.index, handle.options.precision
         task = hooks.current_task()
         if task != hooks.NO_TASK:
             scheduler.join_backward(task)

@@ -25,27 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.device import copy_
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.attach import put_sharded, stored_part_of
 from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharding import local_of
-from shardwise.transport.device import copy_
+from shardwise.tensor.sharding import Sharding, local_of
 
-__all__ = ["ExtendedBuffer"]
+__all__ = ["ExtensionCodec"]
 
 _NUM_ARGUMENTS = 5  # of fsdp_pre_all_gather; with one argument, it takes only the mesh
 
 
-class ExtendedBuffer:
-    """The gathered form of parameters of one dtype whose classes define what is gathered.
+class ExtensionCodec:
+    """The `SlotCodec` of parameters of one dtype whose classes define what is gathered.
 
-    It takes the place of a `FlatBuffer`. ``flat`` exists from `acquire` to `unpack`, which makes
-    the dense parameters; these have memory until `release`.
+    It is its own buffer. ``flat`` exists from `acquire` to `unpack`, which makes the dense
+    parameters; these have memory until `release`. Every parameter has a shard of its own.
     """
 
+    can_split = False
     views = ()  # the classes decide what a parameter looks like
 
     def __init__(
@@ -59,8 +61,14 @@ class ExtendedBuffer:
         self._mesh = mesh
         self._pool = pool
         self._precision = precision
+        self.shard = torch.empty(0, device=pool.device)
         self._flat: Tensor | None = None  # uint8 [world_size * B]
         self._is_unpacked = False
+
+    @property
+    def buffer(self) -> "ExtensionCodec":
+        """This object."""
+        return self
 
     @cached_property
     def _extensions(self) -> "list[_Extension]":
@@ -97,10 +105,13 @@ class ExtendedBuffer:
         name = f"inputs of {self._parameters[0].name}"
         self._flat = self._pool.allocate_tensor(num_bytes, torch.uint8, name)
 
-    def copy_inputs(self) -> Callable[[], None]:
-        """Return a function that writes this rank's inputs into its slot of ``flat``."""
-        inputs = [one for extension in self._extensions for one in extension.inputs]
-        return partial(_fill, self._slots()[self._mesh.shards.index], inputs)
+    def slot_of(self, rank: int) -> Tensor:
+        """The part [B] of ``flat`` that ``rank`` owns."""
+        return self._slots()[rank]
+
+    def fill(self, slot: Tensor) -> Callable[[], None]:
+        """Return a function that writes this rank's inputs into ``slot`` [B]."""
+        return partial(_fill, slot, [one for each in self._extensions for one in each.inputs])
 
     def unpack(self) -> None:
         """Make the dense parameters from the gathered inputs, and free ``flat``."""
@@ -118,6 +129,26 @@ class ExtendedBuffer:
             self._is_unpacked = False
             for extension in self._extensions:
                 extension.empty()
+
+    def pack(self) -> None:
+        """Does nothing: no parameter is turned into inputs again."""
+
+    def shared_range(self) -> None:
+        """None: the memory is private."""
+
+    def note_changes(self) -> None:
+        """Nothing has a copy of the shards."""
+
+    def stored(self) -> Iterator[Tensor]:
+        return (parameter.local for parameter in self._parameters)
+
+    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:  # noqa: ARG002
+        """Replace a parameter of ``root`` by this rank's part of it, which keeps its class."""
+        original = root.get_parameter(sharding.name)
+        stored = stored_part_of(original, sharding)
+        owners, sharded = put_sharded(root, original, sharding, stored)
+        dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the first gather
+        return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
     def check_unchanged(self) -> None:
         """Raise a PlanError if a gathered parameter was changed, as no shard could follow."""

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.device import DeviceWork, copy_scaled_
 from shardwise.errors import PlanError
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.runtime.accumulation import AccumulatedGradients, UnreducedGradient, reduced_part_of
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.device import DeviceWork, copy_scaled_
 
 __all__ = ["GradientShard"]
 
@@ -45,17 +45,13 @@ class GradientShard:
         self.mesh = mesh
         self.offloader = offloader
         self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
-        self.scale = 1.0  # turns sums into averages
         self._settings = settings
         self._accumulated = accumulated
         self._layout = layout
         self._slices = layout.slices_of_shard(mesh.rank)
         self._pool = pool
-        self.reduce_pool = pool  # has the sums that are copied to the host
         self._keeps_memory = keeps_memory or offloader is not None
         self._steps_in_backward = False  # gradients then live only until `drop`
-        # By position: autograd has computed a gradient since gradients were last handed over.
-        self.used = [False] * len(layout.extents)
         # By position, gradients of parameters that had none before this backward; None until
         # gradients are handed over.
         self._fresh: dict[int, Tensor | None] | None = None
@@ -64,11 +60,9 @@ class GradientShard:
         self._offload: _PendingOffload | None = None
 
     @property
-    def scale_on_device(self) -> float:
-        """The part of ``scale`` that the reduction applies: none if the host casts the sums."""
-        # Scaling after the cast rounds less.
-        is_cast_later = self.offloader is not None and self._layout.casts_sums
-        return 1.0 if is_cast_later else self.scale
+    def is_cast_later(self) -> bool:
+        """Whether the host casts the sums. Scaling after the cast rounds less."""
+        return self.offloader is not None and self._layout.casts_sums
 
     @property
     def is_empty(self) -> bool:
@@ -110,15 +104,19 @@ class GradientShard:
         if not self._keeps_memory:
             self.current = None
 
-    def deliver(self, reduced: Tensor) -> bool:
-        """Hand over ``reduced`` [S], or begin to copy it to the host. Returns whether it copies."""
+    def deliver(self, reduced: Tensor, pool: Pool, host_scale: float) -> bool:
+        """Hand over ``reduced`` [S], or begin to copy it to the host. Returns whether it copies.
+
+        After the copy it is multiplied by ``host_scale``, and its memory returned to ``pool``.
+        """
         if self.offloader is None:
             self._hand_over(reduced)
             return False
         size = self._layout.shard_elements
         staging = self.offloader.staging
         to = self.memory() if self.is_empty else staging.allocate_tensor(size, self.dtype)
-        self._offload = _PendingOffload(reduced, to, self.offloader.to_host(to, reduced))
+        work = self.offloader.to_host(to, reduced)
+        self._offload = _PendingOffload(reduced, pool, to, host_scale, work)
         return True
 
     def finish_offload(self) -> None:
@@ -126,12 +124,15 @@ class GradientShard:
         assert self._offload is not None
         self._offload.work.synchronize()
         arrived = self._offload.arrived
-        copy_scaled_(arrived, arrived, self.scale / self.scale_on_device)
+        copy_scaled_(arrived, arrived, self._offload.scale)
         self._hand_over(arrived)
         self._end_offload()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Restore None as the gradient of parameters that no rank used and that had none."""
+        """Restore None as the gradient of parameters that no rank used and that had none.
+
+        Then call the hooks that users have registered for accumulated gradients.
+        """
         if self._fresh is None:
             return
         for position in self._fresh:
@@ -140,7 +141,6 @@ class GradientShard:
         for parameter, used in zip(self.parameters, used_anywhere, strict=True):
             if used and parameter.sharded.requires_grad:
                 run_accumulated_hooks(parameter.sharded)
-        self.forget()
 
     def fill_with_zeros(self) -> None:
         """Give parameters without a gradient zeros, as in a unit that did not run."""
@@ -148,11 +148,10 @@ class GradientShard:
             if self.gets_gradient(position) and parameter.sharded.grad is None:
                 parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
 
-    def forget(self) -> None:
-        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
-        if self._fresh is not None:
-            self.used = [False] * len(self.used)
-        self._fresh = None
+    def forget_fresh(self) -> bool:
+        """Forget which gradients are new. Returns whether any were handed over."""
+        fresh, self._fresh = self._fresh, None
+        return fresh is not None
 
     def step_in_backward(self, is_stepped: bool) -> None:
         """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
@@ -176,7 +175,6 @@ class GradientShard:
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()
-        self.used = list(self._accumulated.used)
         for position, gradient in (self._fresh or {}).items():
             # Other ranks may have raised before they reduced it.
             if self.parameters[position].sharded.grad is gradient:
@@ -218,7 +216,7 @@ class GradientShard:
         offload, self._offload = self._offload, None
         assert offload is not None
         assert self.offloader is not None
-        self.reduce_pool.free(offload.reduced.untyped_storage())
+        offload.pool.free(offload.reduced.untyped_storage())
         if offload.arrived is not self.current:
             self.offloader.staging.free(offload.arrived.untyped_storage())
 
@@ -227,8 +225,10 @@ class GradientShard:
 class _PendingOffload:
     """Reduced gradients that are being copied to the host."""
 
-    reduced: Tensor  # [S], on the device, from `reduce_pool`
+    reduced: Tensor  # [S], on the device
+    pool: Pool  # of `reduced`
     arrived: Tensor  # [S], on the host
+    scale: float  # to multiply `arrived` by
     work: DeviceWork
 
 

@@ -2,16 +2,20 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from shardwise._private import num_tensor_references
+from shardwise.comm.api import Reduction, Work
+from shardwise.comm.communicator import Collectives
+from shardwise.comm.device import copy_, is_accelerator, join_streams, note_stream
+from shardwise.comm.quantized import QuantizedSums
 from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.accumulation import Accumulated, AccumulatedGradients
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
@@ -20,12 +24,8 @@ from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import Reduction, Work
-from shardwise.transport.communicator import Collectives
-from shardwise.transport.device import copy_, is_accelerator, join_streams, note_stream
-from shardwise.transport.quantized import QuantizedSums
 
-__all__ = ["GradientBuffer", "GradientState"]
+__all__ = ["GradientState", "Gradients"]
 
 _DOMINANT_SHARE = 7 / 8  # of a buffer
 
@@ -47,12 +47,12 @@ _TRANSITIONS = {
 }
 
 
-class GradientBuffer:
-    """The gradients of one layout, from autograd to ``p.grad``::
+class Gradients:
+    """The life of the gradients of one layout, from autograd to ``p.grad``::
 
     buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
     accumulated                     what earlier backwards have left, see `AccumulatedGradients`
-    reduced [S]                     summed over all ranks; a `GradientShard` hands it to ``p.grad``
+    reduced [S]                     summed over all ranks; handed to ``p.grad`` (`GradientShard`)
 
     If a shard has all elements, as in data-parallel training, the buffer of a unit without child
     units uses the memory of ``reduced`` from the start, unless there are gradients to add to.
@@ -70,11 +70,14 @@ class GradientBuffer:
     ) -> None:
         self.state = GradientState.IDLE
         self.parameters = parameters  # in the order of the layout's extents
+        self.mesh = mesh
+        # By position: autograd has computed a gradient since gradients were last handed over.
+        self.used = [False] * len(layout.extents)
         self._owns_buffer = plan.holds_gradients
-        # They stay in ``.grad`` until the reduction, so no buffer exists while child units compute.
+        # They stay in ``.grad`` until the reduction, so that no buffer exists while child units
+        # compute, unless one gradient is most of it (`claim`).
         self._is_deferred = plan.has_child_units and not plan.holds_gradients
         self._layout = layout
-        self._mesh = mesh
         pool = pools.outer_gradients if plan.has_child_units else pools.gradients
         self._own_pool = pool
         self._settings = settings
@@ -86,7 +89,7 @@ class GradientBuffer:
             self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
         is_replaceable = offloader is None and not (plan.has_child_units or self._owns_buffer)
         self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
-        self.shard = GradientShard(
+        self._shard = GradientShard(
             layout,
             parameters,
             mesh,
@@ -101,6 +104,7 @@ class GradientBuffer:
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
         self._is_in_place = False  # the buffer uses the memory of the shard
+        self._host_scale = 1.0  # the part of the scale of sums that the host applies
         self._reduced: Tensor | None = None  # [S]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
@@ -109,10 +113,10 @@ class GradientBuffer:
         if self.state is not GradientState.IDLE or not self.accumulated.is_empty:
             raise StepError("the memory of reductions cannot be replaced while one is in flight")
         self._use_buffer_of(pool or self._own_pool)
-        self.shard.reduce_pool = self._pool
 
     def _use_buffer_of(self, pool: Pool) -> None:
         self._pool = self.accumulated.pool = pool
+        self._padding: list[Tensor] | None = None  # parts of the buffer, once it had memory
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
             pool,
@@ -125,7 +129,7 @@ class GradientBuffer:
     @property
     def _divisors(self) -> tuple[float, float]:
         """The divisors before the sum over ranks and after it."""
-        divisor = self._settings.gradient_divisor or self._mesh.num_ranks
+        divisor = self._settings.gradient_divisor or self.mesh.num_ranks
         if self._settings.reduce_hook is not None:
             divisor = 1.0
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
@@ -161,7 +165,7 @@ class GradientBuffer:
 
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
-        self.shard.used[position] = True
+        self.used[position] = True
         if not self._is_deferred:
             self.write(position, self.parameters[position].take_gradient())
 
@@ -198,7 +202,7 @@ class GradientBuffer:
             self._evict_all()
         fresh = self._buffer.whole if is_left else None
         is_complete = self._settings.reduces_fully
-        self.accumulated.commit(fresh, self._written, self.shard.used, is_complete=is_complete)
+        self.accumulated.commit(fresh, self._written, self.used, is_complete=is_complete)
         if is_left:
             self._forget_written()
             self._close()
@@ -207,7 +211,7 @@ class GradientBuffer:
     def drop_replaced(self) -> None:
         """Drop accumulated gradients of parameters whose ``grad`` was set to None, for example."""
         self.accumulated.drop_replaced()
-        self.shard.used = list(self.accumulated.used)
+        self.used = list(self.accumulated.used)
 
     def snapshot(self) -> Accumulated | None:
         """Return a copy of the accumulated gradients, if there are any."""
@@ -217,7 +221,7 @@ class GradientBuffer:
     def restore(self, accumulated: Accumulated | None) -> None:
         """Return to a snapshot of the accumulated gradients."""
         self.accumulated.restore(accumulated)
-        self.shard.used = list(self.accumulated.used)
+        self.used = list(self.accumulated.used)
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
@@ -232,38 +236,47 @@ class GradientBuffer:
         self._forget_written()
         self._buffer.pack()
         self._transition(GradientState.REDUCING)
-        self.shard.scale = 1.0 / self._divisors[1]
+        scale = 1.0 / self._divisors[1]
+        self._host_scale = scale if self._shard.is_cast_later else 1.0
         if self._settings.reduce_hook is not None:
             return self._call_hook(self._settings.reduce_hook)
         all_reduces = self._settings.all_reduce_grads
         carried, is_ours = self.accumulated.take_sums()
         if carried is not None and is_ours:
             self._scratch.append(carried.untyped_storage())
-        flat, row = self._buffer.flat, self._mesh.row
-        stages = self._mesh.reduction if all_reduces else self._mesh.reduction[:1]
+        flat, row = self._buffer.flat, self.mesh.row
+        stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
         out = self._reduce_target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
         within_flat = self._pool is not self._own_pool
         if out is None:
             inner = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
             self.accumulated.keep_sums(inner)
-        elif is_cast or within_flat or self._mesh.is_two_level:
+        elif is_cast or within_flat or self.mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out
-        scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
-        reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, within_flat)
+        reduction = Reduction(
+            flat,
+            inner,
+            carried,
+            out,
+            stages,
+            scale / self._host_scale,
+            self._settings.only_sums,
+            within_flat,
+        )
         if self._quantized is None:
             return collectives.reduce(reduction, label)
-        _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
+        self._zero_padding()  # it would affect the scales of blocks
         return self._quantized.reduce(collectives, reduction, label)
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:
         """Call ``hook`` to reduce the buffer, including its padding."""
+        self._zero_padding()
         flat = self._buffer.flat.detach()  # the hook may replace its `.data`
-        _zero_padding(flat, self._layout)
-        if self._mesh.size == 1:
+        if self.mesh.size == 1:
             reduced = flat
             hook(flat)
         else:
@@ -278,26 +291,67 @@ class GradientBuffer:
         """Hand the reduced gradients to the parameters, if they are complete."""
         self._close()
         reduced, self._reduced = self._reduced, None
-        is_offloading = reduced is not None and self.shard.deliver(reduced)
+        is_offloading = reduced is not None and self._shard.deliver(
+            reduced, self._pool, self._host_scale
+        )
         self._transition(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
         self._free_scratch()
 
     def finish_offload(self) -> None:
         """Hand gradients that were copied to the host to the parameters."""
         if self.state is GradientState.OFFLOADING:
-            self.shard.finish_offload()
+            self._shard.finish_offload()
             self._transition(GradientState.IDLE)
+
+    # -- after the reduction -----------------------------------------------------------------------
+
+    @property
+    def kept_memory(self) -> Tensor | None:
+        """Memory [S] of reduced gradients, if it is kept when they are dropped."""
+        return self._shard.current
+
+    def gets_gradient(self, position: int) -> bool:
+        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
+        return self._shard.gets_gradient(position)
+
+    def settle(self, used_anywhere: Sequence[bool]) -> None:
+        """Restore None as the gradient of parameters that no rank used and that had none.
+
+        Then call the hooks that users have registered for accumulated gradients.
+        """
+        self._shard.settle(used_anywhere)
+        self.forget()
+
+    def fill_with_zeros(self) -> None:
+        """Give parameters without a gradient zeros, as in a unit that did not run."""
+        self._shard.fill_with_zeros()
+
+    def forget(self) -> None:
+        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
+        if self._shard.forget_fresh():
+            self.used = [False] * len(self.used)
+
+    def step_in_backward(self, is_stepped: bool) -> None:
+        """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
+        self._shard.step_in_backward(is_stepped)
+
+    def drop(self) -> None:
+        """Free the gradients, after the optimizer's step."""
+        self._shard.drop()
 
     def discard(self) -> None:
         """Drop the gradients of the backward that raised."""
         self._forget_written()
-        self._reduced = None
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None and self._shard.offloader is not None:  # it was not delivered
+            self._pool.free(reduced.untyped_storage())
         self._close()
         self._free_scratch()
         if self._quantized is not None:
             self._quantized.residual = None
         self.accumulated.rollback()
-        self.shard.discard()
+        self.used = list(self.accumulated.used)
+        self._shard.discard()
         self.state = GradientState.IDLE
 
     def _forget_written(self) -> None:
@@ -314,10 +368,10 @@ class GradientBuffer:
         if not self._owns_buffer:
             is_reduced = self._settings.reduce_grads and self._pool is self._own_pool
             self._is_in_place = (
-                is_reduced and self._can_be_in_place and self.shard.can_reduce_in_place
+                is_reduced and self._can_be_in_place and self._shard.can_reduce_in_place
             )
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
-                self._buffer.acquire(self.shard.memory().untyped_storage())
+                self._buffer.acquire(self._shard.memory().untyped_storage())
             else:
                 self._buffer.acquire()
 
@@ -325,8 +379,8 @@ class GradientBuffer:
         if self._buffer.is_acquired:
             self._evict_all()
             self._buffer.release()
-            if self._is_in_place and self._reduced is not self.shard.current:
-                self.shard.release_memory()
+            if self._is_in_place and self._reduced is not self._shard.current:
+                self._shard.release_memory()
         self._aliases = []
 
     def _evict_all(self) -> None:
@@ -346,21 +400,27 @@ class GradientBuffer:
     def _reduce_target(self) -> Tensor:
         """Return where to reduce to [S]: the gradients' memory, or scratch to add to them."""
         size, flat = self._layout.shard_elements, self._buffer.flat
-        if self._is_in_place and self.shard.is_empty:
-            self._reduced = self.shard.current  # it gets its memory back when the buffer closes
+        if self._is_in_place and self._shard.is_empty:
+            self._reduced = self._shard.current  # it gets its memory back when the buffer closes
             return flat
-        if self.shard.offloader is not None:  # freed when the copy to the host has ended
+        if self._shard.offloader is not None:  # freed when the copy to the host has ended
             self._reduced = self._allocate_tensor(size, flat.dtype, "shard on the device")
-        elif self.shard.is_empty:
-            self._reduced = self.shard.memory()
+        elif self._shard.is_empty:
+            self._reduced = self._shard.memory()
         else:
-            self._reduced = self._allocate_tensor(size, self.shard.dtype, "shard to add")
+            self._reduced = self._allocate_tensor(size, self._shard.dtype, "shard to add")
             self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
 
     def _allocate_tensor(self, num_elements: int, dtype: torch.dtype, purpose: str) -> Tensor:
         name = f"{purpose} of {self._buffer.name}"
         return self._pool.allocate_tensor(num_elements, dtype, name)
+
+    def _zero_padding(self) -> None:
+        if self._padding is None:
+            self._padding = list(_padding_of(self._buffer.flat, self._layout))
+        for part in self._padding:
+            part.zero_()
 
     def _free_scratch(self) -> None:
         for storage in self._scratch:
@@ -384,12 +444,14 @@ def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:
     return 2.0 ** (math.isqrt(max(1, int(divisor))).bit_length() - 1)
 
 
-def _zero_padding(flat: Tensor, layout: Layout) -> None:
-    """Fill the padding of a flat buffer with zeros."""
+def _padding_of(flat: Tensor, layout: Layout) -> Iterator[Tensor]:
+    """Yield the parts of a flat buffer that no parameter has."""
     for rank, shard in enumerate(flat.view(layout.world_size, -1)):
         end = 0
         for extent in layout.extents:
             start = layout.offset_in_shard(extent, rank)
-            shard[end:start].zero_()
+            if end < start:
+                yield shard[end:start]
             end = start + layout.num_owned(extent, rank)
-        shard[end:].zero_()
+        if end < len(shard):
+            yield shard[end:]

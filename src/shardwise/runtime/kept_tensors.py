@@ -46,7 +46,7 @@ class ParameterViews:
         self._lazy: list[Unit] = []  # units whose storages are made by their gathers
         for unit in units:
             self._note(unit)
-            if any(flat.layout.is_extended for flat in unit.flats):
+            if not all(flat.codec.buffer.storages for flat in unit.flats):
                 self._lazy.append(unit)
 
     def unit_of(self, tensor: Tensor) -> str | None:
@@ -107,7 +107,7 @@ class ParameterViews:
 
     def _note(self, unit: Unit) -> None:
         for flat in unit.flats:
-            ids = [_private.storage_id(storage) for storage in flat.buffer.storages]
+            ids = [_private.storage_id(storage) for storage in flat.codec.buffer.storages]
             self._labels.update(dict.fromkeys(ids, unit.plan.label))
             if flat.is_whole:
                 self._kept.update(ids)
@@ -204,7 +204,9 @@ class Entries:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         is_parameter = self._running and self._views.unit_of(tensor) is not None
-        return _Saved(tensor, tensor._version, self._running[-1] if is_parameter else None)
+        entry = self._running[-1] if is_parameter else None
+        # A node that saves its own output would keep itself alive through it.
+        return _Saved(tensor.detach(), tensor._version, entry)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if saved.entry is not None and not _has_memory(saved.tensor):

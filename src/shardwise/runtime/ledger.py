@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from shardwise.comm.api import Work
+from shardwise.comm.device import NO_TIME
 from shardwise.errors import StepError
 from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.schedule.events import GATHERS, Event, EventKind, describe
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import Work
-from shardwise.transport.device import NO_TIME
 
 __all__ = ["Ledger", "LedgerReader", "Record", "count_sent", "is_timed"]
 

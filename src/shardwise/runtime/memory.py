@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwise._private import can_swap_storages, num_storage_references, swap_storages
+from shardwise.comm.api import SharedMemory
+from shardwise.comm.communicator import new_shared_memory
+from shardwise.comm.device import join_streams
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import StepError
-from shardwise.host.shared_memory import SharedMemory, is_offered
 from shardwise.schedule.memory import MemoryPlan
-from shardwise.transport.device import is_accelerator, join_streams
-from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = ["CAN_SWAP", "Arena", "Pool", "Pools", "is_shared", "swap_memory"]
 
@@ -268,8 +269,7 @@ class Pools:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        can_share = is_offered and CAN_SWAP and not is_accelerator(device)
-        self.gathered = Arena(device, shared=SharedMemory() if can_share else None)
+        self.gathered = Arena(device, shared=new_shared_memory(device) if CAN_SWAP else None)
         self.own = Arena(device)
         self.of_gradients = PeakCounter()
         self.gradients = Pool(device, keep=False, together=self.of_gradients)

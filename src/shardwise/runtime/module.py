@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _private
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError, ShardedTensorError
-from shardwise.plan.plan import Plan, UnitSettings
+from shardwise.plan.options import UnitSettings
+from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
 from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
@@ -26,7 +28,6 @@ from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import AssignableDTensor, sharding_of
-from shardwise.transport.registered_memory import MemoryKind
 
 __all__ = [
     "FSDPModule",
@@ -485,7 +486,7 @@ def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) 
     new = runtime.request.build(module, plan, runtime)
     for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
-        handle = Handle(new, index, handle_of(original).choice)
+        handle = Handle(new, index, handle_of(original).options)
         become_unit(module.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
     new.watch_structure(module, warns=runtime.warns_of_added)
 

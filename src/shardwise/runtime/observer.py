@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.comm.communicator import Communicator
 from shardwise.runtime.unit import Unit
-from shardwise.transport.communicator import Communicator
 
 __all__ = ["Backward", "MemoryNotes", "StepObserver"]
 

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise.comm.device import DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime.memory import Pool
-from shardwise.transport.device import DeviceStream, DeviceWork, copy_, is_accelerator
 
 __all__ = ["HostOffloader"]
 
@@ -30,6 +30,7 @@ class HostOffloader:
     def __init__(self, device: torch.device, policy: CPUOffloadPolicy) -> None:
         self._has_streams = is_accelerator(device)
         self._is_pinned = self._has_streams and policy.pin_memory
+        self.keeps_copies = not policy.parameters  # of shards, on the device
         self.staging = Pool(torch.device("cpu"), is_pinned=self._is_pinned)
         self._to_device = DeviceStream(device)
         self._to_host = DeviceStream(device)

@@ -13,11 +13,12 @@ from shardwise._private import set_versions
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
-from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of
+from shardwise.tensor.sharding import Sharding
 
-__all__ = ["STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
+__all__ = ["CLASS", "STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
 
 _FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
+CLASS = "_shardwise_class"  # the class of a sharded parameter while its unit computes
 _OF_EVERY_PARAMETER = frozenset({"_is_param", "_sharding"})
 STEPS_IN_BACKWARD = "_shardwise_steps_in_backward"  # set on parameters that step in backward
 
@@ -243,12 +244,7 @@ class FSDPParameter:
                 f"{self.local.device}, sharded; got {replacement.dtype} on {replacement.device}, "
                 f"a {type(replacement).__name__}; convert and move the model before fully_shard"
             )
-        if isinstance(self.sharding, ExtendedSharding):
-            self.local = local_of(replacement)
-        else:
-            with torch.no_grad():
-                self.local.copy_(local_of(replacement))
-            self.sharding.rebind(replacement, self.local)
+        self.local = self.sharding.take_over(replacement, self.local)
         self.sharding.attach_to(replacement)
         self.sharded, self._num_internal = replacement, -1
 
@@ -259,8 +255,8 @@ class FSDPParameter:
         and this is not called.
         """
         is_dense = source is self.dense or target is self.dense
-        if isinstance(self.sharding, ExtendedSharding):
-            return  # the attributes of these classes are their tensors
+        if not self.sharding.carries_attributes:
+            return
         _copy_attributes(source, target)
         if is_dense and not attributes_of(target):
             self._num_internal = len(source.__dict__) + len(target.__dict__)

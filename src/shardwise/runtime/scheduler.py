@@ -10,6 +10,20 @@ from functools import cached_property, partial
 import torch
 
 from shardwise import _private
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import (
+    POLL_SECONDS,
+    Communicator,
+    communicator,
+    note_place,
+)
+from shardwise.comm.device import (
+    NO_TIME,
+    device_of,
+    join_streams,
+    note_stream,
+    wait_for_device,
+)
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
@@ -20,20 +34,6 @@ from shardwise.runtime.versions import ShardVersions
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import (
-    POLL_SECONDS,
-    Communicator,
-    communicator,
-    note_place,
-)
-from shardwise.transport.device import (
-    NO_TIME,
-    device_of,
-    join_streams,
-    note_stream,
-    wait_for_device,
-)
 
 __all__ = ["Scheduler"]
 
@@ -123,7 +123,7 @@ class Scheduler:
             label = self.units[index].plan.label
             self.report(f"forward of {label}")
             if not recomputed:
-                self._comm.enter(label)
+                self._comm.watch.enter(label)
             elif not self.sequencer.is_in_backward(hooks.current_task()):
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()
@@ -256,7 +256,7 @@ class Scheduler:
             flag = torch.zeros(1, dtype=torch.uint8, device=device)
             comm.wait(comm.reduce.all_reduce_max(flag, comm.world, "agree on the conversion"))
             wait_for_device(device)
-            comm.raise_found()
+            comm.watch.raise_found()
 
     def _clean_up(self, thread: int, job: Callable[[], None]) -> None:
         """Run ``job`` of a destructor, on another thread if it could wait for this one.
@@ -264,7 +264,7 @@ class Scheduler:
         The garbage collector may run destructors on any thread, which may hold locks. ``thread`` is
         that of the backward, where the cleanup has ended before ``backward`` raises.
         """
-        if threading.get_ident() == thread and not self._comm.is_locked_here:
+        if threading.get_ident() == thread and not self._comm.watch.is_locked_here:
             with _private.without_transforms():
                 job()
         else:
@@ -277,7 +277,7 @@ class Scheduler:
                 return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
-            self._notes.remember(f"step {self.ledger.step}, {self._comm.where}")
+            self._notes.remember(f"step {self.ledger.step}, {self._comm.place.where}")
             if not self._tasks:
                 self.fail(error)
 
@@ -380,7 +380,7 @@ class Scheduler:
         self.sequencer.steps_in_backward = observer.steps_in_backward
         for unit in self.units:
             for gradients in unit.gradients:
-                gradients.shard.step_in_backward(observer.steps_in_backward)
+                gradients.step_in_backward(observer.steps_in_backward)
 
     @property
     def needs_preparation(self) -> bool:
@@ -455,17 +455,19 @@ class Scheduler:
             names = [one.name for one in unit.parameters if one.name in (changed or ())]
             if names:
                 self._versions.note(index, self.sequencer.tick, names)
+        if changed is not None and any(unit.plan.offload is not None for unit in self.units):
+            wait_for_device(self._device.torch_device)  # until the shards on the host are written
         self.in_gathered = False
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this rank raised, so that they do not wait for it."""
-        self._comm.abort(error)
+        self._comm.watch.abort(error)
 
     # -- errors ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """After an exception: resynchronize the ranks, and free the memory of the failed step."""
-        self._comm.recover()
+        self._comm.watch.recover()
         for unit in self._in_flight:  # now all of its communication ends
             unit.quiesce(time.monotonic() + POLL_SECONDS)
             unit.reset()
@@ -481,7 +483,7 @@ class Scheduler:
     def fail(self, error: BaseException) -> None:
         """End the step after ``error``: notify the other ranks and free all units."""
         self.explain(error)
-        self._comm.abort(error)
+        self._comm.watch.abort(error)
         self.sequencer.abandon()
         self._offloading = None
         self._events_incomplete = False
@@ -502,7 +504,7 @@ class Scheduler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
-        self._notes.note(error, f"step {self.ledger.step}, {self._comm.where}")
+        self._notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
 
     def report(self, where: str) -> None:
         """Publish where this rank is, for the errors of ranks that wait for it."""
@@ -531,7 +533,7 @@ class Scheduler:
         except BaseException as error:
             self.explain(error)
             note_place(error, f"step {self.ledger.step}, {event.kind} {unit.plan.label}")
-            self._comm.abort(error)  # backward would report it without its text
+            self._comm.watch.abort(error)  # backward would report it without its text
             raise
         self._events_incomplete = False
 

@@ -12,33 +12,34 @@ and buffers that have memory only while they are used::
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.api import SMALL_BYTES, Work
+from shardwise.comm.communicator import Collectives, Communicator
+from shardwise.comm.device import copy_
+from shardwise.comm.quantized import quantized_gather
 from shardwise.errors import StepError
-from shardwise.host.peers import INLINE_BYTES
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import UnitSettings
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
+from shardwise.runtime.attach import settings_of
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
-from shardwise.runtime.extensions import ExtendedBuffer
-from shardwise.runtime.gradients import GradientBuffer
+from shardwise.runtime.codecs import HostCodec, RunCodec, SlotCodec
+from shardwise.runtime.extensions import ExtensionCodec
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import local_of
-from shardwise.transport.api import Work
-from shardwise.transport.communicator import Collectives, Communicator
-from shardwise.transport.device import copy_
-from shardwise.transport.quantized import quantized_gather
 
-__all__ = ["FlatParameters", "Unit"]
+__all__ = ["FlatParameters", "Unit", "make_unit"]
 
-SMALL_BYTES = INLINE_BYTES  # sent inline; shared memory needs one more message
+SMALL_UNIT_BYTES = SMALL_BYTES  # for each rank; shared memory needs one more message
 
 
 class FlatParameters:
@@ -55,68 +56,54 @@ class FlatParameters:
     ) -> None:
         self.layout = layout
         self.mesh = mesh
-        self.offloader = offloader  # if the shard is on the host
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
-        self.device_copy_is_stale = True
-        self._device_copy: Tensor | None = None  # [S], of a shard on the host
         self._plan = plan
-        self._pools = pools
         self._blocks = plan.gathers(layout)
-        is_small = layout.gathered_bytes <= SMALL_BYTES * layout.world_size
+        is_small = layout.gathered_bytes <= SMALL_UNIT_BYTES * layout.world_size
         # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
-        is_private = plan.subgroup or plan.num_shards is not None or is_small or self._blocks
+        is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_name = f"part for {layout.extents[0].parameter.name}"
-        self.buffer = self._make_buffer()
+        self.codec = self._make_codec(pools.own, offloader)
         # In the dtype of the shard, between steps.
         self._held: FlatBuffer | ChunkedBuffer | None = None
-        self.shard = self._allocate_shard()
-        self.gradients: GradientBuffer | None = None
+        self.gradients: Gradients | None = None
         if layout.trainable:
-            self.gradients = GradientBuffer(
+            self.gradients = Gradients(
                 layout, self.parameters, mesh, pools, plan, settings, offloader
             )
 
-    @cached_property
-    def _own_slot(self) -> Tensor:
-        """This rank's part [S] of the buffer; cached once the buffer has had memory."""
-        assert not isinstance(self.buffer, ExtendedBuffer)
-        return self.buffer.slot_of(self.mesh.rank)
-
     @property
-    def views(self) -> tuple[Tensor, ...]:
-        """The gathered parameters; empty if their classes define what is gathered."""
-        return self.buffer.views
+    def shard(self) -> Tensor:
+        """This rank's part [S]; empty if every parameter has its own."""
+        return self.codec.shard
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters now, including those that `sw.gathered` holds."""
-        buffers = (self.buffer, self._held)
+        buffers = (self.codec.buffer, self._held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
-        part = self._part
+        part, buffer = self._part, self.codec.buffer
         if part is None:
             self.reclaim_locals()
-        self.buffer.acquire()
-        flat, shards = self.buffer.flat, self.mesh.shards
+        buffer.acquire()
         if part is not None:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
-            own = flat.view(subgroup.size, -1)[subgroup.index]
-            return collectives.all_gather(flat, subgroup, label, partial(copy_, own, part))
-        if isinstance(self.buffer, ExtendedBuffer):
-            return collectives.all_gather(flat, shards, label, self.buffer.copy_inputs())
-        fill = self._copy_shard(self._own_slot)
+            own = buffer.flat.view(subgroup.size, -1)[subgroup.index]
+            return collectives.all_gather(buffer.flat, subgroup, label, partial(copy_, own, part))
+        fill, shards = self.codec.fill(buffer.slot_of(self.mesh.rank)), self.mesh.shards
         if self._blocks is not None:
-            return quantized_gather(collectives, self._blocks, flat, shards, label, fill)
-        return collectives.all_gather(flat, shards, label, fill, self.buffer.shared_range())
+            return quantized_gather(collectives, self._blocks, buffer.flat, shards, label, fill)
+        return collectives.all_gather(buffer.flat, shards, label, fill, buffer.shared_range())
 
     def finish_gather(self) -> None:
         """Make the gathered values visible in the dense parameters, after the collective."""
         FSDPParameter.allow_reads(self.parameters)
-        self.buffer.unpack()
+        self.codec.buffer.unpack()
 
     def use_sharded(self) -> None:
         """Put the sharded parameters back into the modules."""
@@ -130,13 +117,13 @@ class FlatParameters:
 
         Their values are kept if the buffer is the shard, and lost otherwise.
         """
-        pairs = zip(self.parameters, self.views, strict=False)
+        pairs = zip(self.parameters, self.codec.buffer.views, strict=False)
         return [one.name for one, view in pairs if one.restore(view, keeps_values=self.is_whole)]
 
     def lost_changes(self) -> list[str]:
         """The names of gathered parameters that were changed in place, before they are freed."""
         replaced = self.restore_views()
-        can_compare = self.buffer.is_acquired and self.views
+        can_compare = self.codec.buffer.is_acquired and self.codec.buffer.views
         # Only after a change: on an accelerator, comparing values waits for the device.
         return replaced + [
             parameter.name
@@ -146,28 +133,24 @@ class FlatParameters:
 
     def free(self) -> None:
         """Free the gathered parameters, if there are any."""
-        if self.buffer.is_acquired:
-            self.buffer.release()
+        if self.codec.buffer.is_acquired:
+            self.codec.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
         """Copy the part that the subgroup gathers from the buffer, or gather it over the column."""
-        if isinstance(self.buffer, ExtendedBuffer):
+        if not self.codec.can_split:
             return None  # all ranks gather these parameters again
-        part = self._pool.allocate_tensor(
-            self.layout.num_elements // self._plan.subgroup,
-            self.buffer.flat.dtype,
-            self._part_name,
-        )
-        self._part = part
+        buffer, size = self.codec.buffer, self.layout.num_elements // self._plan.subgroup
+        self._part = part = self._pool.allocate_tensor(size, buffer.flat.dtype, self._part_name)
         if not self._plan.two_level_gather:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
-            self.buffer.pack()
-            copy_(part, self.buffer.flat.view(subgroup.size, -1)[subgroup.index])
+            buffer.pack()
+            copy_(part, buffer.flat.view(subgroup.size, -1)[subgroup.index])
             return None
         self.reclaim_locals()
         column = self.mesh.column
         own = part.view(column.size, -1)[column.index]
-        fill = self._copy_shard(own)
+        fill = self.codec.fill(own)
         if self._blocks is not None:
             return quantized_gather(collectives, self._blocks, part, column, label, fill)
         return collectives.all_gather(part, column, label, fill)
@@ -181,7 +164,7 @@ class FlatParameters:
 
     def launch_hold(self, collectives: Collectives, label: str) -> Work:
         """Gather into a separate buffer, in the dtype of the shard."""
-        if self.layout.is_extended:
+        if not self.codec.can_split:
             return self.launch_gather(collectives, label)
         self.reclaim_locals()
         held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
@@ -204,8 +187,8 @@ class FlatParameters:
         """Every parameter that can be written back, with its view [shape] of the held buffer."""
         if self._held is not None:
             yield from zip(self.parameters, self._held.views, strict=True)
-        elif isinstance(self.buffer, ExtendedBuffer):
-            self.buffer.check_unchanged()
+        else:
+            self.codec.check_unchanged()
 
     def release_hold(self, *, write_back: bool) -> None:
         """Write changes to the held parameters back, or drop them."""
@@ -220,37 +203,13 @@ class FlatParameters:
 
     # -- construction and copies -----------------------------------------------------------------
 
-    def _make_buffer(self) -> FlatBuffer | ChunkedBuffer | ExtendedBuffer:
-        layout, pool, own_pool = self.layout, self._pool, self._pools.own
+    def _make_codec(self, own_pool: Pool, offloader: HostOffloader | None) -> SlotCodec:
+        layout, plan, mesh = self.layout, self._plan, self.mesh
         if layout.is_extended:
-            return ExtendedBuffer(self.parameters, self.mesh, own_pool, self._plan.precision)
-        dtype = layout.cast.compute_dtype
-        return flat_buffer(layout, pool, own_pool, dtype=dtype, owns_memory=self.is_whole)
-
-    def _allocate_shard(self) -> Tensor:
-        if self.is_whole:
-            return self.buffer.flat
-        if self.layout.is_extended:
-            return torch.empty(0, device=self._pool.device)  # each parameter has its own
-        size, device = self.layout.shard_elements, self._pool.device
-        if self.offloader is None or self._plan.offload is None:
-            return torch.zeros(size, dtype=getattr(torch, self.layout.dtype), device=device)
-        if not self._plan.offload.parameters:
-            self._device_copy = torch.zeros(size, dtype=self.buffer.flat.dtype, device=device)
-        return self.offloader.allocate_shard(self.layout, self.layout.dtype)
-
-    def _copy_shard(self, to: Tensor) -> Callable[[], None]:
-        """Return a function that fills ``to`` [S], this rank's part of what a collective sends."""
-        if self.offloader is None:
-            return partial(copy_, to, self.shard)
-        if self._device_copy is None:
-            return self.offloader.to_device(to, self.shard)
-        copy_on_device = partial(copy_, to, self._device_copy)
-        if not self.device_copy_is_stale:
-            return copy_on_device
-        self.device_copy_is_stale = False
-        refresh = self.offloader.to_device(self._device_copy, self.shard)
-        return lambda: (refresh(), copy_on_device())[1]
+            return ExtensionCodec(self.parameters, mesh, own_pool, plan.options.precision)
+        if offloader is None:
+            return RunCodec(layout, mesh.rank, self._pool, own_pool)
+        return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
 
     def reclaim_locals(self) -> None:
         """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
@@ -283,7 +242,7 @@ class Unit:
             yield from flat.parameters
 
     @property
-    def gradients(self) -> Iterator[GradientBuffer]:
+    def gradients(self) -> Iterator[Gradients]:
         return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
     @property
@@ -378,7 +337,7 @@ class Unit:
     def claim_gradient(
         self, flat: FlatParameters, position: int, *, in_slot: bool
     ) -> tuple[Tensor, bool] | None:
-        """Where to compute the gradient of a parameter; see `GradientBuffer.claim`."""
+        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
         if flat.gradients is None or not self.expects_gradients:
             return None
         return flat.gradients.claim(position, in_slot=in_slot)
@@ -422,7 +381,7 @@ class Unit:
     def expect_changes(self) -> None:
         """Prepare for shards that were changed or replaced since the last step."""
         for flat in self.flats:
-            flat.device_copy_is_stale = True
+            flat.codec.note_changes()
             if not self._is_unsharded:  # `Module.to` before a step is no change within it
                 flat.reclaim_locals()
 
@@ -461,3 +420,31 @@ class Unit:
         for work in works:
             comm.wait(work)
         works.clear()
+
+
+def make_unit(
+    root: nn.Module,
+    plan: UnitPlan,
+    mesh: DataParallelMesh,
+    pools: Pools,
+    offloader: HostOffloader | None,
+    fill: Callable[[UnitPlan], None],
+    own_mesh: DataParallelMesh | None,
+) -> Unit:
+    """Shard the parameters of ``plan`` in ``root``, after ``fill`` has initialized them.
+
+    ``own_mesh`` has the unit's ranks if they are not those of the model, which ``mesh`` has.
+    """
+    in_step = mesh if own_mesh is None else own_mesh.within(mesh)
+    mesh = mesh if own_mesh is None else own_mesh
+    settings = settings_of(root.get_submodule(plan.name))
+    flats = [
+        FlatParameters(layout, in_step, pools, plan, settings, offloader) for layout in plan.layouts
+    ]
+    fill(plan)  # after the memory that was used to lay out the flat buffers is free again
+    for flat in flats:
+        for position, extent in enumerate(flat.layout.extents):
+            original = root.get_parameter(extent.parameter.name)
+            sharding = sharding_for(plan, flat.layout, extent, mesh, original)
+            flat.parameters.append(flat.codec.adopt(root, sharding, position))
+    return Unit(plan, flats, settings)

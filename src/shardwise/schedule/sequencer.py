@@ -36,7 +36,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
-from shardwise.plan.plan import Plan, UnitSettings
+from shardwise.plan.options import UnitSettings
+from shardwise.plan.plan import Plan
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.passes import BackwardPass, Call, Outcome, Pass
 

@@ -12,17 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._private import flat_mesh, joined_mesh, mesh_without_groups
+from shardwise.comm.api import Operation, RankGroup, Stage, Work
+from shardwise.comm.groups import accelerator_type, backend_of, new_group, rank_device
 from shardwise.errors import PlanError
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import STRATEGIES, Strategy
-from shardwise.transport.api import Operation, RankGroup, Stage, Work
-from shardwise.transport.process_group import (
-    accelerator_type,
-    backend_of,
-    new_group,
-    rank_device,
-)
 
 __all__ = [
     "Communicators",

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import OpOverload, own_operators, pytree
+from shardwise.comm.device import random_states
 from shardwise.errors import ShardedTensorError
 from shardwise.tensor.reductions import across, combine, norms
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
-from shardwise.transport.device import random_states
 
 __all__ = ["draws", "written_tensors"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise._private import foreach_norm
+from shardwise.comm.api import RankGroup
+from shardwise.comm.communicator import communicator
 from shardwise.plan.layout import Run
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.transport.api import RankGroup
-from shardwise.transport.communicator import communicator
 
 __all__ = ["across", "combine", "gather_runs", "norms"]
 
@@ -75,7 +75,7 @@ def gather_runs(
         gathered = run.new_zeros(len(runs), longest)
     group = mesh.shards if group is None else group
     comm = communicator(mesh.world, run.device)
-    comm.recover()
+    comm.watch.recover()
 
     def fill() -> None:
         gathered[group.index, : run.numel()].copy_(run)

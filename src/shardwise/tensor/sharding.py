@@ -120,6 +120,7 @@ class Sharding(ABC):
     dense_spec: DTensorSpec | None = None  # set if the parameter was already a DTensor
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
+    carries_attributes: ClassVar[bool] = True  # those of the sharded and dense parameter are equal
     _uses_groups: ClassVar[bool]  # whether torch's operators run collectives on these tensors
 
     @abstractmethod
@@ -197,6 +198,13 @@ class Sharding(ABC):
         before = tensor._local_tensor
         assert (local.shape, local.dtype) == (before.shape, before.dtype)
         tensor._local_tensor = local
+
+    def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:
+        """Return the local tensor of a parameter that replaces the one with ``local``."""
+        with torch.no_grad():
+            local.copy_(local_of(replacement))
+        self.rebind(replacement, local)
+        return local
 
     def matches(self, other: "Sharding") -> bool:
         """Whether the same ranks store the same elements in both."""
@@ -347,6 +355,8 @@ class ChunkSharding(Sharding):
 class ExtendedSharding(ChunkSharding):
     """Distributes chunks of the parameter's own class; gradients and states are plain tensors."""
 
+    carries_attributes = False  # those of these classes are their tensors
+
     def wrap(self, local: Tensor) -> DTensor:
         if type(local) is Tensor:
             return super().wrap(local)
@@ -361,6 +371,9 @@ class ExtendedSharding(ChunkSharding):
         if length:
             local.narrow(self._dim, 0, length).copy_(chunks[rank])
         return self.wrap(local.narrow(self._dim, 0, length))
+
+    def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:  # noqa: ARG002
+        return local_of(replacement)
 
     def copy_of_local(self, tensor: Tensor) -> Tensor:
         return copy.deepcopy(local_of(tensor).detach())

@@ -8,13 +8,13 @@ from statistics import fmean
 import torch
 from torch import nn
 
+from shardwise.comm.device import peak_memory_bytes
 from shardwise.train.build import memory_of
 from shardwise.train.config import SampleConfig
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.source import Source
 from shardwise.train.tokenizer import Tokenizer
 from shardwise.train.trainer import Trainer
-from shardwise.transport.device import peak_memory_bytes
 
 __all__ = ["Summary", "generate", "summarize"]
 

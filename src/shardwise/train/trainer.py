@@ -16,6 +16,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
+from shardwise.comm.device import random_states, set_random_states
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.runtime.engine import Runtime
@@ -32,7 +33,6 @@ from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
 from shardwise.train.text import Text
 from shardwise.train.utilization import RankFigures, StepsOfRun, share_of_peak
-from shardwise.transport.device import random_states, set_random_states
 
 __all__ = ["StepResult", "Trainer"]
 

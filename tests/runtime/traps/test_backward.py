@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.host.handshake import Host
+from shardwise.hostccl.handshake import Host
 from shardwise.runtime.buffers import FlatBuffer
+from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.memory import Pool
-from shardwise.runtime.unit import FlatParameters
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -174,23 +174,23 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
 @on_ranks(2, thorough=(4,))
 def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
     """Memory is overwritten before it is filled, long enough for other ranks to read it."""
-    bring = FlatParameters._copy_shard
+    bring = RunCodec.fill
     spoilt = 0
 
-    def bring_late(flat: FlatParameters, to: Tensor) -> Callable[[], None]:
-        fill = bring(flat, to)
+    def bring_late(codec: RunCodec, to: Tensor) -> Callable[[], None]:
+        fill = bring(codec, to)
 
         def spoil() -> None:
             nonlocal spoilt
             to.fill_(math.nan)
-            assert isinstance(flat.buffer, FlatBuffer)
-            spoilt += flat.buffer._private is not None
+            assert isinstance(codec.buffer, FlatBuffer)
+            spoilt += codec.buffer._private is not None
             time.sleep(0.003)
             fill()
 
         return spoil
 
-    with mock.patch.object(FlatParameters, "_copy_shard", bring_late):
+    with mock.patch.object(RunCodec, "fill", bring_late):
         _train_in_many_ways()
     assert (spoilt > 0) == (dist.get_rank() > 0), "all compute in the memory of the first"
 

@@ -1,0 +1,95 @@
+"""Sums over the ranks of a group, in the order of the ranks.
+
+The thread that computes prepares them: to create a view, the thread of a stream would have to wait
+for the GIL. The stream then calls the result with the tag of an exchange.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.hostccl.point_to_point import PointToPoint, check_memory
+
+__all__ = ["Add", "Finish", "Run", "Summation"]
+
+Run = Callable[[int], None]  # called with a tag
+Finish = Callable[[Tensor, slice], None]
+Add = Callable[..., Tensor]
+
+
+class Summation:
+    """Prepares sums over the ranks of a `PointToPoint`."""
+
+    def __init__(self, peers: PointToPoint) -> None:
+        self._peers = peers
+        self._window = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def prepare(
+        self,
+        ranks: Sequence[int],
+        parts: Sequence[Tensor],
+        total: Tensor,
+        finish: Finish,
+        *,
+        keeps_total: bool = False,
+        add: Add = torch.add,
+    ) -> Run:
+        """Prepare the sum over ``ranks`` of the parts for this rank, in the order of the ranks.
+
+        The order gives replicas the same bits.
+
+        Args:
+            ranks: the ranks.
+            parts: ``parts[i]`` is sent to ``ranks[i]``. It may be in the memory of ``total`` if it
+                is sent inline.
+            total: receives the sum.
+            finish: called with the sum of each slice, and the slice; it may change the sum.
+            keeps_total: ``total`` is not written, because ``finish`` writes the sum elsewhere.
+            add: the binary operator that "sums"; called with ``out=``.
+        """
+        if not total.numel():
+            return lambda _tag: None
+        if len(ranks) == 1:
+            return lambda _tag: finish(_copied(parts[0], total), slice(None))
+        check_memory([*parts, total])
+        own_index = ranks.index(self._peers.own_rank)
+        own, others = parts[own_index], [i for i in range(len(ranks)) if i != own_index]
+        num_windows = len(others) + keeps_total
+        other_ranks = [ranks[i] for i in others]
+        size = self._peers.window_elements(other_ranks, num_windows, own.itemsize)
+        size = min(size, own.numel())
+        windows = torch.split(self._windows(num_windows * size, own.dtype), size)
+        received = dict(zip(others, windows, strict=False))
+
+        def use(piece: slice) -> None:
+            count = piece.stop - piece.start
+            terms = {i: window[:count] for i, window in received.items()}
+            # Half-precision numbers that are not in the processor's cache take three times as long
+            # to add.
+            last = windows[-1][:count]
+            terms[own_index] = last.copy_(own[piece]) if keeps_total else own[piece]
+            # The first sum includes the first window, whose memory may then be overwritten.
+            spare = windows[0][:count]
+            so_far = terms[0]
+            for i in range(1, len(ranks)):
+                is_last = i == len(ranks) - 1 and not keeps_total
+                so_far = add(so_far, terms[i], out=total[piece] if is_last else spare)
+            finish(so_far, piece)
+
+        pairs = {ranks[i]: (parts[i], received[i]) for i in others}
+        return partial(self._peers.exchange, pairs, use=use)
+
+    def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Scratch memory, shared by all exchanges, since a stream runs one at a time."""
+        num_bytes = num_elements * dtype.itemsize
+        with torch.inference_mode(mode=False):  # the stream's thread writes to it
+            if self._window.numel() < num_bytes:
+                self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            return self._window[:num_bytes].view(dtype)
+
+
+def _copied(part: Tensor, total: Tensor) -> Tensor:
+    """Return ``total`` with the numbers of ``part``; they may be the same memory."""
+    return total if total.data_ptr() == part.data_ptr() else total.copy_(part)

@@ -1,0 +1,120 @@
+"""The options of a unit: what was chosen for it, and what may change while it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardwise.errors import PlanError
+from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
+from shardwise.plan.spelling import divisors
+from shardwise.plan.strategy import PRESETS, Level, Strategy
+from shardwise.plan.wire import UNQUANTIZED, Wire
+
+__all__ = ["UnitOptions", "UnitSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """What was chosen for one unit, and what follows from it."""
+
+    reshard_after_forward: bool | int | None = None  # None: True, except for the root
+    precision: MixedPrecisionPolicy = DEFAULT_PRECISION
+    offload: OffloadPolicy = NO_OFFLOAD
+    wire: Wire = UNQUANTIZED
+    # Its ranks, with the fields of `Plan`; a world size of 0: those of the model around it.
+    strategy: Strategy = PRESETS["fsdp"]
+    world_size: int = 0
+    replicas: int = 1
+
+    def over(self, strategy: Strategy, world_size: int, replicas: int) -> "UnitOptions":
+        """The same for a unit on these ranks."""
+        return replace(self, strategy=strategy, world_size=world_size, replicas=replicas)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are gathered unit by unit."""
+        return self.strategy.inner is Level.PARAMETERS
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether memory for unsharded gradients is kept between steps."""
+        return self.strategy.inner is Level.OPTIMIZER
+
+    @property
+    def two_level_gather(self) -> bool:
+        """Whether forward also gathers in the subgroup, after one outer gather."""
+        return self.shards_parameters and self.strategy.is_two_level and self.replicas > 1
+
+    @property
+    def subgroup(self) -> int:
+        """The number of ranks among which it is gathered again; 0: all that shard it."""
+        if self.two_level_gather:
+            return self.world_size // self.replicas
+        size = self._subgroup_size
+        return size if 1 < size < self.world_size else 0
+
+    def frees(self, *, is_root: bool) -> bool:
+        """Whether it is freed after forward, and gathered again for backward."""
+        if self._subgroup_size:
+            return self._subgroup_size > 1  # a subgroup of one rank keeps the whole unit
+        if self.reshard_after_forward is None:
+            return self.shards_parameters and not is_root
+        return bool(self.reshard_after_forward)
+
+    @property
+    def host(self) -> CPUOffloadPolicy | None:
+        """How shards and their gradients are kept in host memory, if they are."""
+        return self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
+
+    @property
+    def _subgroup_size(self) -> int:
+        after = self.reshard_after_forward
+        return 0 if after is None or isinstance(after, bool) else after
+
+    def check(self, name: str) -> None:
+        """Raise a PlanError if they do not fit together; ``name`` is that of the unit."""
+        if self.reshard_after_forward is not None and not isinstance(
+            self.reshard_after_forward, bool
+        ):
+            self._check_subgroup(name, self.reshard_after_forward)
+        size, replicas = self.world_size, self.replicas
+        row = size // replicas if self.strategy.is_two_level else size
+        self.wire.check_hosts(name, row if row > 1 else replicas)
+
+    def _check_subgroup(self, name: str, size: int) -> None:
+        if self.strategy.is_two_level or not self.shards_parameters:
+            raise PlanError(
+                f"{name}: reshard_after_forward={size}: {self.strategy} does not shard "
+                "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
+            )
+        if size < 1 or self.world_size % size:
+            raise PlanError(
+                f"{name}: reshard_after_forward={size}: expected a number that divides the "
+                f"{self.world_size} ranks of the shard axis: {divisors(self.world_size)}"
+            )
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """The options of a unit that a user may change at any time.
+
+    The module stores them, because sharding the module around it creates a new unit.
+    """
+
+    reshard_after_forward: bool | None = None  # None: as planned
+    # False: only after a backward that reduces its gradients, because an optimizer may step then.
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True  # False: accumulate gradients, and reduce them in a later backward
+    all_reduce_grads: bool = True  # False: reduce over the outer axis in a later backward
+    gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
+    only_sums: bool = False  # divide the sums in a separate pass, not in the backend
+    collective_memory: str = "own"  # a `MemoryKind`; the same for all units of a model
+    # Replaces the collective that reduces gradients: called as hook(gradients), to be reduced in
+    # place, or, where parameters are sharded, as hook(gradients, shard). Gradients are undivided.
+    reduce_hook: Callable[..., None] | None = None
+    reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
+
+    @property
+    def reduces_fully(self) -> bool:
+        """Whether every backward reduces the unit's gradients completely."""
+        return self.reduce_grads and self.all_reduce_grads

@@ -1,0 +1,411 @@
+"""What a rank does while it waits for others, and what its heartbeat thread does meanwhile."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.api import RankGroup, Work
+from shardwise.comm.communicator import Place, Watch
+from shardwise.comm.device import ThreadStream, make_current, run_together
+from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.comm.queue import Collectives, QueueState
+from shardwise.errors import PeerAborted, PeerLost, PeerSilent, StepError
+from shardwise.watch.flight_record import PREFIX_VARIABLE, write_flight_record
+from shardwise.watch.history import Comparison, History
+from shardwise.watch.monitor import (
+    Heartbeat,
+    Monitor,
+    Patience,
+    connect_to_store,
+    describe_elsewhere,
+    usual_patience,
+)
+from shardwise.watch.python_stack import calls_of, collective_of, fingerprint
+from shardwise.watch.status import LookCounter, Report
+
+__all__ = ["NUM_RECENT", "RankWatch", "RecentUnits"]
+
+NUM_RECENT = 64  # ranks stall within a few units after they diverge
+# A kernel may take long, so a device counts as stuck only after this many looks without progress.
+_DEVICE_GRACE = 2
+_MAX_LOGGED_RANKS = 4
+
+_log = logging.getLogger("shardwise")
+
+
+class RecentUnits:
+    """The last calls of units, numbered in each step."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[int, int, str]] = deque(maxlen=NUM_RECENT)  # step, call, unit
+
+    def add(self, step: int, unit: str) -> None:
+        """Add a call in ``step``."""
+        last, call, _ = self._calls[-1] if self._calls else (step, 0, "")
+        self._calls.append((step, call + 1 if last == step else 1, unit))
+
+    def of(self, step: int) -> tuple[tuple[int, str], ...]:
+        """Return number and unit of each call in ``step``."""
+        calls = self._calls.copy()  # the main thread may add one
+        return tuple((call, unit) for at, call, unit in calls if at == step)
+
+
+class SlowWait:
+    """The length of a wait, which is logged each time that it has become twice as long."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._logged_seconds = 0.0
+        self.num_logged = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def is_due(self, first_seconds: float) -> bool:
+        """Whether to log it now; the first time after ``first_seconds``."""
+        seconds = self.seconds
+        if seconds < max(first_seconds, 2 * self._logged_seconds):
+            return False
+        self._logged_seconds, self.num_logged = seconds, self.num_logged + 1
+        return True
+
+
+class RankWatch(Watch):
+    """Watches the other ranks for one rank. A wait that cannot end raises an error.
+
+    The error says what each rank waits for.
+    """
+
+    is_active = True
+
+    def __init__(
+        self,
+        world: RankGroup,
+        device: torch.device,
+        queues: Sequence[Collectives],
+        place: Place,
+        patience: Patience | None = None,
+    ) -> None:
+        assert world.parent is not None
+        self._device = device
+        self._rank, self._num_ranks = world.own_rank, world.size
+        self._parent = weakref.ref(world.parent)
+        self._queues = queues
+        self.place = place
+        self.patience = patience = patience or usual_patience()
+        self._on_device = [one for one in queues if isinstance(one, ProcessGroupCollectives)]
+        self._lost: PeerLost | None = None  # the process group can never be used again
+        self._recovery: Work | None = None  # in progress
+        self._entered = RecentUnits()
+        self._known_states: tuple[QueueState, ...] = ()  # of the queues, at the last look
+        # The heartbeat thread uses all that follows.
+        self._lock = threading.Lock()  # held while it checks others, and by `abort`
+        self._lockers: set[int] = set()  # the thread that holds it, and those that are about to
+        self._device_wait = SlowWait()
+        self._error: StepError | None = None  # that it found, for the main thread to raise
+        self._device_looks = LookCounter()  # at collectives that run on the device
+        self._torch_looks = LookCounter()  # at the main thread in a collective of torch
+        self._torch_ranks: tuple[int, ...] = ()  # of this collective
+        self._follow_queues()
+        self._stack = 0  # fingerprint of the main thread at the last look
+        self._thread = threading.get_ident()  # the main thread: it runs the model
+        self._monitor = Monitor(
+            connect_to_store(patience),
+            f"{world.parent.group_name}/{queues[0].name}",
+            self._rank,
+            self._num_ranks,
+            patience,
+            weakref.WeakMethod(self._beat),
+            place,
+        )
+
+    def _follow_queues(self) -> None:
+        self._histories = [History() for _ in self._on_device]
+        for queue, history in zip(self._on_device, self._histories, strict=True):
+            queue.observer = history
+        self._comparison = Comparison(self._rank)
+
+    @property
+    def is_locked_here(self) -> bool:
+        """Whether this thread holds the lock that `abort` waits for, so that it would hang."""
+        return threading.get_ident() in self._lockers
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._lockers.add(thread)  # first: the garbage collector may run a destructor anywhere
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._lockers.discard(thread)
+
+    def enter(self, unit: str) -> None:
+        """Record that the forward of ``unit`` begins."""
+        self._entered.add(self.place.step, unit)
+        self._thread = threading.get_ident()
+
+    def wait(self, work: Work) -> None:
+        self.raise_found()
+        collective = work.collective
+        awaited = "" if collective is None else collective.label
+        looks: LookCounter | None = None
+        wait = SlowWait()
+        while not work.wait(self.patience.poll_seconds):
+            looks = looks or LookCounter()
+            states = self._states()
+            # On a busy machine, the stream's thread may not have marked it as done yet.
+            is_over = collective is not None and any(collective.tag in s.ended for s in states)
+            looks.look(states, has_moved=is_over)
+            error = self._look_at_peers(looks.count, awaited, wait)
+            if error is not None:
+                raise self._end_step(error)
+        if looks is not None:
+            self._monitor.publish(self._report())
+
+    def failed(self, error: BaseException) -> None:
+        self.raise_found()
+        if isinstance(error, PeerLost):
+            raise self._end_lost(self._explained(error))
+
+    def check_peers(self) -> None:
+        """Check that the other processes run. Call it regularly while this rank waits for them.
+
+        Raises:
+            PeerSilent: another process is silent.
+            PeerLost: it has ended normally.
+        """
+        self._monitor.check_heartbeats()
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank raised, so that they do not wait for it."""
+        with self._locked():
+            self._error = None  # this rank raises its own
+            if not self.is_broken:
+                place = f"step {self.place.step}, {self.place.where}"
+                aborted = PeerAborted(f"rank {self._rank} gave up in {place}: {_describe(error)}")
+                self._end_step(error if isinstance(error, PeerLost) else aborted)
+
+    def recover(self) -> None:
+        """Resynchronize the ranks after an error. Costs nothing if there was none.
+
+        Raises:
+            PeerLost: another rank died; or it is silent, and the next call tries again.
+            StepError: what `wait` would have raised for the last step of a device.
+        """
+        is_broken = self.is_broken  # read first: the heartbeat thread sets the error before it
+        self.raise_found()
+        if not is_broken:
+            return
+        if self._lost is not None:
+            raise PeerLost(str(self._lost))
+        if self._recovery is None:
+            self._recovery = ThreadStream("shardwise-recovery").submit(self._synchronize)
+        while not self._recovery.wait(self.patience.poll_seconds):
+            self.check_peers()
+        recovery, self._recovery = self._recovery, None
+        if recovery.error is not None:
+            if isinstance(recovery.error, PeerLost) and not isinstance(recovery.error, PeerSilent):
+                self._lost = recovery.error
+            raise recovery.error
+        self.epoch += 1
+        self.is_broken = False
+        self._entered = RecentUnits()
+
+    def _synchronize(self) -> None:
+        """Exchange reports with all ranks, and end collectives that only some of them began.
+
+        It runs on a thread.
+        """
+        make_current(self._device)
+        restarts = self._monitor.meet(self._report())
+        for queue, restart in zip(self._queues, restarts, strict=True):
+            queue.restart(restart)
+        self._follow_queues()
+
+    def raise_found(self) -> None:
+        """Raise the error that the heartbeat thread found. Call it after the host has waited."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # -- a wait that takes long ------------------------------------------------------------------
+
+    def _look_at_peers(
+        self, looks: int, awaited: str, wait: SlowWait, is_host_busy: bool = False
+    ) -> StepError | None:
+        """Publish a report of this rank; return an error if no rank can move, or one is gone.
+
+        This rank waits for the collective ``awaited`` and has not moved for ``looks`` looks.
+        """
+        report = replace(
+            self._report(),
+            looks=looks,
+            awaited=awaited,
+            is_host_busy=is_host_busy,
+            entered=self._entered.of(self.place.step),
+        )
+        try:
+            self._monitor.publish(report)
+            self._monitor.check_reports(self.epoch)
+            where = f"; step {self.place.step}, {self.place.where}, waits for {awaited}"
+            self._monitor.check_heartbeats(where)
+            self._log_slow_wait(report, wait)
+        except StepError as error:
+            return self._explained(error)
+        return None
+
+    def _explained(self, error: StepError) -> StepError:
+        """Return ``error`` with the positions of all ranks, if another one is lost."""
+        if isinstance(error, PeerLost):
+            with contextlib.suppress(PeerLost):  # the store is gone
+                return self._monitor.explain(error, self.epoch)
+        return error
+
+    def _log_slow_wait(self, own: Report, wait: SlowWait) -> None:
+        """Log the wait if it is long.
+
+        Of the ranks that wait for the same, the first reads which ranks they wait for.
+        """
+        if not wait.is_due(self.patience.log_seconds):
+            return
+        place = f"step {self.place.step}, {self.place.where}, {own.awaited}"
+        others = "; another rank has logged which ranks are awaited"
+        if self._monitor.is_first("log", wait.num_logged, self.epoch, place):
+            reports = enumerate(self._monitor.reports(self.epoch))
+            stuck = {rank for rank, report in reports if report is not None and report.is_stuck}
+            elsewhere = [
+                rank for rank in range(self._num_ranks) if rank not in {*stuck, self._rank}
+            ]
+            beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
+            others = describe_elsewhere(elsewhere, beats)
+        _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, wait.seconds, place, others)
+
+    def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
+        """End the step on all ranks; return the error that all raise, the first published one."""
+        agreed = error
+        failure = replace(self._report(), failure=type(error).__name__, error=str(error))
+        try:
+            with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
+                agreed = self._monitor.announce(failure).raised
+        finally:  # also after an interrupt: `recover` then waits for the other ranks
+            if raises_later:  # in `raise_found`
+                self._error = agreed
+            self.is_broken = True
+            for one in (error, agreed):
+                if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
+                    self._lost = one
+            try:
+                self._write_flight_records()
+            finally:
+                run_together([queue.stop for queue in self._queues])
+        return agreed
+
+    def _end_lost(self, error: StepError) -> StepError:
+        """End the step after a lost connection, unless the heartbeat thread has ended it."""
+        with self._locked():
+            found, self._error = self._error, None
+            return found or (error if self.is_broken else self._end_step(error))
+
+    def _write_flight_records(self) -> None:
+        parent, prefix = self._parent(), os.environ.get(PREFIX_VARIABLE)
+        if not prefix:
+            return
+        members = list(range(self._num_ranks))
+        if parent is not None:
+            with contextlib.suppress(KeyError):  # the program has destroyed the group
+                members = dist.get_process_group_ranks(parent)
+        for queue in self._on_device:
+            path = Path(f"{prefix}{queue.name.replace('/', '_')}_{members[self._rank]}")
+            with contextlib.suppress(OSError):  # the error is more important than the record
+                write_flight_record(path, str(queue.backend), members, queue.recent())
+
+    # -- on the heartbeat thread -----------------------------------------------------------------
+
+    def _beat(self, count: int) -> None:
+        """Publish where this rank is, and check the device and the other ranks."""
+        monitor: Monitor | None = getattr(self, "_monitor", None)
+        if monitor is None:
+            return  # the constructor has not returned
+        make_current(self._device)
+        report = self._report()
+        marks = tuple(history.marks.copy() for history in self._histories)
+        if self.is_broken:
+            marks = ()  # aborted collectives count as ended
+        try:
+            monitor.beat(Heartbeat(count, report, marks))
+        finally:  # a device may wait for other ranks even if the store cannot be reached
+            with self._locked():
+                if not self.is_broken:
+                    self._look(monitor, report)
+
+    def _look(self, monitor: Monitor, report: Report) -> None:
+        self._report_torch_collective(monitor, report)
+        if not self._on_device:
+            return  # without a device, the main thread waits itself
+        error = self._look_at_device() or self._comparison.look(
+            monitor, self._histories, self.epoch
+        )
+        if error is not None:
+            self._end_step(error, raises_later=True)
+
+    def _report_torch_collective(self, monitor: Monitor, report: Report) -> None:
+        """Publish when the main thread is inside a collective of torch, and when it has left it."""
+        parent = self._parent()
+        inside = set(collective_of(self._thread))
+        members: list[int] = []
+        if inside and parent is not None:
+            with contextlib.suppress(KeyError):  # the program has destroyed the group
+                members = dist.get_process_group_ranks(parent)
+        ranks = tuple(i for i, rank in enumerate(members) if rank in inside)
+        ranks = ranks if set(ranks) - {self._rank} else ()
+        looks = self._torch_looks.look((ranks, report.queues))
+        if ranks:
+            monitor.publish(replace(report, looks=looks, blocked_with=ranks))
+            # The main thread raises it when it is out of torch.
+            if (error := monitor.judge(self.epoch)) is not None:
+                failed = replace(report, failure=type(error).__name__, error=str(error))
+                monitor.announce(failed)
+        elif self._torch_ranks:
+            monitor.publish(report)
+        self._torch_ranks = ranks
+
+    def _look_at_device(self) -> StepError | None:
+        """Check whether the device is stuck: in a step, the host waits for no collective."""
+        states, was_stuck = self._states(), self._device_looks.count
+        last_stack, self._stack = self._stack, fingerprint(self._thread)
+        running = [state.running.label for state in states if state.running is not None]
+        stuck = self._device_looks.look(states, has_moved=not running)
+        if not stuck:
+            self._device_wait = SlowWait()
+            if not was_stuck:
+                return None
+        looks = max(0, stuck - _DEVICE_GRACE)
+        is_host_busy = self._stack != last_stack
+        return self._look_at_peers(looks, ", ".join(running), self._device_wait, is_host_busy)
+
+    def _report(self) -> Report:
+        calls = calls_of(self._thread)
+        return Report(
+            self.epoch, 0, self.place.step, self.place.where, self._states(), python=calls
+        )
+
+    def _states(self) -> tuple[QueueState, ...]:
+        with contextlib.suppress(RuntimeError):  # a device that has failed cannot be asked
+            self._known_states = tuple(queue.state() for queue in self._queues)
+        return self._known_states
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]

@@ -1,0 +1,43 @@
+"""The core trains over Gloo in a copy of the package without hostccl and watch."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import environment
+
+_ROOT = Path(__file__).parents[1]
+_PARTS = ("hostccl", "watch")
+
+
+def train(source: Path) -> dict[str, list[float]]:
+    """Return the numbers that two ranks print with the package in ``source``."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    finished = subprocess.run(
+        [sys.executable, *launch, str(_ROOT / "tests/without_parts.py")],
+        env={**environment(), "PYTHONPATH": str(source)},
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    numbers: dict[str, list[float]] = json.loads(finished.stdout)
+    return numbers
+
+
+def test_without_hostccl_and_watch_the_core_trains_over_gloo(tmp_path: Path) -> None:
+    shutil.copytree(_ROOT / "src/shardwise", tmp_path / "shardwise")
+    for part in _PARTS:
+        shutil.rmtree(tmp_path / "shardwise" / part)
+    expected, found = train(_ROOT / "src"), train(tmp_path)
+    assert len(expected) == 15
+    for name, numbers in expected.items():
+        # Gloo sums in another order.
+        assert found[name] == pytest.approx(numbers, rel=1e-12), name
+        assert numbers == pytest.approx(expected["ddp element"], rel=1e-10), name

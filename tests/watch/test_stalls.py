@@ -1,0 +1,224 @@
+"""The errors and warnings of ranks on one machine when one of them diverges or is late."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise as sw
+from shardwise.comm.communicator import communicator
+from shardwise.plan.strategy import PRESETS
+from shardwise.tensor.mesh import resolve_mesh
+from shardwise.watch.monitor import Patience
+from tests import ranks
+from tests.logged import logged
+from tests.models import WIDTH, Block, Stack
+from tests.ranks import RankFailed, on_ranks, run_on
+from tests.waiting import eventually
+from tests.watching import watch_of, watch_with
+
+HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.3)
+SECONDS = 45.0
+ODD = 1  # the rank that diverges
+
+
+class Job:
+    """Training steps of one rank."""
+
+    def __init__(self, patience: Patience) -> None:
+        group = dist.new_group(list(range(dist.get_world_size())))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        self.comm = communicator(
+            resolve_mesh(mesh, PRESETS["fsdp"]).world, torch.device("cpu"), watch_with(patience)
+        )
+        self.model = sw.fully_shard(Stack(), units={Block}, mesh=mesh)
+        self.is_odd = dist.get_rank() == ODD
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.ones(2, WIDTH)).sum().backward()
+
+    def error(self, run: Callable[[], None], kind: type[sw.StepError]) -> str:
+        """Return the error that ``run`` raises, well before any timeout."""
+        began = time.monotonic()
+        with pytest.raises(kind) as caught:
+            run()
+        assert time.monotonic() - began < SECONDS
+        return str(caught.value)
+
+    def wait_until_seen(self, rank: int, place: str) -> None:
+        """Wait until a heartbeat of ``rank`` has a call that contains ``place``."""
+        monitor = watch_of(self.comm)._monitor
+        assert monitor is not None
+
+        def is_there() -> bool:
+            beat = monitor.heartbeat(rank)
+            return beat is not None and any(place in call for call in beat.report.python)
+
+        assert eventually(is_there)
+
+
+def assert_same(text: str) -> None:
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert set(texts) == {text}
+
+
+def row(text: str, rank: int) -> str:
+    """Return the row of ``rank`` in the table of ``text``."""
+    assert re.search(r"\n  rank +step +in +last completed +waits for +Python", text)
+    [found] = re.findall(rf"\n  {rank} .*", text)
+    assert isinstance(found, str)
+    return found
+
+
+PATIENCES = [HURRIED, pytest.param(Patience(), marks=pytest.mark.thorough)]
+
+
+@on_ranks(2, thorough=(4,))
+@pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
+def test_a_rank_that_skips_a_step(patience: Patience) -> None:
+    """It reaches the end of the loop first, and waits for the others in torch's barrier."""
+    job = Job(patience)
+
+    def train() -> None:
+        for number in range(3):
+            if not (job.is_odd and number == 1):
+                job.step()
+        dist.barrier()
+        job.step()  # raises on the rank that was in the barrier
+
+    if job.is_odd:
+        text = job.error(train, sw.RanksDiverged)
+    else:
+        text = job.error(train, sw.RanksDiverged)
+        dist.barrier()
+    assert "ranks wait for different things" in text
+    assert re.search(r"  a collective of torch +.*test_stalls\.py:\d+ in train$", row(text, ODD))
+    assert re.search(r"gather .*test_stalls\.py:\d+ in step$", row(text, 0))
+    assert_same(text)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
+def test_a_rank_that_calls_an_extra_collective(patience: Patience) -> None:
+    job = Job(patience)
+
+    def train() -> None:
+        if job.is_odd:
+            next(job.model.parameters()).detach().norm()  # of all shards
+        job.step()
+
+    text = job.error(train, sw.RanksDiverged)
+    assert re.search(r"  gather scalars +.*test_stalls\.py:\d+ in train$", row(text, ODD))
+    assert re.search(r"  gather first|gather Stack +.* in step$", row(text, 0))
+    assert_same(text)
+    job.step()
+
+
+@on_ranks(2)
+def test_a_rank_that_calls_an_extra_collective_of_torch() -> None:
+    job = Job(HURRIED)
+
+    def train() -> None:
+        if job.is_odd:
+            dist.all_reduce(torch.zeros(1))
+        job.step()
+
+    text = job.error(train, sw.RanksDiverged)
+    if not job.is_odd:
+        dist.all_reduce(torch.zeros(1))
+    assert re.search(r"  a collective of torch +.*test_stalls\.py:\d+ in train$", row(text, ODD))
+    assert_same(text)
+    job.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
+def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
+    over, pids = tmp_path / "over", [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    job = Job(patience)
+    dist.barrier()
+    if job.is_odd:
+        while not over.exists():
+            time.sleep(0.01)  # stopped here
+        text = job.error(job.step, sw.PeerSilent)
+    else:
+        job.wait_until_seen(ODD, "test_stalls.py")
+        os.kill(pids[ODD], signal.SIGSTOP)
+        try:
+            text = job.error(job.step, sw.PeerSilent)
+        finally:
+            os.kill(pids[ODD], signal.SIGCONT)
+            over.touch()
+        assert eventually(lambda: not watch_of(job.comm)._monitor._silence())
+    assert text.startswith(f"rank 0 lost rank {ODD}: its process gave no sign of life")
+    assert re.search(r"no sign of life for \d+ s; was at .*test_stalls\.py:\d+", row(text, ODD))
+    assert_same(text)
+    job.step()
+
+
+def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 30.0)
+    with pytest.raises(RankFailed) as failure:
+        run_on(3, _outlive, tmp_path)
+    [(lost, what)] = failure.value.errors.items()
+    assert lost == 2
+    assert what.startswith("was killed by SIGKILL")  # a log message may follow
+    for rank in (0, 1):
+        text = (tmp_path / str(rank)).read_text()
+        assert "lost rank 2" in text
+        # The position at a heartbeat, in the file of the test or of the model.
+        assert re.search(r" tests/[\w/]+\.py:\d+ in \w+", row(text, rank))
+
+
+def _outlive(folder: Path) -> None:
+    job = Job(HURRIED)
+    if dist.get_rank() == 2:
+        for rank in (0, 1):
+            job.wait_until_seen(rank, "tests/")
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / str(dist.get_rank())).write_text(job.error(job.step, sw.PeerLost))
+    while not all((folder / str(rank)).exists() for rank in (0, 1)):  # the store is rank 0's
+        time.sleep(0.05)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("patience", PATIENCES, ids=["hurried", "default"])
+def test_a_rank_that_is_elsewhere_is_logged(tmp_path: Path, patience: Patience) -> None:
+    """For example in a slow data loader or a long evaluation."""
+    job, texts = Job(patience), [tmp_path / str(rank) for rank in range(2)]
+    with logged("shardwise", texts[dist.get_rank()]) as said:
+        for _ in load_slowly(texts[0]) if job.is_odd else range(1):
+            if not job.is_odd:
+                job.wait_until_seen(ODD, "load_slowly")
+            job.step()
+    if job.is_odd:
+        assert not said
+        return
+    seconds = [float(found) for found in re.findall(r"has waited for (\d+\.\d) s", "\n".join(said))]
+    assert seconds[0] >= patience.log_seconds
+    assert len(seconds) > 1
+    assert all(b > 1.5 * a for a, b in pairwise(seconds)), "at double the time"
+    pattern = (
+        rf"rank 0 has waited for .* s: step 1, forward of \w+, gather \w+; waits for rank {ODD}, "
+        r"which is alive in step 0, end of backward, Python at .*test_stalls\.py:\d+ in "
+        r"load_slowly < .*test_stalls\.py:\d+ in test_a_rank_that_is_elsewhere"
+    )
+    assert all(re.match(pattern, message) for message in said)
+
+
+def load_slowly(said: Path) -> Iterator[int]:
+    """Return when the other rank has logged twice that it waits."""
+    while not said.exists() or said.read_text().count(" has waited for ") < 2:
+        time.sleep(0.01)
+    yield 0
