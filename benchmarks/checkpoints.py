@@ -38,13 +38,14 @@ from shardwise.bench.harness import Figures, Round
 from shardwise.bench.memory import Peak, resident_bytes
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
+from shardwise.forecast.transformer import Shape
 from shardwise.launch.world import World
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 
 SHAPES = {  # by approximate number of parameters, in millions
-    "0": Shape(vocabulary=64, context=8, width=16, layers=2, heads=2),  # to test this script
-    "50": Shape(vocabulary=8192, context=128, width=576, layers=11, heads=8),
-    "500": Shape(vocabulary=16384, context=128, width=1536, layers=16, heads=16),
+    "0": gpt_shape(vocabulary=64, context=8, width=16, layers=2, heads=2),  # to test this script
+    "50": gpt_shape(vocabulary=8192, context=128, width=576, layers=11, heads=8),
+    "500": gpt_shape(vocabulary=16384, context=128, width=1536, layers=16, heads=16),
 }
 BASE = "dcp"
 PIECE_BYTES, MAX_BARE_BYTES = 1 << 20, 1 << 29

@@ -32,10 +32,10 @@ from shardwise.bench.harness import Figures
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
 from shardwise.features import fused_wgrad
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
 SCALE = 32
-GPT = Shape(vocabulary=50_176, context=2048, width=4096, layers=32, heads=32)  # 6.6 billion
+GPT = gpt_shape(vocabulary=50_176, context=2048, width=4096, layers=32, heads=32)  # 6.6 billion
 COMPARED = (
     "alone-bf16",
     "fsdp2",
@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=GPT.layers)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
     options = parser.parse_args(arguments)
-    small = Shape(
-        GPT.vocabulary // SCALE, GPT.context // SCALE, GPT.width // SCALE, options.layers, GPT.heads
+    small = gpt_shape(
+        GPT.vocab // SCALE, GPT.context // SCALE, GPT.hidden // SCALE, options.layers, GPT.heads
     )
     setting = Setting("", small, options.ranks, "bf16", (), 1, options.batch)
     graphs = {engine: record(engine, setting) for engine in COMPARED}
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ("exposed ms", f"{network} exposed", milliseconds),
         ]
     title = (
-        f"GPT of {GPT.width} x {options.layers}, {options.ranks} ranks, {options.batch} sequences"
+        f"GPT of {GPT.hidden} x {options.layers}, {options.ranks} ranks, {options.batch} sequences"
     )
     harness.publish(title, columns, rows, options.out, compute_seconds=compute)
 

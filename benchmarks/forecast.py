@@ -49,19 +49,20 @@ from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.timeline import step_time
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.traffic import sent_bytes
+from shardwise.forecast.transformer import Shape
 from shardwise.forecast.work import Workload
 from shardwise.launch.world import World
 from shardwise.plan.plan import Plan
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 
 SEQUENCE = 128
 MODELS = {  # models of other benchmarks: shape, and sequences per rank
     "10M": (read_shape("10M", SEQUENCE), 2),
     "50M": (read_shape("50M", SEQUENCE), 2),
-    "guard": (Shape(vocabulary=256, context=SEQUENCE, width=384, layers=6, heads=4), 4),
-    "recording": (Shape(vocabulary=256, context=SEQUENCE, width=256, layers=12, heads=4), 4),
-    "switches": (Shape(vocabulary=256, context=SEQUENCE, width=640, layers=10, heads=10), 1),
-    "tiny": (Shape(vocabulary=64, context=SEQUENCE, width=16, layers=2, heads=2), 2),
+    "guard": (gpt_shape(vocabulary=256, context=SEQUENCE, width=384, layers=6, heads=4), 4),
+    "recording": (gpt_shape(vocabulary=256, context=SEQUENCE, width=256, layers=12, heads=4), 4),
+    "switches": (gpt_shape(vocabulary=256, context=SEQUENCE, width=640, layers=10, heads=10), 1),
+    "tiny": (gpt_shape(vocabulary=64, context=SEQUENCE, width=16, layers=2, heads=2), 2),
 }
 RANKS = (1, 2, 4)
 MEMORY_STEPS = 3

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from shardwise.bench.work import Work
 from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.forecast.transformer import Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 
 __all__ = ["MODELS", "make_work"]
 
@@ -64,12 +65,12 @@ class Model:
         return self.batch * self.context
 
 
-GPT_175B = Shape(vocabulary=51_200, context=2048, width=12_288, layers=6, heads=96)
-TINY = Shape(vocabulary=512, context=64, width=64, layers=2, heads=2)
+GPT_175B = gpt_shape(vocabulary=51_200, context=2048, width=12_288, layers=6, heads=96)
+TINY = gpt_shape(vocabulary=512, context=64, width=64, layers=2, heads=2)
 MODELS = {
-    "gpt-175b": Model(gpt(GPT_175B), 6, GPT_175B.vocabulary, context=2048, batch=2),
+    "gpt-175b": Model(gpt(GPT_175B), 6, GPT_175B.vocab, context=2048, batch=2),
     "llama-8b": Model(llama_8b, 32, LLAMA_VOCABULARY, context=2048, batch=4),
-    "tiny": Model(gpt(TINY), 2, TINY.vocabulary, TINY.context, batch=2),
+    "tiny": Model(gpt(TINY), 2, TINY.vocab, TINY.context, batch=2),
 }
 
 

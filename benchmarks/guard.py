@@ -27,7 +27,7 @@ from shardwise.features.host_collectives import HostCollectives
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
 BATCHES, REPETITIONS = 15, 2000
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure(world: World, options: Namespace) -> tuple[float, dict[str, Figures]]:
     """Measure the fastest step, of which the guard has the largest share, and each task alone."""
-    shape = Shape(vocabulary=256, context=128, width=options.width, layers=6, heads=4)
+    shape = gpt_shape(vocabulary=256, context=128, width=options.width, layers=6, heads=4)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
     work = gpt_work(setting)
     trainee = ENGINES["shardwise-fsdp"].start(work)

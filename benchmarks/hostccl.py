@@ -26,7 +26,7 @@ from shardwise.bench.harness import Figures, Round
 from shardwise.bench.options import Setting
 from shardwise.bench.work import TrainedModel, Work, gpt_work
 from shardwise.launch.world import World
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
 BACKENDS = ("gloo", "hostccl")
 PEERS: dict[str, Callable[..., TrainedModel]] = {"ddp": start_ddp, "fsdp2": Fsdp2()}
@@ -72,7 +72,7 @@ def measure(world: World, options: Namespace) -> list[Round]:
     """Measure all cases on this rank."""
     torch.set_num_threads(1)
     width, layers = options.width, options.layers
-    shape = Shape(3072, context=options.seq, width=width, layers=layers, heads=width // 64)
+    shape = gpt_shape(3072, context=options.seq, width=width, layers=layers, heads=width // 64)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
     work = gpt_work(setting)
     cases: dict[str, Callable[[int], Figures]] = {}

@@ -26,17 +26,18 @@ from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.bench.machine import available_bytes
 from shardwise.bench.memory import high_water_bytes, reset_high_water, resident_bytes
+from shardwise.forecast.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.plan.plan import make_plan
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 
 SEED = 0
 SHAPES = {
-    "tiny": Shape(vocabulary=64, context=8, width=64, layers=2, heads=2),
-    "30M": Shape(vocabulary=8192, context=256, width=512, layers=8, heads=8),
-    "200M": Shape(vocabulary=8192, context=256, width=1024, layers=15, heads=16),
-    "300M": Shape(vocabulary=8192, context=256, width=1280, layers=15, heads=20),
-    "1B": Shape(vocabulary=8192, context=256, width=2048, layers=20, heads=16),
+    "tiny": gpt_shape(vocabulary=64, context=8, width=64, layers=2, heads=2),
+    "30M": gpt_shape(vocabulary=8192, context=256, width=512, layers=8, heads=8),
+    "200M": gpt_shape(vocabulary=8192, context=256, width=1024, layers=15, heads=16),
+    "300M": gpt_shape(vocabulary=8192, context=256, width=1280, layers=15, heads=20),
+    "1B": gpt_shape(vocabulary=8192, context=256, width=2048, layers=20, heads=16),
 }
 LIBRARIES_BYTES = 300_000_000  # memory of a process that has imported torch
 

@@ -33,7 +33,7 @@ from shardwise.bench.harness import Figures, Round
 from shardwise.comm.communicator import Collectives, communicator
 from shardwise.launch.world import World
 from shardwise.train.config import DataConfig
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 from shardwise.train.text import STDLIB, Text, find_files, split_files
 
 BASE = "torch.optim.Muon, on DTensors"
@@ -92,7 +92,7 @@ def measure(world: World, options: Namespace) -> list[Round]:
 
 def _gpt(options: Namespace) -> GPT:
     torch.manual_seed(0)
-    return GPT(Shape(256, 64, options.width, options.layers, heads=4))
+    return GPT(gpt_shape(256, 64, options.width, options.layers, heads=4))
 
 
 def _torch_muon(options: Namespace) -> Callable[[int], Figures]:
@@ -198,7 +198,7 @@ class _DTensorCollectives(TorchDispatchMode):
 
 def train() -> dict[str, list[float]]:
     """Return the losses by optimizer, all from the same initial model and on the same batches."""
-    shape = Shape(vocabulary=256, context=CONTEXT, width=96, layers=3, heads=4)
+    shape = gpt_shape(vocabulary=256, context=CONTEXT, width=96, layers=3, heads=4)
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
         "Muon": lambda model: sw.optim.Muon(

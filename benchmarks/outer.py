@@ -42,7 +42,7 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from shardwise.train.config import Config
 from shardwise.train.data import VOCABULARY, Sequences, open_corpus
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 
 RANKS = 2  # ranks per replica
 REPLICAS = 2
@@ -102,7 +102,7 @@ def _work(options: Namespace, environment: dict[str, str]) -> None:
     dist.init_process_group("gloo")
     rank, is_replica = dist.get_rank(), options.worker == "outer"
     torch.manual_seed(0)
-    shape = Shape(VOCABULARY, options.context, options.width, options.layers, heads=2)
+    shape = gpt_shape(VOCABULARY, options.context, options.width, options.layers, heads=2)
     is_synchronous = options.worker == "synchronous"
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS)) if is_synchronous else None
     model = sw.fully_shard(GPT(shape), units=Block, mesh=mesh)

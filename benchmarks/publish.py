@@ -31,7 +31,7 @@ from shardwise.comm.communicator import communicator
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 from shardwise.weights import Manifest, Update
 
 BASE = "torch, all ranks"
@@ -83,7 +83,7 @@ def main() -> None:
 
 def measure(world: World, options: Namespace) -> list[Round]:
     """Run the rounds on one rank."""
-    shape = Shape(vocabulary=8192, context=128, width=options.width, layers=options.layers, heads=4)
+    shape = gpt_shape(8192, 128, options.width, options.layers, heads=4)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, batch=1)
     work = gpt_work(setting)
     ours, torchs = (ENGINES[name].start(work) for name in ("shardwise-fsdp", "fsdp2"))

@@ -28,7 +28,7 @@ from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.schedule.events import Event, EventKind
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
 CALLS = 200  # number of calls that a mean is taken over
 BASE = "no ledger"
@@ -73,7 +73,7 @@ def _row(rounds: Sequence[Round], name: str, alone: float, base: float) -> dict[
 def measure(world: World, options: Namespace) -> tuple[list[Round], Figures]:
     """Measure CPU seconds of a step in each case, and of the calls alone."""
     width, layers = options.width, options.layers
-    shape = Shape(vocabulary=256, context=128, width=width, layers=layers, heads=4)
+    shape = gpt_shape(vocabulary=256, context=128, width=width, layers=layers, heads=4)
     setting = Setting("", shape, world.size, "fp32", (), options.rounds, options.batch)
     work = gpt_work(setting)
     trainee = ENGINES["shardwise-fsdp"].start(work)

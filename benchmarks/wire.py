@@ -29,7 +29,7 @@ from shardwise.comm.communicator import communicator
 from shardwise.launch.world import World
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 
 LAST = 20  # steps whose losses are averaged
 ROWS = 8  # batch rows per rank
@@ -50,7 +50,7 @@ WIRES = {
     "int8 gathers, int4 reductions": sw.Wire("int8", "int4"),
     "the same, with error feedback": sw.Wire("int8", "int4", error_feedback=True),
 }
-SHAPE = Shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
+SHAPE = gpt_shape(vocabulary=256, context=32, width=64, layers=2, heads=2)
 
 
 def main() -> None:

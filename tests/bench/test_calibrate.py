@@ -7,9 +7,9 @@ import torch
 
 from shardwise.bench import calibrate
 from shardwise.forecast.calibrated import CalibratedMachine
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
-TINY = {"cpu": (Shape(64, 16, 32, 1, 2),)}
+TINY = {"cpu": (gpt_shape(64, 16, 32, 1, 2),)}
 
 
 def test_a_fit_finds_the_terms_and_no_negative_ones() -> None:

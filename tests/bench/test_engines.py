@@ -24,11 +24,11 @@ from shardwise.bench.work import gpt_work, tiny_work
 from shardwise.blockwise import Blocks
 from shardwise.errors import ConfigError
 from shardwise.launch.world import World
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 
-SHAPE = Shape(vocabulary=64, context=8, width=16, layers=2, heads=2)
+SHAPE = gpt_shape(vocabulary=64, context=8, width=16, layers=2, heads=2)
 PARAMETERS = 64 * 16 + 16 + 2 * (12 * 16 * 16 + 2 * 16)
 HERE = [n for n in ENGINES if n not in {"deepspeed", "alone", "alone-bf16"}]
 SOURCE = Path(sw.__file__).parent

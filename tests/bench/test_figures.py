@@ -5,9 +5,9 @@ import pytest
 from shardwise.bench.compare import loss_gap, plan_heats
 from shardwise.bench.harness import Figures, Round, interleave, make_table, medians, merge, ratio
 from shardwise.bench.options import Setting
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
-SHAPE = Shape(vocabulary=64, context=8, width=16, layers=1, heads=2)
+SHAPE = gpt_shape(vocabulary=64, context=8, width=16, layers=1, heads=2)
 
 
 def step(seconds: float, loss: float = 1.0, **communication: float) -> Figures:

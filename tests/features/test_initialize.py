@@ -330,7 +330,7 @@ def _digest(model: nn.Module) -> str:
 def _measure_live() -> tuple[int, int, int]:
     """Bytes: the peak while modules were filled, the shards, and the largest unit."""
     with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(vocabulary=8192, context=64, width=512, layers=8, heads=8))
+        model = gpt.GPT(gpt.gpt_shape(vocabulary=8192, context=64, width=512, layers=8, heads=8))
     before, live = _live_bytes(), []
 
     def fill_and_count(module: nn.Module) -> None:

@@ -37,7 +37,7 @@ from tests.ranks import on_ranks
 from tests.versions import needs_swap
 
 TINY = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
-MIDDLE = Shape(arch="llama", layers=8, hidden=512, heads=8, vocab=8000, ffn=1536)  # 34 M
+MIDDLE = Shape(arch="llama", layers=8, hidden=640, heads=10, vocab=8000, ffn=1792)  # 51 M
 KINDS = {
     "LoRA": Adapters(rank=8),
     "QLoRA": Adapters(rank=8, quantized=True),

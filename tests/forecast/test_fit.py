@@ -22,7 +22,7 @@ from shardwise.forecast.machines import local_machine
 from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.transformer import Shape, build
-from shardwise.train.model import GPT, Shape as TrainShape
+from shardwise.train.model import GPT, gpt_shape
 from tests.forecast.test_wires import peak_of
 from tests.ranks import on_ranks
 
@@ -34,7 +34,7 @@ BASE = Configuration(shard_size=2, micro_batch=4, sequence=32, compute_dtype=tor
 
 
 def trained() -> nn.Module:
-    return GPT(TrainShape(vocabulary=256, context=32, width=64, layers=3, heads=4))
+    return GPT(gpt_shape(vocabulary=256, context=32, width=64, layers=3, heads=4))
 
 
 def search_of(model: Model, *, on_cpu: bool = True) -> Search:

@@ -35,6 +35,17 @@ def test_large_products_are_faster_and_small_ones_slower(scaling: str) -> None:
     assert wide < narrow
 
 
+def test_a_layer_is_as_fast_as_torchao_measures() -> None:
+    """Forward and backward of 4,096 tokens and a weight of 8,192 x 16,384 (torchao's README)."""
+    m, k, n = 4096, 8192, 16_384
+    wide = narrow = 0.0
+    for shape in ((1, m, n, k), (1, m, k, n), (1, n, k, m)):
+        moved = 2 * (shape[1] * shape[3] + shape[3] * shape[2] + shape[1] * shape[2])
+        wide += H100.matmul_seconds(shape, 2, moved)
+        narrow += H100.float8_seconds(shape, "tensorwise", 0)
+    assert wide / narrow == pytest.approx(1.39, rel=0.01)
+
+
 def test_scales_that_are_known_before_cost_less() -> None:
     shape = (1, 4096, 4096, 4096)
     delayed, tensorwise = (H100.float8_seconds(shape, s, 0) for s in ("delayed", "tensorwise"))

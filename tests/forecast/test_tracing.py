@@ -188,7 +188,7 @@ def test_autograd_adds_gradients_in_place() -> None:
 
 
 def test_a_tied_embedding_adds_rows_to_the_gradient_of_its_head() -> None:
-    shape = trained.Shape(vocabulary=4096, context=8, width=16, layers=1, heads=1)
+    shape = trained.gpt_shape(vocabulary=4096, context=8, width=16, layers=1, heads=1)
     with torch.device("meta"):
         model = trained.GPT(shape)
     tokens = torch.zeros(1, 8, dtype=torch.long)

@@ -12,13 +12,13 @@ import shardwise as sw
 from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.plan.policies import choose_units
 from shardwise.train.config import MemoryConfig
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 from shardwise.train.recomputing import prepare_blocks
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, own_part
 
 KINDS = ("full", "reentrant", "products", "selective")
-SHAPE = Shape(vocabulary=11, context=6, width=8, layers=4, heads=2)
+SHAPE = gpt_shape(vocabulary=11, context=6, width=8, layers=4, heads=2)
 BLOCK_PRODUCTS = 4
 
 
@@ -32,7 +32,7 @@ def test_gradients_are_those_of_one_process(kind: str, shards_first: bool) -> No
     prepare_blocks(model, MemoryConfig(checkpoint_every=2, checkpoint=kind))  # type: ignore[arg-type]
     if not shards_first:
         sw.fully_shard(model, units=Block)
-    tokens = torch.randint(SHAPE.vocabulary, (4, SHAPE.context))
+    tokens = torch.randint(SHAPE.vocab, (4, SHAPE.context))
     for _ in range(2):
         _loss(reference, tokens).backward()
         _loss(model, own_part(tokens)).backward()

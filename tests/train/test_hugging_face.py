@@ -11,11 +11,13 @@ from transformers import AutoTokenizer, BertConfig, ViTConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from shardwise.errors import ConfigError
-from shardwise.train.build import check
+from shardwise.forecast.planned import plan_of
+from shardwise.train.build import build_model, check
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
+from shardwise.train.planned import configuration_of
 from shardwise.train.run_directory import open_run
 from tests.models import llama_config
 from tests.ranks import run_on
@@ -126,6 +128,28 @@ def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float]
     adapted = PeftModel.from_pretrained(base, str(path / "model" / "adapter"))(tokens).logits
     assert torch.allclose(merged(tokens).logits, adapted, atol=1e-5)
     assert not torch.allclose(adapted, without_adapter_names, atol=1e-2)
+
+
+@pytest.mark.thorough
+def test_the_frozen_base_of_adapters_is_in_the_dtype_of_compute(
+    root: Path, trained: tuple[list[float], Path]
+) -> None:
+    start: Document = {
+        "model": {"path": str(trained[1]), "lora_rank": 4},
+        "tokenizer": {"vocabulary": 0},
+    }
+    config = config_of(root, "half", precision={"compute": "bfloat16"}, **start)
+    plan = plan_of(build_model(config), configuration_of(config))
+    dtypes = {one.dtype for unit in plan.units for one in unit.parameters if not one.trainable}
+    assert dtypes == {"bfloat16"}
+    assert {p.dtype for u in plan.units for p in u.parameters if p.trainable} == {"float32"}
+    losses, _, path = run(config)
+    whole, _, _ = run(config_of(root, "whole", **start))
+    assert losses == pytest.approx(whole, rel=0.02)
+    checkpoint = path / "checkpoints" / "step-00000006"
+    HuggingFace(config).export(checkpoint, path / "model", open_corpus(config).tokenizer)
+    merged: Any = LlamaForCausalLM.from_pretrained(path / "model")
+    assert torch.isfinite(merged(torch.arange(20)[None]).logits).all()
 
 
 def test_adapters_are_of_linear_layers(root: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 from shardwise.train.optimizer import build_optimizer, build_scheduler, check_optimizer
 
 CONFIG = TrainConfig(steps=100, warmup_share=0.1, lr=2.0, final_lr_share=0.1)
@@ -55,7 +55,7 @@ def test_the_rate_stays_within_its_bounds(steps: int, warmup: float, share: floa
 
 
 def test_matrices_decay_and_norms_do_not() -> None:
-    model = GPT(Shape(vocabulary=10, context=4, width=8, layers=1, heads=2))
+    model = GPT(gpt_shape(vocabulary=10, context=4, width=8, layers=1, heads=2))
     optimizer = build_optimizer(model, TrainConfig(weight_decay=0.3, betas=(0.8, 0.9)))
     decay = {
         id(parameter): group["weight_decay"]
@@ -106,7 +106,7 @@ def test_optimizers_of_matrices_take_groups_and_options(name: str) -> None:
     groups = {tuple(map(id, group["params"])): group for group in optimizer.param_groups}
     matrices = groups[(id(model[1].weight),)]
     assert (matrices["method"], matrices["split"], matrices["eps"]) == (name, 3, 1e-5)
-    gpt = GPT(Shape(vocabulary=10, context=4, width=8, layers=1, heads=2))
+    gpt = GPT(gpt_shape(vocabulary=10, context=4, width=8, layers=1, heads=2))
     assert build_optimizer(gpt, TrainConfig(optimizer=name)).param_groups[0]["params"]
     decays = {group["method"]: group["weight_decay"] for group in groups.values()}
     assert decays == {name: 0.25, "adamw": 0.0}, "of vectors last"

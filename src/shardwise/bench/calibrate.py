@@ -31,11 +31,12 @@ from shardwise.diagnose.measured import transfer_seconds
 from shardwise.diagnose.recorded_steps import recorded_event
 from shardwise.forecast.calibrated import VERSION, Calibration, Curve, RanksCalibration, Rate
 from shardwise.forecast.recorder import Recorder
+from shardwise.forecast.transformer import Shape
 from shardwise.forecast.work import Kind, Operation
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
 from shardwise.schedule.events import EventKind
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 
 if TYPE_CHECKING:
     from shardwise.diagnose.recording import RecordedEvent
@@ -44,8 +45,12 @@ __all__ = ["calibrate", "calibration_of", "default_ranks", "measure_ranks"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SHAPES = {  # GPTs by device type; on a CPU, a step takes 0.1 to 0.3 s in float32
-    "cpu": (Shape(1024, 64, 128, 1, 2), Shape(4096, 128, 512, 1, 8), Shape(8192, 128, 1024, 1, 16)),
-    "cuda": (Shape(8192, 1024, 1024, 1, 16), Shape(32768, 2048, 4096, 2, 32)),
+    "cpu": (
+        gpt_shape(1024, 64, 128, 1, 2),
+        gpt_shape(4096, 128, 512, 1, 8),
+        gpt_shape(8192, 128, 1024, 1, 16),
+    ),
+    "cuda": (gpt_shape(8192, 1024, 1024, 1, 16), gpt_shape(32768, 2048, 4096, 2, 32)),
 }
 _BATCH = 2
 _TIMES = 3  # maximum number of timed steps; at least one
@@ -160,7 +165,7 @@ def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> Ran
 
 def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     model = _Sample(shape).to(device, dtype)
-    tokens = torch.randint(0, shape.vocabulary, (_BATCH, shape.context + 1), device=device)
+    tokens = torch.randint(0, shape.vocab, (_BATCH, shape.context + 1), device=device)
 
     def step() -> None:
         logits = model(tokens[:, :-1]).flatten(0, 1).float()
@@ -175,7 +180,7 @@ class _Sample(GPT):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.extra_norm = nn.RMSNorm(shape.width)
+        self.extra_norm = nn.RMSNorm(shape.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions)

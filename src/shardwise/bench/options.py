@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.transformer import Shape
 from shardwise.plan.spelling import did_you_mean
 from shardwise.train.config import read_config
 from shardwise.train.data import VOCABULARY
-from shardwise.train.model import Shape
+from shardwise.train.model import gpt_shape
 
 __all__ = ["DTYPES", "MEASURES", "SIZES", "BenchOptions", "Setting", "check_choices", "read_shape"]
 
@@ -16,9 +17,9 @@ DTYPES = ("fp32", "bf16")
 MEASURES = ("time", "traffic", "memory", "units")
 # The options set the context. Widths are multiples of 64, the width of a head.
 SIZES = {
-    "10M": Shape(vocabulary=3_072, context=0, width=384, layers=5, heads=6),
-    "50M": Shape(vocabulary=16_384, context=0, width=640, layers=8, heads=10),
-    "125M": Shape(vocabulary=50_304, context=0, width=768, layers=12, heads=12),
+    "10M": gpt_shape(vocabulary=3_072, context=0, width=384, layers=5, heads=6),
+    "50M": gpt_shape(vocabulary=16_384, context=0, width=640, layers=8, heads=10),
+    "125M": gpt_shape(vocabulary=50_304, context=0, width=768, layers=12, heads=12),
 }
 
 
@@ -89,7 +90,7 @@ def read_shape(size: str, sequence: int) -> Shape:
     if not size.endswith(".toml") and not Path(size).exists():
         raise ConfigError(f"--size {size}: expected {', '.join(SIZES)} or a configuration (.toml)")
     model = read_config(Path(size)).model
-    return Shape(VOCABULARY, sequence, model.width, model.layers, model.heads)
+    return gpt_shape(VOCABULARY, sequence, model.width, model.layers, model.heads)
 
 
 def check_choices(option: str, choices: Sequence[str], known: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ def gpt_work(setting: Setting) -> Work:
     size = (setting.batch, shape.context + 1)
 
     def draw(generator: torch.Generator) -> Tensor:
-        return torch.randint(0, shape.vocabulary, size, generator=generator)
+        return torch.randint(0, shape.vocab, size, generator=generator)
 
     return Work(lambda: GPT(shape), Block, draw, _next_token_loss, setting.is_bf16)
 

@@ -22,7 +22,7 @@ from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.train.model import GPT, Block, Shape
+from shardwise.train.model import GPT, Block, gpt_shape
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 
@@ -30,7 +30,7 @@ NPROC = 2
 _GRANULARITIES = ("element", "row", "tensor", "dim")
 
 
-_GPT = Shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2)
+_GPT = gpt_shape(vocabulary=VOCABULARY, context=6, width=16, layers=2, heads=2)
 BUILT_IN = {"gpt": Subject(lambda: GPT(_GPT), random_tokens, next_token_loss, Block)} | MODELS
 
 

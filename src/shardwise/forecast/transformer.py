@@ -36,6 +36,7 @@ class Shape:
     ffn: int = 0  # 0: 4 * hidden
     head_dim: int = 0  # 0: hidden / heads
     positions: int = 0  # learned positions; 0: none, or rotary positions
+    context: int = 0  # rotary positions in a table; 0: they are computed in each forward
     tied_embeddings: bool = False
     has_bias: bool = False  # in all layers
     has_qkv_bias: bool = False  # in the projections to queries, keys and values

@@ -1,32 +1,31 @@
 """A small GPT: pre-norm blocks, rotary embeddings, fused attention, tied head."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Attention", "Block", "Shape"]
+from shardwise.forecast.transformer import Shape
+
+__all__ = ["GPT", "Attention", "Block", "gpt_shape"]
 
 INIT_STD = 0.02
 
 ROTARY_BASE = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a GPT."""
-
-    vocabulary: int
-    context: int  # the longest sequence, in tokens
-    width: int
-    layers: int
-    heads: int
-
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+def gpt_shape(vocabulary: int, context: int, width: int, layers: int, heads: int) -> Shape:
+    """Return the shape of a GPT whose sequences have at most ``context`` tokens."""
+    return Shape(
+        arch="gpt",
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        vocab=vocabulary,
+        context=context,
+        tied_embeddings=True,
+    )
 
 
 class GPT(nn.Module):
@@ -35,10 +34,10 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.norm = nn.LayerNorm(shape.hidden, bias=False)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.head.weight = self.embedding.weight
         self.rotations: Tensor  # [2, context, head_width]
         self.register_buffer("rotations", rotary_table(shape), persistent=False)
@@ -90,13 +89,13 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.width, bias=False)
+        self.attention_norm = nn.LayerNorm(shape.hidden, bias=False)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.LayerNorm(shape.width, bias=False)
+        self.mlp_norm = nn.LayerNorm(shape.hidden, bias=False)
         self.mlp = nn.Sequential(
-            nn.Linear(shape.width, 4 * shape.width, bias=False),
+            nn.Linear(shape.hidden, 4 * shape.hidden, bias=False),
             nn.GELU(approximate="tanh"),
-            ResidualLinear(4 * shape.width, shape.width, bias=False),
+            ResidualLinear(4 * shape.hidden, shape.hidden, bias=False),
         )
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -111,8 +110,8 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.out = ResidualLinear(shape.width, shape.width, bias=False)
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
+        self.out = ResidualLinear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, time, width = x.shape
@@ -135,7 +134,7 @@ def document_mask(positions: Tensor) -> Tensor:
 
 def rotary_table(shape: Shape) -> Tensor:
     """Cosine and sine of each position's angles, [2, context, head_width] (arXiv 2104.09864)."""
-    pairs = shape.head_width // 2
+    pairs = shape.head_dim // 2
     speeds = ROTARY_BASE ** (-torch.arange(pairs, dtype=torch.float64) / pairs)  # [pairs]
     angles = torch.outer(torch.arange(shape.context, dtype=torch.float64), speeds)
     angles = torch.cat([angles, angles], dim=1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.train.config import Config
 from shardwise.train.huggingface import HuggingFace
-from shardwise.train.model import GPT, Shape
+from shardwise.train.model import GPT, gpt_shape
 from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import vocabulary_of
 
@@ -34,7 +34,7 @@ class Gpt:
     def build(self) -> GPT:
         """The model on the meta device; its values are initialized when it is sharded."""
         with torch.device("meta"):
-            model = GPT(Shape(vocabulary=vocabulary_of(self.config), **self._sizes))
+            model = GPT(gpt_shape(vocabulary=vocabulary_of(self.config), **self._sizes))
         prepare_blocks(model, self.config.memory, compiles=self.config.train.compile)
         return model
 
