@@ -80,6 +80,7 @@ __all__ = [
     "num_storage_references",
     "num_tensor_references",
     "own_operators",
+    "process_group_named",
     "pytree",
     "queue_callback",
     "register_fully_shard",
@@ -147,6 +148,7 @@ REQUIRED = (
     "torch.distributed.ProcessGroup._set_group_name",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed._make_nccl_premul_sum",
 )
@@ -549,6 +551,12 @@ eval_frame = torch._C._dynamo.eval_frame
 
 # The store of the job. A second store would need an address of its own.
 default_store: Callable[[], Store] = distributed_c10d._get_default_store
+
+
+# A pickled mesh names its process groups, as torch's own do.
+process_group_named: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)[
+    "_resolve_process_group"
+]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
