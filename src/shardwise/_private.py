@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _functorch  # the stack of transforms of `torch.func`
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import (  # process groups that are not torch's have methods alone
+    AllgatherOptions,
+    AllreduceOptions,
+    _register_process_group,
+)
 from torch._ops import OpOverload  # the type of an operator in `__torch_dispatch__`
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import Variable, forward_ad
@@ -44,6 +48,8 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "COMPOSABLE_FSDP",
+    "AllgatherOptions",
+    "AllreduceOptions",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FakeTensorMode",

@@ -40,6 +40,7 @@ from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
+from shardwise.replicas.elastic import Elastic, elastic
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
@@ -47,6 +48,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointDamaged",
     "CheckpointError",
+    "Elastic",
     "FSDPModule",
     "Fit",
     "Initialization",
@@ -75,6 +77,7 @@ __all__ = [
     "backward",
     "block",
     "clip_grad_norm_",
+    "elastic",
     "fit",
     "fully_shard",
     "gathered",

@@ -25,6 +25,7 @@ from tests.forked import start_forked
 
 __all__ = ["DEADLINE_SECONDS", "Job", "Replica", "Seat"]
 
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported
 pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 only")
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
@@ -45,11 +46,12 @@ class Seat:
     port: int  # of the replica's store
     lighthouse: str
     folder: Path
+    timeout: timedelta
 
     def manager(self, **options: Any) -> Manager:
         """The manager of this rank; it fails a collective after `TIMEOUT`."""
         defaults: dict[str, Any] = {
-            "pg": ProcessGroupGloo(timeout=TIMEOUT),
+            "pg": ProcessGroupGloo(timeout=self.timeout),
             "load_state_dict": None,
             "state_dict": None,
             "min_replica_size": 1,
@@ -60,7 +62,7 @@ class Seat:
             "lighthouse_addr": self.lighthouse,
             "replica_id": f"replica{self.number}",
             "hostname": LOOPBACK,
-            "timeout": TIMEOUT,
+            "timeout": self.timeout,
             "quorum_timeout": timedelta(seconds=DEADLINE_SECONDS),
         }
         return Manager(**defaults | options)
@@ -90,7 +92,6 @@ def _run(seat: Seat, program: Program, options: dict[str, Any], output: str) -> 
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)
-    os.environ["RUST_LOG"] = "error"
     torch.set_num_threads(1)
     code = 1
     try:
@@ -181,12 +182,24 @@ class Job:
         """Start replica ``number``, whose ranks call ``program(seat, **options)``."""
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         seats = [
-            Seat(number, rank, self.num_ranks, store.port, self.address, self.folder)
+            Seat(number, rank, self.num_ranks, store.port, self.address, self.folder, TIMEOUT)
             for rank in range(self.num_ranks)
         ]
         ranks = [start_forked(_run, seat, program, options, str(self.output)) for seat in seats]
         self.replicas.append(Replica(number, store, ranks, self.folder))
         return self.replicas[-1]
+
+    def begin(self, num_replicas: int, program: Program, **options: Any) -> list[Replica]:
+        """Start replicas that call ``seat.wait_for("start")``, and let them begin together."""
+        started = [self.start(number, program, **options) for number in range(num_replicas)]
+        self.allow_when_ready(num_replicas)
+        return started
+
+    def allow_when_ready(self, num_replicas: int) -> None:
+        """Let replicas begin when all their managers run, so that the lighthouse awaits them."""
+        ranks = [(number, rank) for number in range(num_replicas) for rank in range(self.num_ranks)]
+        self.wait_until(lambda: all(self.lines(*rank, "ready") for rank in ranks))
+        self.allow("start")
 
     def allow(self, name: str) -> None:
         """Let ranks go on that `Seat.wait_for` it."""

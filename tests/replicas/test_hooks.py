@@ -55,6 +55,7 @@ def program(
         if isinstance(module, sw.FSDPModule):
             module.set_all_reduce_hook(lambda t: manager.allreduce(t).wait())
     seat.log("ready")
+    seat.wait_for("start")
     while manager.current_step() < STEPS:
         step = manager.current_step()
         if waits and step == WAITS_AT:
@@ -85,6 +86,7 @@ def test_a_killed_replica_heals_through_the_state_dicts(drop_in: bool, is_async:
     with Job(num_ranks=2) as job:
         stays = job.start(0, program, dies=False, waits=True, seed=3, **options)
         dies = job.start(1, program, dies=True, waits=False, seed=4, **options)
+        job.allow_when_ready(2)
         dies.join()
         job.wait_until(lambda: job.lines(0, 0, "step")[-1]["step"] >= WAITS_AT)
         back = job.start(1, program, dies=False, waits=False, seed=5, **options)

@@ -254,9 +254,13 @@ class GradientBuffer:
         scale, only_sums = self.shard.scale_on_device, self._settings.only_sums
         reduction = Reduction(flat, inner, carried, out, stages, scale, only_sums, within_flat)
         if self._quantized is None:
-            return collectives.reduce(reduction, label)
-        _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
-        return self._quantized.reduce(collectives, reduction, label)
+            work = collectives.reduce(reduction, label)
+        else:
+            _zero_padding(flat, self._layout)  # padding would affect the scales of blocks
+            work = self._quantized.reduce(collectives, reduction, label)
+        across = self._settings.across_replicas
+        continued: Work = work if across is None or out is None else across(work, out)
+        return continued
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:

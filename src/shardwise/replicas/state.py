@@ -1,0 +1,144 @@
+"""This rank's shards of a model and its optimizers as plain data, which another replica loads."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import PlanError
+from shardwise.tensor.sharding import local_of, sharding_of
+
+__all__ = ["checksum_of", "load_state", "state_of"]
+
+
+def checksum_of(tensors: Iterable[Tensor]) -> int:
+    """The checksum of this rank's shards of ``tensors``."""
+    total = 0
+    for tensor in tensors:
+        flat = _local(tensor).detach().cpu().contiguous().reshape(-1)
+        total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+    return total
+
+
+def state_of(parameters: Iterable[Tensor], *optimizers: Optimizer) -> dict[str, Any]:
+    """This rank's shards of ``parameters`` and of the states of ``optimizers``.
+
+    Tensors, numbers and texts in lists and dicts. The tensors share memory with the model.
+    """
+    return {
+        "parameters": [_local(p).detach() for p in parameters],
+        "optimizers": [_states(optimizer) for optimizer in optimizers],
+    }
+
+
+@torch.no_grad()
+def load_state(state: dict[str, Any], parameters: Sequence[Tensor], *optimizers: Optimizer) -> None:
+    """Load what `state_of` returned on the same rank of another replica.
+
+    Raises:
+        PlanError: the replica has other optimizers or other shards. Nothing was loaded.
+    """
+    if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
+        raise PlanError(
+            "the state of another replica has other shards; start all replicas with the same model "
+            "and options"
+        )
+    pairs = list(zip(optimizers, state["optimizers"], strict=True))
+    for optimizer, saved in pairs:
+        _check_kind(optimizer, saved)
+    for parameter, values in zip(parameters, state["parameters"], strict=True):
+        _local(parameter).copy_(values)
+        torch.autograd.graph.increment_version(parameter)
+    for optimizer, saved in pairs:
+        _load(optimizer, saved)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _states(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of each parameter and the options of each group.
+
+    A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
+    it is on the CPU; and this rank's part of the value.
+    """
+    return {
+        "states": [
+            {
+                key: (
+                    list(value.shape) if isinstance(value, DTensor) else None,
+                    not isinstance(value, Tensor) or value.is_cpu,
+                    _local(value).detach() if isinstance(value, Tensor) else value,
+                )
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
+            for parameter in _parameters(optimizer)
+        ],
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _check_kind(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Raise a PlanError if ``saved`` belongs to another kind of optimizer."""
+    groups, own = saved["groups"], optimizer.param_groups
+    needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
+    if len(groups) != len(own) or any(needed - group.keys() for group in groups):
+        raise PlanError(
+            f"the state of another replica has {len(groups)} groups of parameters with the options "
+            f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
+            f"with {', '.join(optimizer.defaults)}; use the same optimizer in all replicas"
+        )
+
+
+def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(options)
+    # Optimizers whose states are cut differently from their parameters have this method.
+    make = getattr(optimizer, "empty_state", None)
+    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
+        restored = {}
+        for key, (shape, is_on_host, value) in state.items():
+            if shape is not None:
+                restored[key] = _restored(parameter, key, shape, value, make)
+            elif isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
+                restored[key] = (value if is_on_host else value.to(parameter.device)).clone()
+            else:
+                restored[key] = value
+        optimizer.state.pop(parameter, None)
+        if restored:
+            optimizer.state[parameter] = restored
+
+
+def _restored(
+    parameter: Tensor,
+    key: str,
+    shape: list[int],
+    value: Tensor,
+    make: Callable[..., Tensor | None] | None,
+) -> Tensor:
+    """The sharded state whose elements on this rank are ``value``."""
+    made = None if make is None else make(parameter, key, shape, value.dtype)
+    if made is None:
+        sharding = sharding_of(parameter)
+        assert sharding is not None
+        return sharding.wrap(value.to(parameter.device).clone().reshape(-1))
+    local = _local(made)
+    if local.numel() != value.numel():
+        raise PlanError(
+            f"{key}: this rank has {local.numel()} elements, the same rank of the other replica "
+            f"{value.numel()}; create the parameter groups in the same order in all replicas"
+        )
+    local.copy_(value.view(local.shape))
+    return made
