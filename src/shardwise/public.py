@@ -32,8 +32,6 @@ from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import backward, token_weight
-from shardwise.outer.attach import outer_optimizer
-from shardwise.outer.optimizer import OuterOptimizer
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.outer import Outer
@@ -41,6 +39,7 @@ from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.replicas.elastic import Elastic, elastic
+from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 

@@ -48,22 +48,27 @@ class ReplicaGroup:
         self.manager = manager
         self.history = history
         self.num_replicas = 0  # whose values counted in the last step
-        self._table: Tensor | None = None  # [replicas, 3]
-        self._takes_part = self._counts = True
+        self._table: Tensor | None = None  # [replicas, 3 or more]
+        self._own_history: tuple[int, ...] = ()
+        self.takes_part = self._counts = True
         self._log_level = logging.WARNING if logs else logging.DEBUG  # one rank of the replica logs
 
-    def begin(self, *, takes_part: bool = True) -> None:
+    def begin(self) -> None:
         """Find the replicas of the next step.
 
         Raises:
             StepError: there is no quorum.
         """
-        self._table, self._takes_part = None, takes_part
+        self._table, self.takes_part = None, True
         with self._explained():
             self.manager.start_quorum()
 
-    def meet(self, device: torch.device) -> Tensor | None:
-        """Exchange the table [replicas, 3], once in a step; None if this fails.
+    def meet(self, device: torch.device, extra: tuple[int, ...] = ()) -> Tensor | None:
+        """Exchange the table [replicas, 3 or more], once in a step; None if this fails.
+
+        Args:
+            device: of the table.
+            extra: more columns; the first one has to be equal in all replicas that count.
 
         Raises:
             StepError: there is no quorum.
@@ -76,12 +81,17 @@ class ReplicaGroup:
         # each number of a rank. All replicas have the same values then (see `heal`).
         heals = not self.manager.is_participating() and self.step > 0
         is_spare = self.manager.participating_rank() is None
-        self._counts = self._takes_part and not (heals or is_spare)
-        row = [int(self._counts), self.history, secrets.randbits(62)]
+        self._counts = self.takes_part and not (heals or is_spare)
+        row = [int(self._counts), self.history, secrets.randbits(62), *extra]
+        self._own_history = _history_of(row)
         rows = self.all_gather(torch.tensor(row, device=device))
         if rows is not None:
             self._table = torch.stack(rows)
         return self._table
+
+    def counted(self) -> list[bool]:
+        """Which replicas count in this step, in the order of `all_gather`."""
+        return [] if self._table is None else self._table[:, _COUNTS].bool().tolist()
 
     def average(self, values: Tensor) -> None:
         """Replace ``values`` [n] by the mean over the replicas whose values count."""
@@ -135,8 +145,9 @@ class ReplicaGroup:
         table = self.meet(device)
         rows = [] if table is None else table.tolist()
         counted = [row for row in rows if row[_COUNTS]]
-        differs = any(row[_HISTORY] != counted[0][_HISTORY] for row in counted)
-        if differs and self.step == 0:
+        histories = [_history_of(row) for row in counted]
+        differs = len(set(histories)) > 1
+        if self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1):
             raise PlanError(
                 "replicas begin with different parameters; use the same seed in all of them, or "
                 "load the same checkpoint"
@@ -147,8 +158,8 @@ class ReplicaGroup:
             is_committed = bool(self.manager.should_commit())
         if is_committed:
             self._log_changes(len(counted))
-            self.history, self.num_replicas = counted[0][_NEXT], len(counted)
-        elif differs and self.history != counted[0][_HISTORY]:
+            self.history, self.num_replicas = [*counted, *rows][0][_NEXT], len(counted)
+        elif differs and self._own_history != histories[0]:
             self._leave_history()
         else:
             reason = self.manager.errored()
@@ -216,3 +227,8 @@ class ReplicaGroup:
                 f"step {self.step}: the manager of this replica has no answer ({error}); see "
                 "whether the lighthouse and all ranks of the replica run"
             ) from error
+
+
+def _history_of(row: list[int]) -> tuple[int, ...]:
+    """What is equal in all replicas that count, unless their values differ."""
+    return (row[_HISTORY], *row[_NEXT + 1 : _NEXT + 2])
