@@ -58,6 +58,19 @@ class Branches(nn.Module):
         return x
 
 
+class DiesHealing:
+    """Stands for a scheduler, and kills its process when it gets a state."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
+        self.seat.die_at("", "")
+
+
 def program(
     seat: Seat,
     *,
@@ -71,6 +84,8 @@ def program(
     init_sync: bool = False,
     branches: bool = False,
     norm: float = 0.5,
+    retries: int = 0,  # of a lighthouse that does not answer
+    dies_healing: bool = False,
     pause: float = 0.0,  # seconds before a step, for processes that start meanwhile
 ) -> None:
     torch.manual_seed(seed)
@@ -78,9 +93,9 @@ def program(
     units = None if branches else Block
     sw.fully_shard(model, units=units, strategy=strategy)
     optimizer, scheduler = adamw(model)
-    manager = seat.manager(use_async_quorum=is_async, init_sync=init_sync)
+    manager = seat.manager(use_async_quorum=is_async, init_sync=init_sync, quorum_retries=retries)
     replicas = sw.elastic(model, optimizer, manager)
-    replicas.register("scheduler", scheduler)
+    replicas.register("scheduler", DiesHealing(seat) if dies_healing else scheduler)
     seat.log("ready")
     seat.wait_for("start")
     while (step := manager.current_step()) < steps:
@@ -248,8 +263,9 @@ def kill_and_return(
     died.join()
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
+    begun = len(job.lines(last, 1, "begins"))
     back = job.start(last, program, steps=steps)
-    job.wait_until(lambda: len(job.lines(last, 1, "ready")) == 2)
+    job.wait_until(lambda: len(job.lines(last, 1, "begins")) > begun)
     job.allow("go on")
     job.finish(*stay, back)
 
@@ -342,3 +358,35 @@ def test_kills_at_random_moments(num_replicas: int) -> None:
             job.wait_until(partial(_has_reached, job, other, before + 5))
         job.finish(*replicas)
         assert_equal_to_one_process(job, steps, range(num_replicas))
+
+
+def test_a_lighthouse_that_ends_and_starts_again_stops_nothing() -> None:
+    with Job(num_ranks=2, min_replicas=1) as job:
+        replicas = [
+            job.start(number, program, steps=10, waits=4, retries=20) for number in range(2)
+        ]
+        job.allow_when_ready(2)
+        for number in range(2):
+            job.wait_until(partial(_has_reached, job, number, 3))
+        job.lighthouse.shutdown()
+        job.allow("go on")
+        time.sleep(1.0)  # the replicas ask a lighthouse that is not there
+        job.restart_lighthouse()
+        job.finish(*replicas)
+        assert_equal_to_one_process(job, 10, range(2))
+
+
+def test_a_replica_that_dies_while_it_takes_a_state_is_left_out() -> None:
+    """It is killed between the copy and the step; then another one takes its place."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        stays = job.start(0, program, steps=12, waits=4)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        dies = job.start(1, program, steps=12, dies_healing=True)
+        job.wait_until(lambda: all(job.lines(1, rank, "ready") for rank in range(2)))
+        job.allow("go on")
+        dies.join()
+        back = job.start(1, program, steps=12)
+        job.finish(stays, back)
+        assert_equal_to_one_process(job, 12, range(2))
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(12))

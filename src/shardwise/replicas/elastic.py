@@ -12,11 +12,12 @@ import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardwise.comm.api import Work
@@ -31,17 +32,7 @@ from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["Elastic", "Stateful", "check_replica", "description_of", "elastic"]
-
-
-class Stateful(Protocol):
-    """An object with a state, such as a learning rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore the state."""
+__all__ = ["Elastic", "check_replica", "description_of", "elastic"]
 
 
 def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
