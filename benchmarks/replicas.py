@@ -133,7 +133,8 @@ def _steps(
     for _ in range(num_steps):
         with around():
             logits = model(tokens[:, :-1])
-            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 

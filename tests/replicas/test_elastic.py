@@ -1,6 +1,7 @@
 """`sw.elastic`: equal to one process, whatever happens to the replicas."""
 
 import contextlib
+import copy
 import itertools
 import random
 import signal
@@ -358,6 +359,50 @@ def test_kills_at_random_moments(num_replicas: int) -> None:
             job.wait_until(partial(_has_reached, job, other, before + 5))
         job.finish(*replicas)
         assert_equal_to_one_process(job, steps, range(num_replicas))
+
+
+class Unasked:
+    """A manager of which only the callbacks are registered."""
+
+    def register_state_dict_fn(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: pytest.fail(f"{name} was called")
+
+
+def test_steps_outside_of_the_block_are_refused() -> None:
+    torch.manual_seed(SEED)
+    model = sw.fully_shard(Stack().double(), units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    replicas = sw.elastic(model, optimizer, Unasked())
+    batch = batch_of(0, 0, 0)
+    with pytest.raises(sw.StepError, match=r"backward inside `with replicas.step\(\)`"):
+        model(batch).sum().backward()
+    with pytest.raises(sw.StepError, match=r"optimizer.step\(\) once in each `with"):
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(batch), model(batch))
+    replicas.remove()
+    model(batch).sum().backward()
+    optimizer.step()
+
+
+def test_what_cannot_be_a_replica_is_refused() -> None:
+    model = sw.fully_shard(Stack().double(), units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(sw.PlanError, match=r"expects a torchft.Manager, got dict"):
+        sw.elastic(model, optimizer, {})
+    handle = sw.optimizer_in_backward(model, optimizer)
+    with pytest.raises(sw.PlanError, match=r"call remove\(\) on its handle"):
+        sw.elastic(model, optimizer, Unasked())
+    handle.remove()
+    ignored = Stack().double()
+    sw.fully_shard(ignored, units=Block, ignored_params={ignored.first.weight})
+    with pytest.raises(sw.PlanError, match=r"first.weight is trainable but not sharded"):
+        sw.elastic(ignored, torch.optim.AdamW(ignored.parameters()), Unasked())
 
 
 def test_a_lighthouse_that_ends_and_starts_again_stops_nothing() -> None:

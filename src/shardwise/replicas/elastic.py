@@ -155,6 +155,10 @@ class Elastic:
         self._handle.remove()
         self._set_hooks(None)
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Elastic":
+        """Copies of the model keep the hooks; their gradients are not averaged: see `_across`."""
+        return self
+
     def _guarded(self, step: Step) -> Iterator[None]:
         try:
             yield
