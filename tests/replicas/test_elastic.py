@@ -400,7 +400,7 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
         sw.elastic(model, optimizer, Unasked())
     handle.remove()
     ignored = Stack().double()
-    sw.fully_shard(ignored, units=Block, ignored_params={ignored.first.weight})
+    sw.fully_shard(ignored, units=Block, ignored_params=[ignored.first.weight])  # type: ignore[list-item]
     with pytest.raises(sw.PlanError, match=r"first.weight is trainable but not sharded"):
         sw.elastic(ignored, torch.optim.AdamW(ignored.parameters()), Unasked())
 

@@ -9,7 +9,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -87,14 +87,13 @@ class Elastic:
             if is_accelerator(self._device)
             else ThreadStream("shardwise-replicas")
         )
-        self._description = description_of(model, optimizer)
         self._registered: dict[str, Stateful] = {}
         self._begun: dict[str, Any] = {}  # the states at the beginning of the step
         self._step: Step | None = None
         self._is_broken = self._has_voted = False
         is_first = runtime.mesh.world.own_rank == 0
         self._group = ReplicaGroup(manager, checksum_of(self._parameters), logs=is_first)
-        manager.register_state_dict_fn("shardwise.elastic", self._load, self._save)
+        self._group.share(description_of(model, optimizer), self._save, self._load)
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -228,25 +227,11 @@ class Elastic:
         }
 
     def _save(self) -> dict[str, Any]:
-        """The state of this rank; called on the manager's thread, while units may compute."""
-        return {
-            "description": self._description,
-            "history": self._group.history,
-            **state_of(self._parameters, self._optimizer),
-            **self._begun,
-        }
+        return state_of(self._parameters, self._optimizer) | self._begun
 
     @torch.no_grad()
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Load what `_save` returned on this rank of another replica."""
-        if state["description"] != self._description:
-            raise PlanError(
-                f"this replica is {self._description}, and the one whose state it takes is "
-                f"{state['description']}; start all replicas with the same program and options"
-            )
-        if not self._group.heal(state["history"]):
-            return
-        load_state(dict(state), self._parameters, self._optimizer)
+    def _load(self, state: dict[str, Any]) -> None:
+        load_state(state, self._parameters, self._optimizer)
         for buffer, values in zip(self.model.buffers(), state["buffers"], strict=True):
             buffer.copy_(values)
         for name, values in state["registered"].items():

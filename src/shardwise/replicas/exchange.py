@@ -28,6 +28,11 @@ class Exchange(ABC):
 
     num_replicas = 1
     counts = True
+    is_elastic = False  # whether replicas may leave and join
+    rounds, history = 0, 0  # what `resume` needs to continue after a checkpoint
+
+    def resume(self, rounds: int, history: int) -> None:  # noqa: B027
+        """Continue after the rounds of a checkpoint."""
 
     def begin(self, fragment: int, step: int, checksum: int) -> tuple[int, int]:  # noqa: ARG002
         """Begin a round for ``fragment``, which is due here after ``step``, or for `NONE`.
@@ -77,12 +82,19 @@ class GroupExchange(Exchange):
 class ManagerExchange(Exchange):
     """Exchanges differences with the replicas of a manager; one round at a time."""
 
+    is_elastic = True
+
     def __init__(self, group: ReplicaGroup, device: torch.device) -> None:
         self.group = group
         self._device = device
         self._stream = ThreadStream("shardwise-replicas")
         self._gather_rows = self._stream.submit(lambda: None)
         self._rows: list[Tensor] | None = None
+
+    def resume(self, rounds: int, history: int) -> None:
+        if self.group.step < rounds:
+            self.group.manager.load_state_dict({"step": rounds, "batches_committed": rounds})
+            self.group.history = history
 
     def begin(self, fragment: int, step: int, checksum: int) -> tuple[int, int]:
         self.counts = fragment != NONE
@@ -110,6 +122,7 @@ class ManagerExchange(Exchange):
         counted = self.group.counted()
         if not self.group.commit(self._device):
             return None
+        self.rounds, self.history = self.group.step, self.group.history
         if fragment == NONE:
             return []
         assert self._rows is not None

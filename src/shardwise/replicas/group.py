@@ -78,7 +78,7 @@ class ReplicaGroup:
         with self._explained():
             self.manager.wait_quorum()
         # In the first step, the manager has all ranks but one "heal" from it, a different one for
-        # each number of a rank. All replicas have the same values then (see `heal`).
+        # each number of a rank. All replicas have the same values then (see `share`).
         heals = not self.manager.is_participating() and self.step > 0
         is_spare = self.manager.participating_rank() is None
         self._counts = self.takes_part and not (heals or is_spare)
@@ -185,16 +185,36 @@ class ReplicaGroup:
         with contextlib.suppress(Exception):
             self.manager.should_commit(timeout=timedelta(seconds=_VOTE_SECONDS))
 
-    def heal(self, history: int) -> bool:
-        """Begin to take the state of another replica, with this history; False if it must not.
+    def share(
+        self,
+        description: str,
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Let replicas that join take what ``save`` returns on this rank, and ``load`` it.
 
-        In the first step, replicas have the same values already, or `commit` raises.
+        Args:
+            description: has to be equal in all replicas.
+            save: is called on a thread of the manager, while units may compute.
+            load: is called on the main thread, in `begin` or `commit`.
         """
-        if self.step == 0:
-            return False
-        self.history = history
-        self._log("takes the state of another replica")
-        return True
+
+        def saved() -> dict[str, Any]:
+            return {"description": description, "history": self.history, "state": save()}
+
+        def take(saved: dict[str, Any]) -> None:
+            if saved["description"] != description:
+                raise PlanError(
+                    f"this replica is {description}, and the one whose state it takes is "
+                    f"{saved['description']}; start all replicas with the same program and options"
+                )
+            if self.step == 0:  # the replicas have the same values already, or `commit` raises
+                return
+            self._log("takes the state of another replica")
+            self.history = saved["history"]
+            load(saved["state"])
+
+        self.manager.register_state_dict_fn("shardwise", take, saved)
 
     def _log(self, message: str, *values: object) -> None:
         logger.log(self._log_level, f"step %d: {message}", self.step, *values)

@@ -121,7 +121,7 @@ class OuterOptimizer(Optimizer):
         self._make = optimizer_factory(outer)
         parameters = [p for p in model.parameters() if p.requires_grad]
         template = optimizer_template(outer)
-        counts = {"local_steps": 0, "rounds": 0, "history": None}
+        counts = {"local_steps": 0, "rounds": 0, "history": 0}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
         self._optimizer = optimizer
@@ -135,9 +135,8 @@ class OuterOptimizer(Optimizer):
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if isinstance(exchange, ManagerExchange):
             row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {template}"
-            self._description = f"{description_of(model, optimizer)}, {row}"
-            manager = exchange.group.manager
-            manager.register_state_dict_fn("shardwise.outer", self._load, self._save)
+            description = f"{description_of(model, optimizer)}, {row}"
+            exchange.group.share(description, self._save, self._load)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Not for users: steps of the model's optimizer also step the outer optimizer.
@@ -206,7 +205,7 @@ class OuterOptimizer(Optimizer):
                 self._receive(due)
         if not self.outer.delay:
             self._finish(self.outer.applied_after(step))
-        if not self._has_met and isinstance(self.exchange, ManagerExchange):
+        if not self._has_met and self.exchange.is_elastic:
             self._receive(self._begin(NONE))  # it may have come back: take the others' state now
 
     def _finish(self, fragments: Iterable[int]) -> None:
@@ -222,9 +221,8 @@ class OuterOptimizer(Optimizer):
             fragment = self._begin(fragment)
         if fragment != NONE:
             self._apply(self.fragments[fragment], packed)
-        if isinstance(self.exchange, ManagerExchange):
-            group = self.exchange.group
-            self.param_groups[0] |= {"rounds": group.step, "history": group.history}
+        progress = {"rounds": self.exchange.rounds, "history": self.exchange.history}
+        self.param_groups[0].update(progress)
 
     def _begin(self, fragment: int) -> int:
         """Begin the round of ``fragment``; return the fragment that is due in other replicas."""
@@ -234,7 +232,7 @@ class OuterOptimizer(Optimizer):
                 difference = self._anchor(parameter) - local_of(parameter)
                 self.state[parameter][_SENT] = _sharded_as(parameter, difference)
         self._check_finite(parameters)
-        self._continue_history()
+        self.exchange.resume(*(self.param_groups[0][key] for key in ("rounds", "history")))
         self._has_met, checksum = True, checksum_of(map(self._anchor, parameters))
         due, step = self.exchange.begin(fragment, self.local_steps, checksum)
         self.param_groups[0]["local_steps"] = step
@@ -248,16 +246,6 @@ class OuterOptimizer(Optimizer):
         """The difference in transit; zeros if this replica has just taken a state."""
         sent = self.state[parameter].get(_SENT)
         return torch.zeros_like(local_of(parameter)) if sent is None else local_of(sent)
-
-    def _continue_history(self) -> None:
-        """After a checkpoint was loaded, tell the manager of its rounds."""
-        history, rounds = (self.param_groups[0][key] for key in ("history", "rounds"))
-        if history is None or not isinstance(self.exchange, ManagerExchange):
-            return
-        group = self.exchange.group
-        if group.step < rounds:
-            group.manager.load_state_dict({"step": rounds, "batches_committed": rounds})
-            group.history = history
 
     def _check_finite(self, parameters: Sequence[Tensor]) -> None:
         """Raise on all ranks of this replica if a difference is not finite on one."""
@@ -321,24 +309,13 @@ class OuterOptimizer(Optimizer):
 
     def _save(self) -> dict[str, Any]:
         """A copy of the state of this rank: it trains on while another replica takes it."""
-        assert isinstance(self.exchange, ManagerExchange)
-        state = state_of(self.state, self._optimizer, self)
-        history = self.exchange.group.history
-        return {"description": self._description, "history": history, **copy.deepcopy(state)}
+        return copy.deepcopy(state_of(self.state, self._optimizer, self))
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Load what `_save` returned on this rank of another replica."""
-        assert isinstance(self.exchange, ManagerExchange)
-        if state["description"] != self._description:
-            raise PlanError(
-                f"this replica is {self._description}, and the one whose state it takes is "
-                f"{state['description']}; start all replicas with the same program and options"
-            )
-        if self.exchange.group.heal(state["history"]):
-            self.exchange.counts = False
-            load_state(state, list(self.state), self._optimizer, self)
-            for one in self.state.values():  # differences that the other replica has in transit
-                one.pop(_SENT, None)
+        self.exchange.counts = False
+        load_state(state, list(self.state), self._optimizer, self)
+        for one in self.state.values():  # differences that the other replica has in transit
+            one.pop(_SENT, None)
 
 
 def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
