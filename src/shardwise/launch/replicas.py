@@ -1,5 +1,6 @@
 """Starts a lighthouse and several replicas of a run on this machine."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ __all__ = ["run_replicas"]
 
 _MAX_RESTARTS = 3  # of each replica
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 60.0  # for replicas to end after the first one that has trained all steps
 _CONFIG_ERROR = 2  # the exit code of a command that cannot run
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -59,14 +61,18 @@ def run_replicas(
     lives = dict.fromkeys(range(count), 0)
     running = {number: _start(main, common, number, f"{directory}/{number}") for number in lives}
     try:
-        while running and not stopped:
+        until = math.inf
+        while running and not stopped and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
             for number in [n for n, process in running.items() if process.exitcode is not None]:
                 code = running.pop(number).exitcode
+                if code == 0:  # one that has not joined by now would begin again, alone
+                    until = min(until, time.monotonic() + _GRACE_SECONDS)
+                    continue
                 lives[number] += 1
                 if code == _CONFIG_ERROR or lives[number] > _MAX_RESTARTS:
                     raise RankError(f"replica {number} ended with code {code}")
-                if code:
+                if until == math.inf:
                     again = f"{directory}/{number}-{lives[number]}"
                     running[number] = _start(main, common, number, again)
         if stopped:
