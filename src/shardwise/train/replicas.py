@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -101,8 +100,7 @@ def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
     replicas, host = config.replicas, os.environ.get("MASTER_ADDR", "localhost")
     # A store of its own: that of a launcher would have the address of the manager before a restart.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if world.is_first else None
-    port = [None if store is None else store.port]
-    dist.broadcast_object_list(port)
+    port = world.gather(0 if store is None else store.port)[0]
     timeout = timedelta(seconds=replicas.timeout)
     kind = ProcessGroupNCCL if world.device.type == "cuda" else ProcessGroupGloo
     manager = Manager(
@@ -116,7 +114,7 @@ def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
         rank=world.rank,
         world_size=world.size,
         store_addr=host,
-        store_port=port[0],
+        store_port=port,
         lighthouse_addr=replicas.lighthouse,
         replica_id=f"replica{replicas.number}",
         hostname=host,
