@@ -42,6 +42,7 @@ NEEDED: dict[str, tuple[str, str, Callable[[], object]]] = {
     "integrations.transformers": ("hf", "transformers", lambda: integration("transformers")),
     "integrations.accelerate": ("hf", "accelerate", lambda: integration("accelerate")),
     "integrations.lightning": ("lightning", "lightning", lambda: integration("lightning")),
+    "sw.elastic": ("ft", "torchft", lambda: sw.elastic(nn.Linear(1, 1), None, None)),  # type: ignore[arg-type]
     "TensorBoard": ("log", "tensorboard", lambda: with_sink("tensorboard")),
     "W&B": ("log", "wandb", lambda: with_sink("wandb")),
     "loss.png": ("plot", "matplotlib", lambda: draw_losses(FILE, "title", [])),

@@ -180,7 +180,6 @@ def test_what_is_printed_is_readable(tmp_path: Path) -> None:
 
 WAYS_OUT = r"`with sw\.gathered\(model\):`, or use sw\.save, which"
 ACCESSES: dict[str, Callable[[nn.Module, Path], Any]] = {
-    "torch.save": lambda model, path: torch.save(model.state_dict(), path),
     "safetensors": lambda model, path: save_file(model.state_dict(), path),
     "storage": lambda model, _: next(model.parameters()).untyped_storage().data_ptr(),
     "numpy": lambda model, _: next(model.parameters()).detach().numpy(),

@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _functorch  # the stack of transforms of `torch.func`
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import (  # process groups that are not torch's have methods alone
+    AllgatherOptions,
+    AllreduceOptions,
+    _register_process_group,
+)
 from torch._ops import OpOverload  # the type of an operator in `__torch_dispatch__`
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import Variable, forward_ad
@@ -44,6 +48,8 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "COMPOSABLE_FSDP",
+    "AllgatherOptions",
+    "AllreduceOptions",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FakeTensorMode",
@@ -80,6 +86,7 @@ __all__ = [
     "num_storage_references",
     "num_tensor_references",
     "own_operators",
+    "process_group_named",
     "pytree",
     "queue_callback",
     "register_fully_shard",
@@ -147,6 +154,7 @@ REQUIRED = (
     "torch.distributed.ProcessGroup._set_group_name",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed._make_nccl_premul_sum",
 )
@@ -549,6 +557,12 @@ eval_frame = torch._C._dynamo.eval_frame
 
 # The store of the job. A second store would need an address of its own.
 default_store: Callable[[], Store] = distributed_c10d._get_default_store
+
+
+# A pickled mesh names its process groups, as torch's own do.
+process_group_named: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)[
+    "_resolve_process_group"
+]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -34,14 +34,14 @@ from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import backward, token_weight
-from shardwise.outer.attach import outer_optimizer
-from shardwise.outer.optimizer import OuterOptimizer
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
+from shardwise.replicas.elastic import Elastic, elastic
+from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.weights.full_tensors import full_tensors
@@ -52,6 +52,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointDamaged",
     "CheckpointError",
+    "Elastic",
     "Estimate",
     "FSDPModule",
     "Fit",
@@ -81,6 +82,7 @@ __all__ = [
     "backward",
     "block",
     "clip_grad_norm_",
+    "elastic",
     "estimate",
     "fit",
     "full_tensors",

@@ -1,14 +1,18 @@
 """C9: no module global is per rank, so ranks can be threads of one process."""
 
 import threading
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.forked import run_forked
 from tests.models import WIDTH, Block, build
+from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, own_part
 
 RANKS = 2
@@ -48,3 +52,27 @@ def _rank(rank: int, store: HashStore, seed: threading.Lock, equal: list[int]) -
         model(own_part(batch)).square().mean().backward()
         assert_equal_models(model, reference, step)
     equal.append(rank)
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@on_ranks(2)
+def test_another_thread_gets_shards_while_units_compute(drop_in: bool) -> None:
+    """torchft calls ``state_dict`` on a thread of its own, during forward."""
+    model = build("stack")
+    options: dict[str, Any] = {"granularity": "dim"} if drop_in else {}
+    sw.fully_shard(model, units=Block, **options)
+    expected = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    found: list[dict[str, Any]] = []
+
+    def save(*_: object) -> None:
+        thread = threading.Thread(target=lambda: found.append(model.state_dict()))
+        thread.start()
+        thread.join()
+
+    model.layers[1].up.register_forward_hook(save)  # type: ignore[union-attr, index]
+    model(torch.randn(4, WIDTH, dtype=torch.float64)).sum().backward()
+    assert len(found) == 1
+    for name, value in expected.items():
+        assert torch.equal(found[0][name].to_local(), value), name
+    with sw.gathered(model):
+        assert not any(isinstance(value, DTensor) for value in model.state_dict().values())

@@ -84,7 +84,9 @@ def test_gradients_that_are_taken_of_inputs_are_no_mistake() -> None:
 def test_only_a_rank_that_left_out_parameters_reads_what_others_used(used: list[bool]) -> None:
     """Each rank exchanges at most one byte per parameter, for any number of ranks."""
     comm, gradients = mock.Mock(num_ranks=16384), _gradients(used)
-    sync = UsedParameterSync([mock.Mock(gradients=[gradients])], comm, CPU, "agree")
+    unit = mock.Mock(gradients=[gradients])
+    unit.settings.across_replicas = None
+    sync = UsedParameterSync([unit], comm, CPU, "agree")
     (flags, _, _), _ = comm.reduce.all_reduce_max.call_args
     assert flags.shape == (3,)
     flags.fill_(0)  # as if read too early

@@ -1,6 +1,7 @@
 """C1: to the user, a sharded parameter behaves as the whole tensor does."""
 
 import copy
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import Stack, Tiny, build
 from tests.ranks import on_ranks
 from tests.versions import needs_own_operators
@@ -219,13 +221,47 @@ def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
         lambda: np.asarray(parameter),
         lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors"),
         lambda: safetensors.torch.save_model(model, str(tmp_path / "model.safetensors")),
-        lambda: torch.save(model.state_dict(), tmp_path / "model.pt"),
     ):
         with pytest.raises(sw.ShardedTensorError, match=r"first\.weight.*sw\.gathered\(model\)"):
             function()
     assert not (tmp_path / "model.safetensors").exists()
     with sw.gathered(model):
         safetensors.torch.save(model.state_dict())
+
+
+@on_ranks(2)
+def test_a_pickled_state_dict_has_the_shards_of_this_rank() -> None:
+    """As with torch's own DTensors."""
+    model = build("stack")
+    sw.fully_shard(model, units="auto")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for one in sharded_parameters(model):
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    values, states = torch.load(file, weights_only=False)
+    expected = [
+        (p.full_tensor(), optimizer.state[p]["exp_avg"].full_tensor())
+        for p in sharded_parameters(model)
+    ]
+    with torch.no_grad():
+        for parameter in sharded_parameters(model):
+            parameter.zero_()
+            optimizer.state[parameter]["exp_avg"].zero_()
+    model.load_state_dict(values)
+    optimizer.load_state_dict(states)
+    for parameter, pair in zip(sharded_parameters(model), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), pair[0])
+        state = optimizer.state[parameter]["exp_avg"]
+        assert isinstance(state, ShardedTensor)
+        assert state.sharding.matches(parameter.sharding)
+        assert torch.equal(state.full_tensor(), pair[1])
+
+
+def sharded_parameters(model: nn.Module) -> list[ShardedTensor]:
+    return [p for p in model.parameters() if isinstance(p, ShardedTensor)]
 
 
 @on_ranks(2)

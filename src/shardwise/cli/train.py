@@ -1,6 +1,7 @@
 """``shardwise train``."""
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,14 @@ def train(
     nproc: Annotated[
         int | None, typer.Option(metavar="N", help="Number of local ranks (default: shard.nproc).")
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Start a lighthouse and N replicas on this machine, each with --nproc ranks; "
+            "replicas that die are started again.",
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -42,6 +51,18 @@ def train(
     from shardwise.train.run import run  # noqa: PLC0415 (imports torch)
 
     settled = read_config(config, settings or [])
+    if replicas is not None:
+        from shardwise.cli import main  # noqa: PLC0415 (it imports this module)
+        from shardwise.launch.replicas import run_replicas  # noqa: PLC0415
+
+        name = f"{settled.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = settled.run.directory or f"runs/{name}"
+        options = {"--nproc": nproc, "--memory": memory}
+        words = ["train"] if config is None else ["train", str(config)]
+        words += [word for text in settings or [] for word in ("--set", text)]
+        words += [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        run_replicas(main, words, replicas, nproc or settled.shard.nproc, directory)
+        return
     if memory is not None:
         from shardwise.launch.environment import read_rank_env  # noqa: PLC0415
         from shardwise.train.within import within  # noqa: PLC0415

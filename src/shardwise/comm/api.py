@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._private import process_group_named
+
 __all__ = [
     "SMALL_BYTES",
     "CollectiveId",
@@ -73,9 +75,20 @@ class RankGroup:
         """Slot and rank of every other member."""
         return tuple((i, rank) for i, rank in enumerate(self.ranks) if rank != self.own_rank)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name of ``parent``, as torch's meshes do: it has to exist where this loads."""
+        name = None if self.parent is None else self.parent.group_name
+        return _group_named, (name, self.ranks, self.own_rank, self.has_one_queue)
+
     def select(self, *ranks: int) -> "RankGroup":
         """Return a group of other ranks of the same parent, including this rank."""
         return RankGroup(ranks, self.own_rank, self.parent)
+
+
+def _group_named(name: str | None, *fields: Any) -> RankGroup:
+    ranks, own_rank, has_one_queue = fields
+    parent = None if name is None else process_group_named(name)
+    return RankGroup(ranks, own_rank, parent, has_one_queue=has_one_queue)
 
 
 @dataclass(frozen=True, slots=True)

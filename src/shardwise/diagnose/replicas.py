@@ -1,8 +1,8 @@
 """Replicas with an outer optimizer, simulated in one process: the reference of `sw.Outer`.
 
 Every rank trains all replicas, each a `Reference` on its own parts of the batches, and applies the
-outer optimizer to whole parameters. From `shardwise.outer`, the simulation takes only the optimizer
-and the parameters of each fragment.
+outer optimizer to whole parameters. From `shardwise.replicas`, the simulation takes only the
+optimizer and the parameters of each fragment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,9 @@ from shardwise.diagnose.batches import Part
 from shardwise.diagnose.exchange import RankExchange
 from shardwise.diagnose.reference import Outcome, Reference, Training
 from shardwise.errors import PlanError
-from shardwise.outer.attach import outer_optimizer
-from shardwise.outer.fragments import fragments_of
-from shardwise.outer.optimizer import optimizer_factory
 from shardwise.plan.outer import Outer
+from shardwise.replicas.fragments import fragments_of
+from shardwise.replicas.outer import optimizer_factory, outer_optimizer
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 

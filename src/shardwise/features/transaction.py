@@ -15,7 +15,11 @@ from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 
-__all__ = ["transaction"]
+__all__ = ["DiscardedError", "Step", "transaction", "undoable"]
+
+
+class DiscardedError(StepError):
+    """All ranks have decided, at the end of backward, that the step does not count."""
 
 
 @contextlib.contextmanager
@@ -62,6 +66,14 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         StepError: the block is inside another transaction of the model, a forward, a backward or
             `gathered`; or something other than ``optimizers`` changed a parameter.
     """
+    with undoable(model, *optimizers) as step:
+        yield
+        step.end()
+
+
+@contextlib.contextmanager
+def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
+    """A `transaction` without its vote: exceptions undo the step until it ``is_decided``."""
     wrong = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
     if wrong:
         raise PlanError(
@@ -72,11 +84,13 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     make_room_for_unfrozen(model)
     runtime = runtime_of_root(model)
     _begin(runtime.scheduler)
-    step = _Step(runtime)
+    step = Step(runtime)
     try:
         step.begin(model, optimizers)
-        yield
-        step.end()
+        yield step
+    except DiscardedError:
+        step.restore()
+        raise
     except BaseException as error:
         if not step.is_decided:
             step.undo(error)
@@ -101,7 +115,7 @@ def _begin(scheduler: Scheduler) -> None:
     scheduler.is_in_transaction = True
 
 
-class _Step:
+class Step:
     """The state of an open transaction."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -140,13 +154,7 @@ class _Step:
     def undo(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks and restore the state from before the step."""
         self._scheduler.abandon(error)
-        wait_for_device(self._device)  # for copies to and from shards in host memory
-        if self._model is not None:
-            self._model.restore()
-        if self._accumulated is not None:
-            self._accumulated.restore()
-        for optimizer in self._optimizers:
-            optimizer.restore()
+        self.restore()
         # Without a monitor, other ranks cannot read that this rank has raised, so it must vote. It
         # can, because before an optimizer's step a rank has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
@@ -154,6 +162,16 @@ class _Step:
         if has_stepped and not self._comm.watch.is_active and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
+
+    def restore(self) -> None:
+        """Restore the state from before the step."""
+        wait_for_device(self._device)  # for copies to and from shards in host memory
+        if self._model is not None:
+            self._model.restore()
+        if self._accumulated is not None:
+            self._accumulated.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
 
     def forget(self) -> None:
         self._cleanup.close()
@@ -174,13 +192,22 @@ class _Step:
             )
 
     def _vote(self, *, failed: bool) -> None:
-        """Agree with all ranks on whether to undo the step.
+        """Decide with all ranks whether to undo the step.
 
         Raises:
             PeerAborted: some rank voted to undo it.
         """
-        comm = self._comm
         self._has_voted = True
+        self.meet(failed=failed)
+        self.is_decided = True
+
+    def meet(self, *, failed: bool = False) -> None:
+        """Return when all ranks have called this.
+
+        Raises:
+            PeerAborted: a rank has raised, or ``failed``.
+        """
+        comm = self._comm
         if comm.num_ranks == 1:
             return
         votes = torch.zeros(comm.num_ranks, dtype=torch.uint8, device=self._device)
@@ -200,4 +227,3 @@ class _Step:
         comm.watch.raise_found()  # on a device, the host has waited only now
         if against:
             raise PeerAborted(f"rank {against[0]} raised in this step; its output has the error")
-        self.is_decided = True

@@ -52,6 +52,7 @@ class UsedParameterSync:
     def __init__(
         self, units: Iterable[Unit], comm: Communicator, device: torch.device, label: str
     ) -> None:
+        units = list(units)
         self._gradients = gradients_of(units)
         # Parameters that get no gradient, because they are frozen, count as used.
         self._own = [
@@ -64,6 +65,9 @@ class UsedParameterSync:
         if comm.num_ranks > 1 and self._own:
             self._pending = comm.reduce.all_reduce_max(self._flags, comm.world, label)
             count_sent(self._gradients[0].mesh, self._pending)
+        across = units[0].settings.across_replicas if units else None
+        if across is not None and self._own:
+            self._pending = across(self._pending, self._flags, is_max=True)
 
     def wait(self, comm: Communicator) -> list[bool]:
         """Whether any rank used each parameter."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
@@ -113,6 +114,9 @@ class UnitSettings:
     # place, or, where parameters are sharded, as hook(gradients, shard). Gradients are undivided.
     reduce_hook: Callable[..., None] | None = None
     reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
+    # Continues a reduction over replicas that are not in the mesh: called as across(work, sum [S])
+    # for gradients and across(work, flags, is_max=True), it returns the work that ends with both.
+    across_replicas: Callable[..., Any] | None = None
 
     @property
     def reduces_fully(self) -> bool:

@@ -30,7 +30,6 @@ class Outer:
             ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         delay: steps for which the replica continues to train while differences are sent.
         mixing: the weight of a replica's own parameters when it adopts the shared ones.
-        deadline: seconds after which a round continues without the replicas that are late.
         block: number of elements with one scale, for the integer formats.
 
     Raises:
@@ -46,7 +45,6 @@ class Outer:
     optimizer: Callable[[list[Any]], Any] | None = None
     delay: int = 0
     mixing: float = 0.0
-    deadline: float = 60.0
     block: int = 128
 
     def __post_init__(self) -> None:
@@ -67,8 +65,6 @@ class Outer:
                 raise PlanError(f"Outer({name}={value!r}): expected an integer, {expected}")
         if not 0 <= self.mixing < 1:
             raise PlanError(f"Outer(mixing={self.mixing}): expected a number from 0 to less than 1")
-        if not self.deadline > 0:
-            raise PlanError(f"Outer(deadline={self.deadline}): expected seconds, more than 0")
 
     def sent_after(self, step: int) -> list[int]:
         """The fragments whose differences are sent after local step ``step``, counted from 1."""

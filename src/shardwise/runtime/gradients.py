@@ -277,9 +277,13 @@ class Gradients:
             within_flat,
         )
         if self._quantized is None:
-            return collectives.reduce(reduction, label)
-        self._zero_padding()  # it would affect the scales of blocks
-        return self._quantized.reduce(collectives, reduction, label)
+            work = collectives.reduce(reduction, label)
+        else:
+            self._zero_padding()  # it would affect the scales of blocks
+            work = self._quantized.reduce(collectives, reduction, label)
+        across = self._settings.across_replicas
+        continued: Work = work if across is None or out is None else across(work, out)
+        return continued
 
     @torch.no_grad()
     def _call_hook(self, hook: Callable[..., None]) -> Work:

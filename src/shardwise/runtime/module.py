@@ -153,9 +153,14 @@ class FSDPModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `nn.Module`; also in ``torch.inference_mode``, with tensors that may be trained."""
+        """As in `nn.Module`; also in ``torch.inference_mode``, with tensors that may be trained.
+
+        Another thread may call it while units compute: parameters are sharded in any case.
+        """
         with normal_tensors():
             found = super().state_dict(*args, **kwargs)
+            if not (args or kwargs.get("destination")) and HANDLE in self.__dict__:
+                _replace_gathered(self, found, kwargs.get("prefix", ""))
             for name, value in found.items():
                 if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
                     found[name] = value.as_plain()
@@ -465,6 +470,21 @@ def _call_unit(
 
 def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", sharded.__bases__[1])
+
+
+def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> None:
+    """Replace parameters that are gathered at the moment, for a unit that computes, by shards."""
+    scheduler = handle_of(module).runtime.scheduler
+    parameters = [p for unit in scheduler.units for p in unit.parameters]
+    if scheduler.in_gathered:
+        return
+    by_id = {id(one): p for p in parameters for one in (p.dense, p.sharded)}
+    for name, shown in module.named_parameters(remove_duplicate=False):
+        parameter, value = by_id.get(id(shown)), cast("Tensor | None", found.get(prefix + name))
+        if parameter is None or value is None or isinstance(value, DTensor):
+            continue
+        if value.untyped_storage() is parameter.dense.untyped_storage():
+            found[prefix + name] = parameter.sharded.detach()
 
 
 def make_room_for_unfrozen(root: nn.Module) -> bool:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,10 @@ class DataParallelMesh:
     mesh: DeviceMesh | None = None  # the user's mesh, if there is one
     dims: tuple[str, ...] = ()  # the dims of the parameters' mesh that these ranks cover
     _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        groups = self.world, self.row, self.column, self.shards, self.replicas
+        return DataParallelMesh, (*groups, self.on_cpu, self.mesh, self.dims)
 
     def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
         """The user's mesh, or one of all ranks; ``has_groups`` lets torch run collectives on it."""

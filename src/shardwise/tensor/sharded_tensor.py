@@ -177,7 +177,13 @@ class ShardedTensor(AssignableDTensor):
         )
 
     # Libraries that save or share tensors, such as safetensors and transformers, use these.
-    untyped_storage = storage = numpy = tolist = __array__ = __reduce_ex__ = _refuse_memory
+    untyped_storage = storage = numpy = tolist = __array__ = _refuse_memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle this rank's elements, like other DTensors: for the same rank of an equal mesh."""
+        own = self._sharding
+        parts = own.layout, own.extent, own.mesh, own.label, own.unit
+        return _unpickled, (self._local_tensor.detach(), parts)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         run, mesh = self._sharding.run, self._sharding.mesh
@@ -229,6 +235,10 @@ class ShardedTensor(AssignableDTensor):
 
 use_foreach_for(ShardedTensor)
 use_own_operators(ShardedTensor)
+
+
+def _unpickled(local: Tensor, parts: tuple[Any, ...]) -> ShardedTensor:
+    return ShardedTensor(local, RunSharding(*parts))
 
 
 def sharding_for(

@@ -15,7 +15,7 @@ from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
 from shardwise.train.optimizer import check_optimizer
 from shardwise.train.planned import configuration_of
-from shardwise.train.replica import check_outer
+from shardwise.train.replicas import check_replicas
 from shardwise.train.sinks import check_trackers
 from shardwise.train.source import Source, source_of
 
@@ -32,7 +32,7 @@ def check(config: Config) -> None:
     check_trackers(config)
     check_optimizer(config.train)
     open_corpus(config).check_length(config.model.context)
-    check_outer(config)
+    check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
     plan_of(build_model(config), configuration_of(config))

@@ -192,29 +192,40 @@ class MemoryConfig(Section):
     accumulate: Literal["shards", "whole"] = "shards"
 
 
-class OuterConfig(Section):
-    """[outer]: replicas that train independently and rarely synchronize; each is a separate run."""
+class ReplicasConfig(Section):
+    """[replicas]: replicas that may die and come back; each is a separate run."""
 
-    hub: str = ""  # host:port of `python -m shardwise.outer`; "": this run is the only replica
-    replica: NonNegative = 0  # the number of this replica
-    replicas: Positive = 1  # number of replicas, which divide train.global_batch
-    every: Positive = 32  # steps between two synchronizations of a fragment
+    lighthouse: str = ""  # http://host:port of torchft's lighthouse; "": this is the only replica
+    number: NonNegative = 0  # the number of this replica
+    count: Positive = 1  # number of replicas, which divide train.global_batch
+    minimum: Positive = 1  # replicas without which no step counts
+    timeout: PositiveFloat = 60.0  # seconds for an answer of another replica
+    quorum_timeout: PositiveFloat = 600.0  # seconds to wait for enough replicas
+    retries: NonNegative = 10  # how often to ask a lighthouse that does not answer
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.number >= self.count:
+            raise ValueError(f"number={self.number}: expected less than count={self.count}")
+        if self.count > 1 and not self.lighthouse:
+            raise ValueError(
+                f"count={self.count} needs a lighthouse; set replicas.lighthouse to "
+                f"http://host:port, or run `shardwise train --replicas {self.count}`"
+            )
+        return self
+
+
+class OuterConfig(Section):
+    """[outer]: how replicas that train alone for many steps synchronize."""
+
+    every: NonNegative = 0  # steps between two synchronizations of a fragment; 0: average gradients
     fragments: Positive = 1  # sets of units that are synchronized at different times
     delay: NonNegative = 0  # steps between sending a difference and applying the result
     dtype: str = "int4"  # dtype of differences: or "int8", "bfloat16", "float32", "float64"
     block: Positive = 128  # elements that share a scale, for integers
     mixing: Fraction = 0.0  # the share of its own parameters that a replica keeps
-    deadline: PositiveFloat = 60.0  # seconds after which a round continues without late replicas
     lr: PositiveFloat = 0.7  # learning rate of the outer optimizer, SGD
     momentum: Fraction = 0.9  # Nesterov momentum of the outer optimizer; 0: none
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.replica >= self.replicas:
-            raise ValueError(f"replica={self.replica}: expected less than replicas={self.replicas}")
-        if self.replicas > 1 and not self.hub:
-            raise ValueError(f"replicas={self.replicas} need a hub; set outer.hub to host:port")
-        return self
 
 
 class Config(Section):
@@ -235,12 +246,13 @@ class Config(Section):
     shard: ShardConfig = ShardConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
     outer: OuterConfig = OuterConfig()
 
     @property
     def rank_batch(self) -> int:
         """Sequences per rank and step."""
-        return self.train.global_batch // (self.shard.nproc * self.outer.replicas)
+        return self.train.global_batch // (self.shard.nproc * self.replicas.count)
 
     @property
     def micro_batch(self) -> int:
@@ -265,7 +277,7 @@ class Config(Section):
         """
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: expected 1 or more ranks")
-        check_batch(self.train, num_ranks * self.outer.replicas)
+        check_batch(self.train, num_ranks * self.replicas.count)
         shard = self.shard.model_copy(update={"nproc": num_ranks})
         return self.model_copy(update={"shard": shard})
 

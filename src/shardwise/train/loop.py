@@ -79,17 +79,24 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
     batches = trainer.batches()
     while not trainer.is_done:
         step_began = time.perf_counter()
-        lr = float(trainer.scheduler.get_last_lr()[0])
-        trainer.step += 1
-        with trainer.runtime.scheduler.ledger.span("data"):
-            batch = next(batches)
-        try:
-            result = _step(trainer, batch)
-        except BaseException as error:
-            trainer.runtime.scheduler.explain(error)
-            raise
+        results: list[StepResult] = []  # empty if the step does not count
+        with trainer.replicas.step():
+            if trainer.adopt_step():  # this replica has taken the state of another one
+                batches = trainer.batches()
+            lr = float(trainer.scheduler.get_last_lr()[0])
+            trainer.step += 1
+            with trainer.runtime.scheduler.ledger.span("data"):
+                batch = next(batches)
+            try:
+                results.append(_step(trainer, batch))
+            except BaseException as error:
+                trainer.runtime.scheduler.explain(error)
+                raise
         if trainer.adopt_step():
             batches = trainer.batches()
+        if not results:
+            continue
+        [result] = results
         trainer.step_seconds.append(time.perf_counter() - step_began)
         validates = config.validate_every and trainer.step % config.validate_every == 0
         is_validated = validates or trainer.step == config.steps

@@ -54,7 +54,7 @@ def configuration_of(config: Config) -> Configuration:
         compiled=config.train.compile,
         adapters=_adapters(config),
         outer=_outer(config),
-        outer_replicas=config.outer.replicas if config.outer.hub else 1,
+        outer_replicas=config.replicas.count if config.outer.every else 1,
     )
 
 
@@ -132,12 +132,12 @@ def _changed(configuration: Configuration, base: Config) -> Config:
 
 
 def _outer(config: Config) -> Outer | None:
-    if not config.outer.hub or config.outer.replicas == 1:
+    if not config.outer.every or config.replicas.count == 1:
         return None
     return Outer(**config.outer.model_dump(include=_OUTER))
 
 
-_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "deadline", "block"}
+_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "block"}
 
 
 def _adapters(config: Config) -> Adapters | None:

@@ -28,7 +28,7 @@ from shardwise.train.config import Config, to_toml
 from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus
 from shardwise.train.documents import Documents
 from shardwise.train.optimizer import build_optimizer, build_scheduler
-from shardwise.train.replica import outer_of
+from shardwise.train.replicas import Replicas
 from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
 from shardwise.train.text import Text
@@ -68,7 +68,7 @@ class Trainer:
         if config.memory.step_in_backward:
             sw.optimizer_in_backward(self.model, self.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config.train)
-        self.outer = outer_of(self.model, self.optimizer, config)
+        self.replicas = Replicas(config, world, self.model, self.optimizer)
         self.scaler = GradScaler(world.device.type, enabled=config.precision.compute == "float16")
         self.step = 0  # the last completed step
         self.stop = StopSignal()
@@ -111,22 +111,18 @@ class Trainer:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Join the other replicas of [outer], if there are any, and leave them at the end."""
-        if self.outer is None:
-            yield
-            return
+        """Leave the other replicas of [replicas], if there are any, at the end."""
         try:
-            self.outer.join()
-            self.adopt_step()
             yield
         finally:
-            self.outer.remove()
+            self.replicas.close()
 
     def adopt_step(self) -> bool:
         """Set the step to that of the other replicas; return whether it has changed."""
-        if self.outer is None or self.outer.local_steps == self.step:
+        step = self.replicas.step_of(self.step)
+        if step == self.step:
             return False
-        self.step = self.outer.local_steps
+        self.step = step
         self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
         return True
 
@@ -146,7 +142,9 @@ class Trainer:
                 cannot be written.
         """
         options = self.config.checkpoint
-        outer: dict[str, Any] = {} if self.outer is None else {"outer": self.outer}
+        outer: dict[str, Any] = {}
+        if self.replicas.outer is not None:
+            outer = {"outer": self.replicas.outer}
         with self.runtime.scheduler.ledger.span("checkpoint"):
             return sw.save(
                 path,
@@ -168,11 +166,10 @@ class Trainer:
     def load(self, path: Path | str) -> None:
         """Load a checkpoint from any number of ranks, and continue after its step."""
         has_outer = "outer" in read_manifest(folder_at(path)).components
-        outer = self.outer if has_outer else None
+        outer = self.replicas.outer if has_outer else None
         state = sw.load(path, model=self.model, optimizer=self.optimizer, outer=outer).state
         self.step = state["run"]["step"]
-        if self.outer is not None and not has_outer:
-            self.outer.begin_after(self.step)
+        self.replicas.continue_after(self.step, has_outer=has_outer)
         self.best_step, self.best_loss = state["run"].get("best", (0, math.inf))
         self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
         random, device = state["random"], self.world.device
@@ -185,12 +182,12 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's batches of the remaining steps."""
-        outer = self.config.outer
+        replicas = self.config.replicas
         data = self._sequences(
             self.corpus.train,
             self.config.train.seed,
-            first=outer.replica * self.world.size,
-            replicas=outer.replicas,
+            first=replicas.number * self.world.size,
+            replicas=replicas.count,
         )
         steps = range(self.step + 1, self.config.train.steps + 1)
         pin_memory = self.world.device.type == "cuda"

@@ -1,9 +1,7 @@
-"""The ranks of one replica: agreement between them, checksums, and copies of their state."""
+"""This rank's shards of a model and its optimizers as plain data, which another replica loads."""
 
-import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -11,51 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise import parts  # noqa: F401 - the engine uses them
-from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError
-from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of, sharding_of
 
-__all__ = [
-    "ANCHOR",
-    "SENT",
-    "Known",
-    "agree",
-    "checksum_of",
-    "checksum_over_ranks",
-    "decode_state",
-    "encode_state",
-]
-
-# Keys in the state of each parameter, next to the states of the outer optimizer: the shared
-# parameter and, with a delay, the difference in transit, which is sent again after a load.
-ANCHOR, SENT = "anchor", "sent"
-
-
-@dataclass(frozen=True)
-class Known:
-    """What a rank, or every rank of a replica, has received; see `Exchange`."""
-
-    decisions: int  # number of decisions that can be applied
-    ticket: int
-    is_member: bool
-    group_step: int
-
-
-def agree(own: Known, runtime: Runtime) -> Known:
-    """Agree on what every rank has received, so that all ranks do the same next."""
-    table = _all_gather(astuple(own), runtime, "agreement on the messages of other replicas")
-    decisions, ticket, is_member, group_step = table.amin(0).tolist()
-    if ticket != table[:, 1].max():
-        ticket = 0
-    return Known(decisions, ticket, bool(is_member), group_step)
-
-
-def checksum_over_ranks(own: int, runtime: Runtime) -> str:
-    """Combine the `checksum_of` every rank of this replica."""
-    table = _all_gather((own,), runtime, "checksum of frozen parameters")
-    return f"{zlib.crc32(table.numpy().tobytes()):08x}"
+__all__ = ["checksum_of", "load_state", "state_of"]
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> int:
@@ -67,51 +24,37 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def _all_gather(own: Sequence[int], runtime: Runtime, where: str) -> Tensor:
-    """Gather n integers from each rank: [num_ranks, n]."""
-    comm = communicator(runtime.mesh.world, runtime.pools.device)
-    table = torch.zeros(comm.num_ranks, len(own), dtype=torch.int64)
-    table[comm.rank] = torch.tensor(own)
-    if comm.num_ranks == 1:
-        return table
-    table = table.to(runtime.pools.device).flatten()
-    comm.place.where = where
-    comm.wait(comm.reduce.all_gather(table, comm.world, where))
-    return table.view(comm.num_ranks, -1).cpu()
+def state_of(parameters: Iterable[Tensor], *optimizers: Optimizer) -> dict[str, Any]:
+    """This rank's shards of ``parameters`` and of the states of ``optimizers``.
 
-
-def encode_state(inner: Optimizer, outer: Optimizer) -> bytes:
-    """Serialize this rank's shards of the parameters and of the states of both optimizers."""
-    state = {
-        "parameters": [_local(p).detach().cpu() for p in _parameters(outer)],
-        "inner": _states(inner),
-        "outer": _states(outer),
+    Tensors, numbers and texts in lists and dicts. The tensors share memory with the model.
+    """
+    return {
+        "parameters": [_local(p).detach() for p in parameters],
+        "optimizers": [_states(optimizer) for optimizer in optimizers],
     }
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 @torch.no_grad()
-def decode_state(encoded: bytes, inner: Optimizer, outer: Optimizer) -> None:
-    """Load the state that `encode_state` returned on the same rank of another replica.
+def load_state(state: dict[str, Any], parameters: Sequence[Tensor], *optimizers: Optimizer) -> None:
+    """Load what `state_of` returned on the same rank of another replica.
 
     Raises:
-        PlanError: the replica has another optimizer or other shards.
+        PlanError: the replica has other optimizers or other shards. Nothing was loaded.
     """
-    state = torch.load(io.BytesIO(encoded), weights_only=True)
-    parameters = list(_parameters(outer))  # all trainable ones; ``inner`` may step only some
-    _check_kind(inner, state["inner"])
     if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
         raise PlanError(
             "the state of another replica has other shards; start all replicas with the same model "
             "and options"
         )
+    pairs = list(zip(optimizers, state["optimizers"], strict=True))
+    for optimizer, saved in pairs:
+        _check_kind(optimizer, saved)
     for parameter, values in zip(parameters, state["parameters"], strict=True):
         _local(parameter).copy_(values)
         torch.autograd.graph.increment_version(parameter)
-    _load(inner, state["inner"])
-    _load(outer, state["outer"])
+    for optimizer, saved in pairs:
+        _load(optimizer, saved)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -126,7 +69,7 @@ def _states(optimizer: Optimizer) -> dict[str, Any]:
     """The states of each parameter and the options of each group.
 
     A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
-    it was on the CPU; and this rank's part of the value.
+    it is on the CPU; and this rank's part of the value.
     """
     return {
         "states": [
@@ -134,7 +77,7 @@ def _states(optimizer: Optimizer) -> dict[str, Any]:
                 key: (
                     list(value.shape) if isinstance(value, DTensor) else None,
                     not isinstance(value, Tensor) or value.is_cpu,
-                    _local(value).detach().cpu() if isinstance(value, Tensor) else value,
+                    _local(value).detach() if isinstance(value, Tensor) else value,
                 )
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
@@ -169,8 +112,10 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         for key, (shape, is_on_host, value) in state.items():
             if shape is not None:
                 restored[key] = _restored(parameter, key, shape, value, make)
-            else:  # torch's optimizers may keep "step" on the CPU when parameters are on a GPU
-                restored[key] = value if is_on_host else value.to(parameter.device)
+            elif isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
+                restored[key] = (value if is_on_host else value.to(parameter.device)).clone()
+            else:
+                restored[key] = value
         optimizer.state.pop(parameter, None)
         if restored:
             optimizer.state[parameter] = restored
@@ -188,7 +133,7 @@ def _restored(
     if made is None:
         sharding = sharding_of(parameter)
         assert sharding is not None
-        return sharding.wrap(value.to(parameter.device).reshape(-1))
+        return sharding.wrap(value.to(parameter.device).clone().reshape(-1))
     local = _local(made)
     if local.numel() != value.numel():
         raise PlanError(

@@ -1,5 +1,6 @@
 """A returning replica takes the state of another one."""
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.outer.replica import decode_state, encode_state
+from shardwise.replicas.state import load_state, state_of
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part
@@ -55,13 +56,22 @@ class Replica:
             self.inner.zero_grad()
 
 
+def give(giver: Replica, taker: Replica) -> None:
+    """Copy the state through the bytes that torchft sends."""
+    file = io.BytesIO()
+    torch.save(state_of(giver.model.parameters(), giver.inner, giver.outer), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)  # plain data
+    load_state(state, list(taker.model.parameters()), taker.inner, taker.outer)
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, muon, soap, adam8bit])
 @on_ranks(2)
 def test_a_replica_continues_with_the_states_of_any_optimizer(make: Make) -> None:
     giver, taker = Replica(make, seed=3), Replica(make, seed=9)
     giver.train(range(3))
     taker.train(range(1))  # it was cut off since then
-    decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+    give(giver, taker)
     for replica in (giver, taker):
         replica.train(range(3, 6))
     for given, taken in zip(giver.model.parameters(), taker.model.parameters(), strict=True):
@@ -75,7 +85,7 @@ def test_parameters_that_another_optimizer_steps_are_taken_too() -> None:
 
     giver, taker = Replica(norms_alone, seed=3), Replica(norms_alone, seed=9)
     giver.train(range(1))
-    decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+    give(giver, taker)
     for given, taken in zip(giver.model.parameters(), taker.model.parameters(), strict=True):
         assert given.equal(taken)
 
@@ -86,6 +96,6 @@ def test_the_state_of_another_optimizer_changes_nothing() -> None:
     giver.train(range(1))
     before = [parameter.detach().clone() for parameter in taker.model.parameters()]
     with pytest.raises(PlanError, match=r"2 groups .* momentum.* expected 1 groups of AdamW"):
-        decode_state(encode_state(giver.inner, giver.outer), taker.inner, taker.outer)
+        give(giver, taker)
     for parameter, value in zip(taker.model.parameters(), before, strict=True):
         assert parameter.equal(value)

@@ -1,0 +1,109 @@
+"""Starts a lighthouse and several replicas of a run on this machine."""
+
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import SpawnProcess
+
+from shardwise.errors import PackageMissing, RankError
+from shardwise.launch.orphans import end_with_launcher
+
+__all__ = ["run_replicas"]
+
+_MAX_RESTARTS = 3  # of each replica
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 60.0  # for replicas to end after the first one that has trained all steps
+_CONFIG_ERROR = 2  # the exit code of a command that cannot run
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+Main = Callable[[list[str]], int]
+
+
+def run_replicas(
+    main: Main, arguments: Sequence[str], count: int, num_ranks: int, directory: str
+) -> None:
+    """Run the command ``main(arguments)`` ``count`` times, and start replicas that die again.
+
+    Replica n uses ``directory``/n; one that has died begins in ``directory``/n-1 and so on, with
+    the state of a live one.
+
+    Args:
+        main: the command line, with its exit code.
+        arguments: ``["train", ...]``, the same for all replicas.
+        count: number of replicas.
+        num_ranks: number of ranks of a replica.
+        directory: where their run directories are created.
+
+    Raises:
+        PackageMissing: torchft is not installed.
+        RankError: a replica has failed too often.
+        SystemExit: a signal has stopped the replicas.
+    """
+    PackageMissing.check("torchft", extra="ft", needed_for="--replicas")
+    os.environ.setdefault("RUST_LOG", "error")  # torchft logs each quorum otherwise
+    threads = max(1, (os.cpu_count() or 1) // (count * num_ranks))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from torchft.coordination import LighthouseServer  # noqa: PLC0415
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5_000
+    )
+    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
+    common = [*arguments, *_set("replicas.lighthouse", address), *_set("replicas.count", count)]
+    stopped: list[int] = []
+    handlers = {
+        stop: signal.signal(stop, lambda number, _: stopped.append(number)) for stop in _STOPS
+    }
+    lives = dict.fromkeys(range(count), 0)
+    running = {number: _start(main, common, number, f"{directory}/{number}") for number in lives}
+    try:
+        until = math.inf
+        while running and not stopped and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            for number in [n for n, process in running.items() if process.exitcode is not None]:
+                code = running.pop(number).exitcode
+                if code == 0:  # one that has not joined by now would begin again, alone
+                    until = min(until, time.monotonic() + _GRACE_SECONDS)
+                    continue
+                lives[number] += 1
+                if code == _CONFIG_ERROR or lives[number] > _MAX_RESTARTS:
+                    raise RankError(f"replica {number} ended with code {code}")
+                if until == math.inf:
+                    again = f"{directory}/{number}-{lives[number]}"
+                    running[number] = _start(main, common, number, again)
+        if stopped:
+            raise SystemExit(128 + stopped[0])
+    finally:
+        _end(running.values(), stopped)
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler)
+        lighthouse.shutdown()
+
+
+def _set(key: str, value: object) -> list[str]:
+    return ["--set", f"{key}={value}"]
+
+
+def _start(main: Main, common: Sequence[str], number: int, directory: str) -> SpawnProcess:
+    own = [*common, *_set("replicas.number", number), *_set("run.directory", directory)]
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(main, own))
+    process.start()
+    return process
+
+
+def _run(main: Main, arguments: list[str]) -> None:
+    end_with_launcher()
+    sys.exit(main(arguments))
+
+
+def _end(processes: Iterable[SpawnProcess], stopped: Sequence[int]) -> None:
+    """Stop ``processes`` with the signal that has stopped this one; they save a checkpoint."""
+    for process in processes:
+        if process.pid is not None and process.exitcode is None:
+            os.kill(process.pid, stopped[0] if stopped else signal.SIGTERM)
+    for process in processes:
+        process.join()

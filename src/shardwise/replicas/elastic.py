@@ -1,0 +1,290 @@
+"""`elastic`: gradients averaged over replicas that come and go (HSDP with a changing outer axis).
+
+::
+
+    replica 0   backward: reduce-scatter -+ average ---- vote -- optimizer.step()
+    replica 1   backward: reduce-scatter -+ average ---- vote -- optimizer.step()
+    replica 2                        takes the state of replica 0 --^  (it has come in this step)
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from shardwise.comm.api import Work
+from shardwise.comm.device import DeviceStream, ThreadStream, is_accelerator
+from shardwise.errors import PeerLost, PlanError, StepError
+from shardwise.features.transaction import DiscardedError, Step, undoable
+from shardwise.replicas.group import ReplicaGroup, check_manager
+from shardwise.replicas.state import checksum_of, load_state, state_of
+from shardwise.runtime.attach import settings_of
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+from shardwise.tensor.sharding import sharding_of
+
+__all__ = ["Elastic", "check_replica", "description_of", "elastic"]
+
+
+def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
+    """Average the gradients of ``model`` over the replicas of ``manager``, which may come and go.
+
+    Each replica is a world of its own, with the same number of ranks in all of them::
+
+        model = sw.fully_shard(model, units=Block)  # over the ranks of this replica
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=None, state_dict=None
+        )
+        replicas = sw.elastic(model, optimizer, manager)
+        replicas.register("scheduler", scheduler)
+        while manager.current_step() < 10_000:
+            with replicas.step():
+                model(next(batches)).mean().backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    Args:
+        model: sharded over the ranks of this replica, with any strategy.
+        optimizer: the optimizer of all trainable parameters of ``model``.
+        manager: a `torchft.Manager` of this rank. It needs no callbacks.
+
+    Raises:
+        PackageMissing: torchft is not installed.
+        PlanError: the model, the optimizer or the manager cannot be used.
+    """
+    check_manager(manager, "sw.elastic")
+    check_replica(model, optimizer, "sw.elastic")
+    return Elastic(model, optimizer, manager)
+
+
+class Elastic:
+    """A model whose gradients are averaged over replicas; see `elastic`.
+
+    Attributes:
+        is_committed: whether the last step counts.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, manager: Any) -> None:
+        self.is_committed = False
+        self.model = model
+        self.manager = manager
+        self._optimizer = optimizer
+        runtime = runtime_of_root(model)
+        self._device = runtime.pools.device
+        self._stream: ThreadStream | DeviceStream = (
+            DeviceStream(self._device)
+            if is_accelerator(self._device)
+            else ThreadStream("shardwise-replicas")
+        )
+        self._registered: dict[str, Stateful] = {}
+        self._begun: dict[str, Any] = {}  # the states at the beginning of the step
+        self._step: Step | None = None
+        self._is_broken = self._has_voted = False
+        is_first = runtime.mesh.world.own_rank == 0
+        self._group = ReplicaGroup(manager, checksum_of(self._parameters), logs=is_first)
+        self._group.share(description_of(model, optimizer), self._save, self._load)
+        self._handle = optimizer.register_step_pre_hook(self._vote)
+        self._set_hooks(self._across)
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Copy the state of ``stateful`` to replicas that join, as it is before a step.
+
+        Raises:
+            PlanError: there is another object with this name.
+        """
+        if name in self._registered:
+            raise PlanError(f"register({name!r}): there is another object with this name")
+        self._registered[name] = stateful
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas whose gradients were averaged in the last step that counts."""
+        return self._group.num_replicas
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step of all replicas: forward, backward and ``optimizer.step()``.
+
+        ``optimizer.step()`` first decides whether the step counts on all ranks of this replica. It
+        does not if another replica has died in it. Then the block ends at once, without an error
+        and as if it had not begun: gradients, buffers and random states are restored, and
+        `is_committed` is False. Run the same step again. Loop on ``manager.current_step()``, which
+        counts the steps that count.
+
+        An exception of the block is raised on all ranks of this replica, as in `sw.transaction`,
+        and the other replicas repeat the step.
+
+        Raises:
+            StepError: the block has ended without a step of the optimizer, or an earlier step of
+                the optimizer has failed in the middle, so that this replica has to restart.
+        """
+        if self._is_broken:
+            raise StepError(
+                "the optimizer of this replica has failed in the middle of a step; restart the "
+                "replica, and it takes the state of another one"
+            )
+        self.is_committed = self._has_voted = False
+        try:
+            self._begun = self._states_of_step()
+            self._group.begin()
+            with undoable(self.model) as self._step:
+                yield from self._guarded(self._step)
+        except DiscardedError:
+            pass
+        except Exception as error:
+            if not (self._has_voted or isinstance(error, PeerLost)):
+                self._group.vote_against()
+            raise
+        finally:
+            self._step = None
+
+    def remove(self) -> None:
+        """Average no longer; the manager stays as it is."""
+        self._handle.remove()
+        self._set_hooks(None)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Elastic":
+        """Copies of the model keep the hooks; their gradients are not averaged: see `_across`."""
+        return self
+
+    def _guarded(self, step: Step) -> Iterator[None]:
+        try:
+            yield
+            _check_stepped(step)
+        except DiscardedError:
+            raise
+        except BaseException as error:
+            if step.is_decided:
+                self._is_broken = True
+                runtime_of_root(self.model).scheduler.abandon(error)
+            else:  # before the step is undone, which waits for the averages
+                self._group.leave(error)
+            raise
+
+    def _vote(self, *_: object) -> None:
+        if self._step is None or self._step.is_decided:
+            raise StepError(
+                "sw.elastic: call optimizer.step() once in each `with replicas.step()`, and not "
+                "outside of it"
+            )
+        self._has_voted = True
+        if not self._group.commit(self._device):
+            self._step.meet()  # raises if an exception on a rank of this replica is the reason
+            raise DiscardedError("the step does not count")
+        self.is_committed = self._step.is_decided = True
+
+    # -- averages --------------------------------------------------------------------------------
+
+    def _set_hooks(self, hook: Any) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                settings_of(module).across_replicas = hook
+
+    def _across(self, work: Work | None, values: Tensor, *, is_max: bool = False) -> Work:
+        """Continue ``work``, which reduces ``values`` in this replica, over all replicas."""
+        if self._step is None:
+            raise StepError("sw.elastic: call backward inside `with replicas.step()`")
+        reduce = partial(self._maximum if is_max else self._group.average, values)
+        if isinstance(self._stream, ThreadStream):
+            made = self._stream.submit(partial(_after, work, reduce))
+        else:
+            with self._stream.enqueue(after=work) as made:
+                _after(work, reduce)
+        if work is not None:  # a rank that waits for other replicas is not stuck in its own
+            made.collective, made.sent = work.collective, work.sent
+        return made
+
+    def _maximum(self, flags: Tensor) -> None:
+        if self._group.meet(flags.device) is not None:
+            self._group.all_reduce(flags, dist.ReduceOp.MAX)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        units = runtime_of_root(self.model).units
+        sharded = (p.sharded for unit in units for p in unit.parameters)
+        return [p for p in sharded if p.requires_grad]
+
+    def _states_of_step(self) -> dict[str, Any]:
+        """What the step changes before it is decided, while another thread may send it."""
+        return {
+            "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],
+            "registered": {
+                name: copy.deepcopy(one.state_dict()) for name, one in self._registered.items()
+            },
+        }
+
+    def _save(self) -> dict[str, Any]:
+        return state_of(self._parameters, self._optimizer) | self._begun
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        load_state(state, self._parameters, self._optimizer)
+        for buffer, values in zip(self.model.buffers(), state["buffers"], strict=True):
+            buffer.copy_(values)
+        for name, values in state["registered"].items():
+            self._registered[name].load_state_dict(values)
+
+
+def _check_stepped(step: Step) -> None:
+    if not step.is_decided:
+        raise StepError(
+            "a step of replicas has ended without optimizer.step(); call it inside `with "
+            "replicas.step()`"
+        )
+
+
+def _after(work: Work | None, reduce: Any) -> None:
+    if work is not None:
+        work.wait()
+        if work.error is not None:
+            raise work.error
+    reduce()
+
+
+def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:
+    """Raise a PlanError if ``model`` and ``optimizer`` cannot be those of a replica."""
+    runtime = runtime_of_root(model)
+    if not isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise PlanError(f"{caller} expects a torch.optim.Optimizer, got {name}")
+    runtime.scheduler.check_idle(f"{caller} cannot be called in the middle of a step")
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        if parameter.requires_grad and (sharding is None or sharding.tensor_parallel):
+            raise PlanError(
+                f"{name} is trainable but not sharded by fully_shard alone, so it would differ "
+                "between replicas; freeze it, or remove it from ignored_params"
+            )
+        if getattr(parameter, STEPS_IN_BACKWARD, False):
+            raise PlanError(
+                f"{caller} decides whether a step counts before the optimizer runs, and "
+                "sw.optimizer_in_backward runs it in backward; call remove() on its handle"
+            )
+    if any(unit.settings.reduce_hook is not None for unit in runtime.units):
+        raise PlanError(f"{caller}: communication hooks reduce gradients in their own way")
+    return runtime
+
+
+def description_of(model: nn.Module, optimizer: Optimizer) -> str:
+    """What must be the same in all replicas, in a line."""
+    runtime = runtime_of_root(model)
+    names = [p.name for unit in runtime.units for p in unit.parameters]
+    digest = sha256(repr((runtime.plan, names)).encode()).hexdigest()[:12]
+    frozen = checksum_of(p for p in model.parameters() if not p.requires_grad)
+    return (
+        f"{len(names)} parameters on {runtime.mesh.num_ranks} ranks, {runtime.plan.strategy}, "
+        f"{type(optimizer).__name__}, plan {digest}, frozen values {frozen:08x}"
+    )

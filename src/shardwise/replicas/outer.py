@@ -1,0 +1,333 @@
+"""The outer optimizer, which synchronizes replicas that train alone for many steps.
+
+::
+
+    shared      a0 ------------------------------- a1 = step(a0, mean of differences) ---
+                 |                                  |
+    replica 0    p0 -- step -- ... -- p   a0 - p   a1 -- step -- ...
+    replica 1    p0 -- step -- ... -- q   a0 - q   a1 -- step -- ...
+
+The shared parameters have the same bits in all replicas. Each rank keeps its shard of them and
+exchanges differences with the ranks that hold the same shard in other replicas, so nothing is
+gathered.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from shardwise.comm.communicator import communicator
+from shardwise.errors import PlanError, StepError
+from shardwise.plan.axes import AxisBytes
+from shardwise.plan.outer import Outer
+from shardwise.replicas.elastic import check_replica, description_of
+from shardwise.replicas.exchange import NONE, Exchange, GroupExchange, ManagerExchange
+from shardwise.replicas.fragments import Fragment, fragments_of
+from shardwise.replicas.group import ReplicaGroup, check_manager
+from shardwise.replicas.state import checksum_of, load_state, state_of
+from shardwise.runtime.module import runtime_of_root
+from shardwise.tensor.sharding import Sharding, local_of, sharding_of
+
+__all__ = ["OuterOptimizer", "optimizer_factory", "optimizer_template", "outer_optimizer"]
+
+_DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+# Keys in the state of each parameter, next to the states of the outer optimizer: the shared
+# parameter and, with a delay, the difference in transit, which is sent again after a load.
+_ANCHOR, _SENT = "anchor", "sent"
+
+
+def outer_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    outer: Outer,
+    *,
+    manager: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> "OuterOptimizer":
+    """Make ``optimizer.step()`` also synchronize this replica with others.
+
+    With a ``manager`` of torchft, each replica is a separate world with its own launcher, so it may
+    die without the others and come back::
+
+        model = sw.fully_shard(model, units=Block)
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False,
+            load_state_dict=None, state_dict=None,
+        )
+        outer = sw.outer_optimizer(
+            model, optimizer, sw.Outer(every=32, fragments=4), manager=manager
+        )
+        while outer.local_steps < 10_000:
+            ...
+
+    With a ``group``, all replicas are in one world, sharded over the inner dim of a mesh:
+    ``fully_shard(model, mesh=mesh["shard"])`` and ``group=mesh.get_group("replicate")``.
+
+    Args:
+        model: sharded over the ranks of this replica only.
+        optimizer: the optimizer of the model's parameters.
+        outer: when and how replicas are synchronized.
+        manager: a `torchft.Manager` of this rank, which needs no callbacks.
+        group: instead of a manager, the ranks that hold the same shard, one from each replica.
+
+    Raises:
+        PackageMissing: torchft is not installed.
+        PlanError: the model, the optimizer or the options cannot be used.
+    """
+    if (manager is None) == (group is None):
+        raise PlanError(f"manager={manager}, group={group}: expected one of them")
+    runtime = check_replica(model, optimizer, "sw.outer_optimizer")
+    if group is not None:
+        return OuterOptimizer(model, optimizer, outer, GroupExchange(group))
+    check_manager(manager, "sw.outer_optimizer")
+    if manager._use_async_quorum:  # of which the manager does not tell otherwise
+        raise PlanError(
+            "sw.outer_optimizer: the parameters change while a quorum is awaited; create the "
+            "manager with use_async_quorum=False"
+        )
+    if outer.delay > outer.every // outer.fragments:
+        raise PlanError(
+            f"{outer}: with a manager, a round has to end before the next one begins; expected a "
+            f"delay of at most every // fragments = {outer.every // outer.fragments}"
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    is_first = runtime.mesh.world.own_rank == 0
+    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first)
+    exchange = ManagerExchange(replicas, runtime.pools.device)
+    return OuterOptimizer(model, optimizer, outer, exchange)
+
+
+class OuterOptimizer(Optimizer):
+    """Keeps the shared parameters and the state of the outer optimizer, by parameter of a model.
+
+    It is a torch optimizer, so that ``sw.save(..., outer=...)`` and ``sw.load`` handle its state
+    and learning rate schedulers can set its options.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, outer: Outer, exchange: Exchange
+    ) -> None:
+        self.outer = outer
+        self.exchange = exchange
+        self.sent_bytes = 0  # of differences, by this rank
+        self._runtime = runtime_of_root(model)
+        self._make = optimizer_factory(outer)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        template = optimizer_template(outer)
+        counts = {"local_steps": 0, "rounds": 0, "history": 0}
+        super().__init__(parameters, dict(template.defaults) | counts)
+        self._options = set(template.defaults)
+        self._optimizer = optimizer
+        for parameter in parameters:
+            shared = local_of(parameter).detach().clone()
+            self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
+        self.fragments = fragments_of(self._runtime, outer)
+        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        self._begun: set[int] = set()  # fragments whose rounds this process has begun
+        self._has_met = False
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        if isinstance(exchange, ManagerExchange):
+            row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {template}"
+            description = f"{description_of(model, optimizer)}, {row}"
+            exchange.group.share(description, self._save, self._load)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Not for users: steps of the model's optimizer also step the outer optimizer.
+
+        Raises:
+            StepError: always.
+        """
+        raise StepError(
+            "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
+        )
+
+    def remove(self) -> None:
+        """Leave the other replicas; ``optimizer.step()`` no longer synchronizes."""
+        self._hook.remove()
+
+    @property
+    def local_steps(self) -> int:
+        """The number of steps of the model's optimizer.
+
+        A replica that joins adopts the others' number, so that all replicas synchronize a fragment
+        at the same step.
+        """
+        return int(self.param_groups[0]["local_steps"])
+
+    def planned_bytes(self, step: int) -> int:
+        """The number of bytes of differences that this rank sends after local step ``step``."""
+        return sum(self._message_bytes(fragment) for fragment in self.outer.sent_after(step))
+
+    def begin_after(self, step: int) -> None:
+        """Use the model's parameters as the shared parameters after ``step``.
+
+        For a model that was loaded from the checkpoint of a run without replicas.
+        """
+        for parameter in self.state:
+            self._anchor(parameter).copy_(local_of(parameter).detach())
+        self.param_groups[0]["local_steps"] = step
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _after_step(self, *_: object) -> None:
+        if self._runtime.scheduler.is_in_transaction:
+            raise StepError(
+                "sw.transaction cannot undo the synchronization of replicas; step outside of it, "
+                "or train without sw.outer_optimizer"
+            )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise PlanError(
+                    f"{name} was frozen when sw.outer_optimizer was called, so replicas do not "
+                    "share it; call its result's remove(), and sw.outer_optimizer again, in all "
+                    "replicas"
+                )
+        self.param_groups[0]["local_steps"] += 1
+        self._synchronize(self.local_steps)
+
+    def _synchronize(self, step: int) -> None:
+        """Begin and end the rounds that are due after ``step``."""
+        if self.outer.delay:
+            self._finish(self.outer.applied_after(step))
+        for fragment in self.outer.sent_after(step):
+            due = self._begin(fragment)
+            if due == fragment:
+                self._begun.add(fragment)
+            else:  # this replica has taken the state of another one, in another round
+                self._receive(due)
+        if not self.outer.delay:
+            self._finish(self.outer.applied_after(step))
+        if not self._has_met and self.exchange.is_elastic:
+            self._receive(self._begin(NONE))  # it may have come back: take the others' state now
+
+    def _finish(self, fragments: Iterable[int]) -> None:
+        """End the rounds of ``fragments``."""
+        for fragment in fragments:
+            is_begun = fragment in self._begun  # if not, a checkpoint was loaded meanwhile
+            self._begun.discard(fragment)
+            self._receive(fragment if is_begun else self._begin(fragment))
+
+    def _receive(self, fragment: int) -> None:
+        """End a round; repeat it if it has failed."""
+        while (packed := self.exchange.receive(fragment)) is None:
+            fragment = self._begin(fragment)
+        if fragment != NONE:
+            self._apply(self.fragments[fragment], packed)
+        progress = {"rounds": self.exchange.rounds, "history": self.exchange.history}
+        self.param_groups[0].update(progress)
+
+    def _begin(self, fragment: int) -> int:
+        """Begin the round of ``fragment``; return the fragment that is due in other replicas."""
+        parameters = self.fragments[fragment].parameters if fragment != NONE else []
+        if not (self.outer.delay and all(_SENT in self.state[p] for p in parameters)):
+            for parameter in parameters:
+                difference = self._anchor(parameter) - local_of(parameter)
+                self.state[parameter][_SENT] = _sharded_as(parameter, difference)
+        self._check_finite(parameters)
+        self.exchange.resume(*(self.param_groups[0][key] for key in ("rounds", "history")))
+        self._has_met, checksum = True, checksum_of(map(self._anchor, parameters))
+        due, step = self.exchange.begin(fragment, self.local_steps, checksum)
+        self.param_groups[0]["local_steps"] = step
+        if due != NONE:
+            own = [self._difference(p) for p in self.fragments[due].parameters]
+            self.exchange.send(due, self.fragments[due].pack(self.fragments[due].flat(own)))
+            self._count_sent(due)
+        return due
+
+    def _difference(self, parameter: Tensor) -> Tensor:
+        """The difference in transit; zeros if this replica has just taken a state."""
+        sent = self.state[parameter].get(_SENT)
+        return torch.zeros_like(local_of(parameter)) if sent is None else local_of(sent)
+
+    def _check_finite(self, parameters: Sequence[Tensor]) -> None:
+        """Raise on all ranks of this replica if a difference is not finite on one."""
+        wrong = [p for p in parameters if not self._difference(p).isfinite().all()]
+        comm = communicator(self._runtime.mesh.world, self._runtime.pools.device)
+        flag = torch.tensor([bool(wrong)], dtype=torch.uint8, device=self._runtime.pools.device)
+        comm.wait(comm.reduce.all_reduce_max(flag, comm.world, "check of differences"))
+        if not flag.any():
+            return
+        found = cast("Sharding", sharding_of(wrong[0])).name if wrong else "a parameter"
+        raise StepError(
+            f"{found} of this replica is not finite after step {self.local_steps}, so it does not "
+            "synchronize, and the others go on without it; restart it to take the state of another "
+            "replica"
+        )
+
+    def _message_bytes(self, fragment: int) -> int:
+        return self.fragments[fragment].packed_bytes * (self.exchange.num_replicas - 1)
+
+    def _count_sent(self, fragment: int) -> None:
+        sent = self._message_bytes(fragment)
+        self.sent_bytes += sent
+        self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
+
+    def _apply(self, fragment: Fragment, packed: Sequence[Tensor]) -> None:
+        """Step the shared parameters, and update this replica's parameters from them."""
+        parameters = fragment.parameters
+        self._step_shared(parameters, fragment.mean(packed))
+        for parameter in parameters:
+            local, shared = local_of(parameter), self._anchor(parameter)
+            if self.outer.mixing:
+                local.lerp_(shared, 1 - self.outer.mixing)
+            else:
+                local.copy_(shared)
+            self.state[parameter].pop(_SENT, None)
+            torch.autograd.graph.increment_version(parameter)
+
+    def _anchor(self, parameter: Tensor) -> Tensor:
+        return local_of(self.state[parameter][_ANCHOR])
+
+    def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Step the shared values of ``parameters`` with the outer optimizer."""
+        shared = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            one = nn.Parameter(self.state[parameter][_ANCHOR])
+            one.grad = _sharded_as(parameter, gradient)
+            shared.append(one)
+        optimizer = self._make(shared)
+        group = self.param_groups[0]
+        optimizer.param_groups[0].update({key: group[key] for key in self._options})
+        for one, parameter in zip(shared, parameters, strict=True):
+            state = {k: v for k, v in self.state[parameter].items() if k not in (_ANCHOR, _SENT)}
+            if state:
+                optimizer.state[one] = state
+        with torch.enable_grad():
+            optimizer.step()
+        for one, parameter in zip(shared, parameters, strict=True):
+            self.state[parameter].update(optimizer.state.get(one, {}))
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def _save(self) -> dict[str, Any]:
+        """A copy of the state of this rank: it trains on while another replica takes it."""
+        return copy.deepcopy(state_of(self.state, self._optimizer, self))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.exchange.counts = False
+        load_state(state, list(self.state), self._optimizer, self)
+        for one in self.state.values():  # differences that the other replica has in transit
+            one.pop(_SENT, None)
+
+
+def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """The tensor that is sharded like ``parameter`` and of which this rank stores ``local``."""
+    return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
+
+
+def optimizer_factory(outer: Outer) -> Callable[[list[Any]], Any]:
+    """The function that creates the outer optimizer for a list of parameters."""
+    return outer.optimizer or _DILOCO
+
+
+def optimizer_template(outer: Outer) -> Optimizer:
+    """An outer optimizer of one placeholder parameter, for its class and options."""
+    return cast("Optimizer", optimizer_factory(outer)([nn.Parameter(torch.zeros(1))]))

@@ -1,0 +1,135 @@
+"""Makes a run one of several replicas, as [replicas] and [outer] configure it."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+import shardwise as sw
+from shardwise.errors import ConfigError, PackageMissing, PlanError
+from shardwise.launch.world import World
+from shardwise.train.config import Config
+
+__all__ = ["Replicas", "check_replicas"]
+
+
+def check_replicas(config: Config) -> None:
+    """Raise a ConfigError if keys of [replicas] or [outer] are invalid, or conflict with others."""
+    replicas = config.replicas
+    if not replicas.lighthouse:
+        return
+    PackageMissing.check("torchft", extra="ft", needed_for="[replicas]")
+    if not re.fullmatch(r"https?://.+:\d+", replicas.lighthouse):
+        raise ConfigError(f"replicas.lighthouse={replicas.lighthouse!r}: expected http://host:port")
+    if config.outer.every:
+        try:
+            _outer_settings(config)
+        except PlanError as error:
+            raise ConfigError(f"[outer]: {error}") from None
+    reason = "replicas decide whether a step counts before the optimizer runs"
+    if config.memory.step_in_backward:
+        raise ConfigError(f"memory.step_in_backward=true: {reason}; set it to false")
+    if config.precision.compute == "float16":
+        key, remedy = "precision.compute=float16", "set precision.compute=bfloat16"
+        raise ConfigError(f"{key} skips steps: {reason}; {remedy}")
+
+
+class Replicas:
+    """The other replicas of a run, if there are any.
+
+    Attributes:
+        outer: the outer optimizer, if replicas train alone for many steps.
+    """
+
+    def __init__(
+        self, config: Config, world: World, model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        self.outer: sw.OuterOptimizer | None = None
+        self._elastic: sw.Elastic | None = None
+        self._manager: Any = None
+        if not config.replicas.lighthouse:
+            return
+        self._store, self._manager = _manager_of(config, world)
+        if config.outer.every:
+            settings = _outer_settings(config)
+            self.outer = sw.outer_optimizer(model, optimizer, settings, manager=self._manager)
+        else:
+            self._elastic = sw.elastic(model, optimizer, self._manager)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step. If it does not count, the block ends at once, without an error."""
+        if self._elastic is None:
+            yield
+            return
+        with self._elastic.step():
+            yield
+
+    def step_of(self, own: int) -> int:
+        """The number of steps that replicas have trained; ``own`` if this is the only one."""
+        if self._elastic is not None:
+            return int(self._manager.current_step())
+        return own if self.outer is None else self.outer.local_steps
+
+    def continue_after(self, step: int, *, has_outer: bool) -> None:
+        """Continue after ``step`` of a checkpoint, with or without the state of ``outer``."""
+        if self._elastic is not None:
+            self._manager.load_state_dict({"step": step, "batches_committed": step})
+        elif self.outer is not None and not has_outer:
+            self.outer.begin_after(step)
+
+    def close(self) -> None:
+        """Leave the other replicas."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+
+
+def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
+    """The store of this replica's manager, which rank 0 keeps, and the manager of this rank."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft logs each quorum otherwise
+    from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: PLC0415
+
+    replicas, host = config.replicas, os.environ.get("MASTER_ADDR", "localhost")
+    # A store of its own: that of a launcher would have the address of the manager before a restart.
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if world.is_first else None
+    port = world.gather(0 if store is None else store.port)[0]
+    timeout = timedelta(seconds=replicas.timeout)
+    kind = ProcessGroupNCCL if world.device.type == "cuda" else ProcessGroupGloo
+    manager = Manager(
+        pg=kind(timeout=timeout),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=replicas.minimum,
+        use_async_quorum=False,  # so that a replica that joins trains on the samples of its step
+        timeout=timeout,
+        quorum_timeout=timedelta(seconds=replicas.quorum_timeout),
+        rank=world.rank,
+        world_size=world.size,
+        store_addr=host,
+        store_port=port,
+        lighthouse_addr=replicas.lighthouse,
+        replica_id=f"replica{replicas.number}",
+        hostname=host,
+        init_sync=False,
+        quorum_retries=replicas.retries,
+    )
+    return store, manager
+
+
+def _outer_settings(config: Config) -> sw.Outer:
+    keys = ("every", "fragments", "delay", "dtype", "block", "mixing")
+    momentum = config.outer.momentum
+    return sw.Outer(
+        **{key: getattr(config.outer, key) for key in keys},
+        optimizer=partial(
+            torch.optim.SGD, lr=config.outer.lr, momentum=momentum, nesterov=momentum > 0
+        ),
+    )

@@ -1,0 +1,240 @@
+"""Replicas in processes of their own, with a lighthouse: started, killed and started again."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tests.forked import start_forked
+
+__all__ = ["DEADLINE_SECONDS", "Job", "Replica", "Seat"]
+
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported
+pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 only")
+from torchft import Manager, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+
+DEADLINE_SECONDS = 90.0  # for anything that a test waits for
+TIMEOUT = timedelta(seconds=30)  # of a collective between replicas
+LOOPBACK = "127.0.0.1"
+Program = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one process: rank ``rank`` of replica ``number``."""
+
+    number: int
+    rank: int
+    num_ranks: int
+    port: int  # of the replica's store
+    lighthouse: str
+    folder: Path
+    timeout: timedelta
+
+    def manager(self, **options: Any) -> Manager:
+        """The manager of this rank; it fails a collective after `TIMEOUT`."""
+        defaults: dict[str, Any] = {
+            "pg": ProcessGroupGloo(timeout=self.timeout),
+            "load_state_dict": None,
+            "state_dict": None,
+            "min_replica_size": 1,
+            "rank": self.rank,
+            "world_size": self.num_ranks,
+            "store_addr": LOOPBACK,
+            "store_port": self.port,
+            "lighthouse_addr": self.lighthouse,
+            "replica_id": f"replica{self.number}",
+            "hostname": LOOPBACK,
+            "timeout": self.timeout,
+            "quorum_timeout": timedelta(seconds=DEADLINE_SECONDS),
+        }
+        return Manager(**defaults | options)
+
+    def log(self, event: str, **values: Any) -> None:
+        """Append a line to the log of this rank, which a kill does not lose."""
+        line = json.dumps({"event": event, "at": time.time(), **values}) + "\n"
+        path = self.folder / f"{self.number}-{self.rank}.jsonl"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, line.encode())
+        os.close(file)
+
+    def die_at(self, place: str, chosen: str | None) -> None:
+        """Kill this process if ``place`` was ``chosen``."""
+        if place == chosen:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for(self, name: str) -> None:
+        """Wait until the test has called ``job.allow(name)``."""
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not (self.folder / name).exists():
+            assert time.monotonic() < until, f"{name} was not allowed"
+            time.sleep(0.01)
+
+
+def _run(seat: Seat, program: Program, options: dict[str, Any], output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        store = TCPStore(LOOPBACK, seat.port, is_master=False, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("world", store),
+            rank=seat.rank,
+            world_size=seat.num_ranks,
+            timeout=timedelta(seconds=DEADLINE_SECONDS),
+        )
+        program(seat, **options)
+        code = 0
+    except BaseException:  # noqa: BLE001 - shown by the test
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # servers of torchft have threads that do not end
+
+
+@dataclass
+class Replica:
+    """The processes of one life of a replica."""
+
+    number: int
+    store: Any
+    ranks: list[BaseProcess]
+    folder: Path
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all of its ranks."""
+        for rank in self.ranks:
+            if rank.pid is not None and rank.exitcode is None:
+                os.kill(rank.pid, number)
+
+    def join(self) -> list[int | None]:
+        """Wait for the end of its ranks; their exit codes, None for one that does not end."""
+        until = time.monotonic() + DEADLINE_SECONDS
+        for rank in self.ranks:
+            rank.join(max(0.0, until - time.monotonic()))
+        return [rank.exitcode for rank in self.ranks]
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+
+@dataclass
+class Job:
+    """A lighthouse, and the replicas that a test starts; all of them end with the ``with``."""
+
+    num_ranks: int = 2
+    min_replicas: int = 1
+    replicas: list[Replica] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._directory = tempfile.TemporaryDirectory()
+        self.folder = Path(self._directory.name)
+        self.output = self.folder / "output.txt"
+        self.output.touch()
+        self.lighthouse = self._start_lighthouse()
+        return self
+
+    def _start_lighthouse(self, port: int = 0) -> LighthouseServer:
+        return LighthouseServer(
+            bind=f"[::]:{port}",
+            min_replicas=self.min_replicas,
+            join_timeout_ms=10_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=2_000,
+        )
+
+    @property
+    def address(self) -> str:
+        """Of the lighthouse; its own contains the name of the host."""
+        return f"http://{LOOPBACK}:{self.lighthouse.address().rpartition(':')[2]}"
+
+    def restart_lighthouse(self) -> None:
+        """End the lighthouse, and start another one at the same address."""
+        port = int(self.address.rpartition(":")[2])
+        self.lighthouse.shutdown()
+        self.lighthouse = self._start_lighthouse(port)
+
+    def start(self, number: int, program: Program, **options: Any) -> Replica:
+        """Start replica ``number``, whose ranks call ``program(seat, **options)``."""
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        seats = [
+            Seat(number, rank, self.num_ranks, store.port, self.address, self.folder, TIMEOUT)
+            for rank in range(self.num_ranks)
+        ]
+        ranks = [start_forked(_run, seat, program, options, str(self.output)) for seat in seats]
+        self.replicas.append(Replica(number, store, ranks, self.folder))
+        return self.replicas[-1]
+
+    def begin(self, num_replicas: int, program: Program, **options: Any) -> list[Replica]:
+        """Start replicas that call ``seat.wait_for("start")``, and let them begin together."""
+        started = [self.start(number, program, **options) for number in range(num_replicas)]
+        self.allow_when_ready(num_replicas)
+        return started
+
+    def allow_when_ready(self, num_replicas: int) -> None:
+        """Let replicas begin when all their managers run, so that the lighthouse awaits them."""
+        ranks = [(number, rank) for number in range(num_replicas) for rank in range(self.num_ranks)]
+        self.wait_until(lambda: all(self.lines(*rank, "ready") for rank in ranks))
+        self.allow("start")
+
+    def allow(self, name: str) -> None:
+        """Let ranks go on that `Seat.wait_for` it."""
+        (self.folder / name).touch()
+
+    def lines(self, number: int, rank: int = 0, event: str = "") -> list[dict[str, Any]]:
+        """What a rank has logged, in all lives of its replica."""
+        path = self.folder / f"{number}-{rank}.jsonl"
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        every = [json.loads(line) for line in lines]
+        return [line for line in every if not event or line["event"] == event]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for ``condition``, and fail with the output of the ranks if it does not come."""
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            failed = [r for r in self.replicas for rank in r.ranks if rank.exitcode == 1]
+            if time.monotonic() > until or failed:
+                raise AssertionError(self.output.read_text("utf-8")[-20_000:])
+            time.sleep(0.01)
+
+    def finish(self, *replicas: Replica) -> None:
+        """Wait for the end of ``replicas``, which must succeed."""
+        codes = [code for replica in replicas for code in replica.join()]
+        assert not any(codes), f"{codes}\n{self.output.read_text('utf-8')[-20_000:]}"
+        assert None not in codes, f"{codes}\n{self.output.read_text('utf-8')[-20_000:]}"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for replica in self.replicas:
+            replica.kill(signal.SIGCONT)
+            replica.end()
+        self.lighthouse.shutdown()
+        self._directory.cleanup()
