@@ -41,3 +41,16 @@ def test_without_hostccl_and_watch_the_core_trains_over_gloo(tmp_path: Path) -> 
         # Gloo sums in another order.
         assert found[name] == pytest.approx(numbers, rel=1e-12), name
         assert numbers == pytest.approx(expected["ddp element"], rel=1e-10), name
+
+
+def test_the_engine_registers_no_backend() -> None:
+    """Once one is registered, torch calls groups of "cpu:gloo" "undefined"."""
+    program = (
+        "import torch.distributed as dist, shardwise as sw; sw.fully_shard; import shardwise.parts;"
+        "print('hostccl' in dist.Backend.backend_list)"
+    )
+    environ = {**environment(), "PYTHONPATH": str(_ROOT / "src")}
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "False"

@@ -1,7 +1,10 @@
 """Parts that the engine uses if the package has them.
 
-Without `shardwise.hostccl`, ranks on CPUs use Gloo. Without `shardwise.watch`, a rank that waits
-for one that hangs or died waits until the backend gives up.
+Without `shardwise.hostccl` and what it is built on, ranks on CPUs use Gloo. Without
+`shardwise.watch`, a rank that waits for one that hangs or died waits until the backend gives up.
+
+The engine uses `shardwise.host` and does not import hostccl itself: once a backend is registered,
+torch calls groups of "cpu:gloo" "undefined".
 """
 
 from importlib.util import find_spec
@@ -10,12 +13,17 @@ from shardwise.comm.communicator import use_host_queues, watch_with
 
 __all__: list[str] = []
 
-if find_spec("shardwise.hostccl") is not None:
+
+def _has(*packages: str) -> bool:
+    return all(find_spec(f"shardwise.{package}") is not None for package in packages)
+
+
+if _has("host", "hostccl"):
     from shardwise.features.host_collectives import HostCollectives
 
     use_host_queues(HostCollectives)
 
-if find_spec("shardwise.watch") is not None:
+if _has("watch"):
     from shardwise.watch.ranks import RankWatch
 
     watch_with(RankWatch)

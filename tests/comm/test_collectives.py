@@ -26,14 +26,14 @@ from shardwise.comm.api import (
 from shardwise.comm.communicator import Collectives, Communicator, communicator
 from shardwise.comm.queue import QueueState
 from shardwise.features.host_collectives import HostCollectives
-from shardwise.hostccl import point_to_point
-from shardwise.hostccl.peers import INLINE_BYTES
-from shardwise.hostccl.point_to_point import _PIECE_BYTES
+from shardwise.host import point_to_point
+from shardwise.host.peers import INLINE_BYTES
+from shardwise.host.point_to_point import _PIECE_BYTES
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from shardwise.watch.monitor import Patience
 from tests.covering import covered_first
-from tests.hostccl.test_point_to_point import only
+from tests.host.test_point_to_point import only
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 from tests.watching import watch_of

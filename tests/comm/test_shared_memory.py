@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import Communicator, communicator
-from shardwise.hostccl import handshake
-from shardwise.hostccl.peers import Descriptor
-from shardwise.hostccl.shared_memory import (
+from shardwise.host import handshake
+from shardwise.host.peers import Descriptor
+from shardwise.host.shared_memory import (
     _MAX_SEGMENTS,
     Place,
     SharedMemory,

@@ -23,12 +23,12 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from shardwise.host.peers import INLINE_BYTES
+from shardwise.host.point_to_point import PointToPoint
 from shardwise.hostccl import HostGroup, RankLostError
-from shardwise.hostccl.peers import INLINE_BYTES
-from shardwise.hostccl.point_to_point import PointToPoint
 from shardwise.hostccl.works import HostWork
 from tests import ranks
-from tests.hostccl.test_point_to_point import WAYS, only
+from tests.host.test_point_to_point import WAYS, only
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.one_process import rank, world_size as num_ranks
 

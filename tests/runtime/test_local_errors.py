@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise.features import host_collectives
-from shardwise.hostccl import peers, point_to_point, shared_memory, sums
+from shardwise.host import peers, point_to_point, shared_memory, sums
 from shardwise.runtime import scheduler, unit
 from shardwise.watch import monitor
 from shardwise.watch.monitor import Patience

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.hostccl.peers import Message
-from shardwise.hostccl.point_to_point import PointToPoint
+from shardwise.host.peers import Message
+from shardwise.host.point_to_point import PointToPoint
 from shardwise.runtime.ledger import Ledger
 from shardwise.schedule.events import EventKind
 from tests.ranks import on_ranks

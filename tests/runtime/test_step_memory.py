@@ -20,7 +20,7 @@ from shardwise.comm.communicator import communicator
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.certificate import memory_certificate
 from shardwise.forecast.configuration import Configuration
-from shardwise.hostccl.shared_memory import SharedMemory
+from shardwise.host.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer

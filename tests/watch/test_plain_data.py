@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from shardwise.comm.api import CollectiveId
 from shardwise.comm.queue import QueueState
 from shardwise.errors import StepError
-from shardwise.hostccl.handshake import Identity
+from shardwise.host.handshake import Identity
 from shardwise.watch.history import _Shown
 from shardwise.watch.monitor import Heartbeat, Monitor, Patience
 from shardwise.watch.plain_data import decode, encode

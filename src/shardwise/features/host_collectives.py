@@ -30,9 +30,9 @@ from shardwise.comm.api import (
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import QueueState, Restart
 from shardwise.errors import PeerAborted, PeerLost, StepError
-from shardwise.hostccl.point_to_point import PointToPoint, RankLostError, check_memory
-from shardwise.hostccl.shared_memory import Place, SharedMemory, SharedRange, is_offered
-from shardwise.hostccl.sums import Run, Summation
+from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
+from shardwise.host.shared_memory import Place, SharedMemory, SharedRange, is_offered
+from shardwise.host.sums import Run, Summation
 
 __all__ = ["HostCollectives"]
 

@@ -13,8 +13,8 @@ ones from each other's memory (Linux). All other ranks use Gloo.
 
 import torch.distributed as dist
 
+from shardwise.host.point_to_point import RankLostError
 from shardwise.hostccl.group import HostGroup
-from shardwise.hostccl.point_to_point import RankLostError
 
 __all__ = ["HostGroup", "RankLostError"]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.hostccl.peers import INLINE_BYTES
-from shardwise.hostccl.point_to_point import PointToPoint, RankLostError
-from shardwise.hostccl.sums import Add, Run, Summation
+from shardwise.host.peers import INLINE_BYTES
+from shardwise.host.point_to_point import PointToPoint, RankLostError
+from shardwise.host.sums import Add, Run, Summation
 from shardwise.hostccl.works import HostWork, Lanes
 
 __all__ = ["HostGroup"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.hostccl.handshake import Host
+from shardwise.host.handshake import Host
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.memory import Pool

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from shardwise.hostccl import process_memory
-from shardwise.hostccl.peers import Peer
+from shardwise.host import process_memory
+from shardwise.host.peers import Peer
 
 __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.hostccl.peers import Descriptor
+from shardwise.host.peers import Descriptor
 
 __all__ = ["Place", "SharedMemory", "SharedRange", "is_offered"]
 

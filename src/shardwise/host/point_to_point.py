@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
-from shardwise.hostccl.handshake import find_peers
-from shardwise.hostccl.peers import INLINE_BYTES, Message, Offer
+from shardwise.host.handshake import find_peers
+from shardwise.host.peers import INLINE_BYTES, Message, Offer
 
 __all__ = ["PointToPoint", "RankLostError", "Use", "check_memory"]
 

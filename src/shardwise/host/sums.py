@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.hostccl.point_to_point import PointToPoint, check_memory
+from shardwise.host.point_to_point import PointToPoint, check_memory
 
 __all__ = ["Add", "Finish", "Run", "Summation"]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwise.hostccl import handshake, peers, process_memory
-from shardwise.hostccl.peers import INLINE_BYTES, Offer, Peer
-from shardwise.hostccl.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
+from shardwise.host import handshake, peers, process_memory
+from shardwise.host.peers import INLINE_BYTES, Offer, Peer
+from shardwise.host.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.hostccl.process_memory import read_memory
+from shardwise.host.process_memory import read_memory
 
 __all__ = ["INLINE_BYTES", "Descriptor", "Message", "Offer", "Peer"]
 
