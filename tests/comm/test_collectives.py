@@ -2,10 +2,12 @@
 
 import itertools
 import re
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from shardwise.comm.api import (
     Work,
 )
 from shardwise.comm.communicator import Collectives, Communicator, communicator
+from shardwise.comm.device import ThreadStream
 from shardwise.comm.queue import QueueState
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.host import point_to_point
@@ -246,6 +249,39 @@ def test_different_collectives_never_mix(difference: str) -> None:
     assert texts[0] == texts[1], "the same on every rank"
     for number in range(2):
         assert re.search(rf"\n  {number} +5 +testing ", texts[0])
+
+
+def _wait_for(event: threading.Event) -> None:
+    event.wait(60.0)
+
+
+@on_ranks(2)
+def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that is late raises its own error, if all ranks raise at one place."""
+    comm, known = _communicator(), threading.Event()
+    if comm.rank == 1:
+        comm.watch.abort(ValueError("it hurts"))
+    else:
+        with _hurried(comm):
+            check, monitor = watch_of(comm)._monitor.check_reports, watch_of(comm)._monitor
+
+            def check_reports(epoch: int) -> None:
+                try:
+                    check(epoch)
+                except sw.PeerAborted:
+                    known.set()
+                    raise
+
+            monkeypatch.setattr(monitor, "check_reports", check_reports)
+            late = ThreadStream("late")
+            comm.wait(late.submit(partial(_wait_for, known)))
+            assert known.is_set()
+            monkeypatch.undo()
+            comm.watch.abort(ValueError("it hurts here, too"))
+    comm.watch.recover()
+    _check_gather(comm)
 
 
 @pytest.mark.parametrize("aborting", [0, 2])

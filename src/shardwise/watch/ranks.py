@@ -169,6 +169,8 @@ class RankWatch(Watch):
             is_over = collective is not None and any(collective.tag in s.ended for s in states)
             looks.look(states, has_moved=is_over)
             error = self._look_at_peers(looks.count, awaited, wait)
+            if isinstance(error, PeerAborted) and work.wait(self.patience.poll_seconds):
+                break  # all ranks had begun it; on a rank that raises itself, its own error counts
             if error is not None:
                 raise self._end_step(error)
         if looks is not None:
