@@ -277,6 +277,10 @@ def test_models_of_the_drop_in_sleep(shard: str) -> None:
         assert len(dict(sw.full_tensors(asleep))) == len(list(asleep.parameters()))
         sw.wake(asleep, optimizers[1])
     assert_same_bits(bits(asleep, optimizers[1]), bits(awake, optimizers[0]))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sw.fully_shard(model, units=nn.Linear)
+    with pytest.raises(PlanError, match="0 is a unit inside a sharded model"):
+        sw.sleep(model[0])
     with pytest.raises(PlanError, match="is not sharded"):
         sw.sleep(build("gpt"))
 

@@ -151,8 +151,41 @@ def test_names_select(tmp_path: Path) -> None:
         *(n for n in every if n.startswith("layers.1.") and n.endswith("weight")),
     }
     assert_same(found, {name: every[name] for name in wanted})
-    with pytest.raises(PlanError, match="no tensor has such a name"):
-        sw.full_tensors(model, names=["missing"])
+    for names in (["missing"], ["embedding.*", "missing"]):
+        with pytest.raises(PlanError, match="no tensor has the name 'missing'"):
+            sw.full_tensors(model, names=names)
+    with pytest.raises(PlanError, match="expected a list of patterns"):
+        sw.full_tensors(model, names="embedding.*")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"lora_bias": True}, "only plain LoRA of linear layers"),
+        ({"modules_to_save": ["layers.1.down"]}, "only plain LoRA of linear layers"),
+        ({}, "has been added to it already"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(options: dict[str, Any], error: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False, **options)
+    model = peft.get_peft_model(Stack().float(), config)
+    if not options:
+        model.merge_adapter()
+    with pytest.raises(PlanError, match=error):
+        sw.full_tensors(model, adapters="merged")
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"modules_to_save": ["layers.1.down"]}])
+def test_adapters_alone_are_those_of_peft(options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False, **options)
+    model = peft.get_peft_model(Stack().float(), config)
+    model.add_adapter("other", config)
+    expected = peft.get_peft_model_state_dict(model)
+    found = dict(sw.full_tensors(model, adapters="alone"))
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """`sw.publish`: receivers have the bits of `sw.save`'s files, of one version at a time."""
 
+import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import shardwise as sw
 from shardwise import weights
 from shardwise.errors import CheckpointError, CheckpointNotFound
 from shardwise.integrations import vllm
-from shardwise.weights.updates import indices_of, runs_of
+from shardwise.weights.updates import Manifest, TensorInfo, Update, indices_of, runs_of
 from tests.covering import covered_first
 from tests.forked import run_forked
 from tests.models import Block, build
@@ -300,6 +301,86 @@ def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     dist.barrier()
     sw.publish(model, str(folder))
     assert_same(weights.read_published(folder).tensors, whole(model))
+
+
+def test_two_programs_do_not_publish_to_a_directory_at_once(tmp_path: Path) -> None:
+    one, other = weights.Directory(tmp_path), weights.Directory(tmp_path)
+    whole_version = Manifest(1, None, {"weight": TensorInfo((2,), torch.float32)})
+    one.begin(whole_version)
+    with pytest.raises(CheckpointError, match="another program publishes there now"):
+        other.begin(whole_version)
+    one.send([Update("weight", torch.ones(2))])
+    one.commit(1)
+    with pytest.raises(CheckpointError, match="has version 1, expected 0; another program"):
+        other.begin(whole_version)
+    assert_same(weights.read_published(tmp_path).tensors, {"weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("what", ["replaced", "damaged"])
+def test_a_version_of_another_program_is_not_built_upon(tmp_path: Path, what: str) -> None:
+    """Although it has the number of the last one."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    sw.publish(model, tmp_path)
+    if what == "replaced":
+        for file in tmp_path.iterdir():
+            file.unlink()
+        sw.publish(other, tmp_path)
+    else:
+        next(tmp_path.glob("*.safetensors")).unlink()
+    with torch.no_grad():
+        model.bias[0] = 7.0
+    assert sw.publish(model, tmp_path) == 2
+    assert_same(weights.read_published(tmp_path).tensors, whole(model))
+
+
+def test_a_reader_that_is_overtaken_reads_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, from_file = nn.Linear(3, 2), torch.from_file
+    sw.publish(model, tmp_path)
+
+    def overtaken(*args: Any, **options: Any) -> Tensor:
+        monkeypatch.undo()
+        with torch.no_grad():
+            model.weight.add_(1)
+            model.bias.add_(1)
+        sw.publish(model, tmp_path)
+        return from_file(*args, **options)
+
+    monkeypatch.setattr(torch, "from_file", overtaken)
+    found = weights.read_published(tmp_path)
+    assert found.version == 2
+    assert_same(found.tensors, whole(model))
+
+
+def test_a_factor_of_an_adapter_that_changes_is_published(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
+    model = peft.get_peft_model(build("stack"), config)
+    for _ in range(2):
+        sw.publish(model, tmp_path, adapters="merged")
+        expected = whole(model, adapters="merged")
+        assert_same(weights.read_published(tmp_path).tensors, expected)
+        for module in model.modules():
+            if hasattr(module, "scaling"):
+                module.scaling["default"] *= 10
+
+
+def test_odd_models_are_published_twice(tmp_path: Path) -> None:
+    model = nn.Module()
+    target = weights.SharedMemory(f"test-{os.getpid()}")
+    try:
+        sw.publish(nn.Module(), tmp_path)
+        for number in range(2):
+            model.register_buffer("counts", torch.arange(90, dtype=torch.int32).to(torch.uint16))
+            model.counts[number] = 77
+            sw.publish(model, target)
+            assert_same(weights.read_published(target).tensors, whole(model))
+        empty = nn.Module()
+        for _ in range(2):
+            sw.publish(empty, tmp_path)
+    finally:
+        target.remove()
 
 
 def test_transformers_opens_the_directory(tmp_path: Path) -> None:

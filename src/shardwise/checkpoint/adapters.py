@@ -39,8 +39,16 @@ def adapted_weights(names: Collection[str], adapter: str = "default") -> dict[st
 
 
 def alone(names: Collection[str], adapter: str = "default") -> dict[str, str]:
-    """The adapters among ``names``, by their names in peft's files."""
-    return {name.replace(f".{adapter}.", "."): name for name in names if ADAPTER in name}
+    """The tensors of ``adapter`` among ``names``, by their names in peft's files."""
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        for position, part in enumerate(parts[:-1]):
+            is_saved = part == "modules_to_save"
+            if (is_saved or part.startswith("lora_")) and parts[position + 1] == adapter:
+                kept = parts[:position] if is_saved else parts[: position + 1]
+                found[".".join((*kept, *parts[position + 2 :]))] = name
+    return found
 
 
 def merge(weight: Tensor, low: Tensor, high: Tensor, scaling: float) -> Tensor:

@@ -180,7 +180,12 @@ def wake(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """
     sleeper = _sleepers.get(model)
     if sleeper is None:
-        raise StepError("the model does not sleep; call sw.sleep first")
+        asleep = any(one.scheduler.sleep is not Sleep.AWAKE for one in _runtimes_in(model))
+        raise StepError(
+            "it was put to sleep as a part of another module; pass that one"
+            if asleep
+            else "the model does not sleep; call sw.sleep first"
+        )
     if sleeper.optimizer is not optimizer:
         raise PlanError("wake: expected the optimizer that was passed to sw.sleep")
     for one in sleeper.freed:
@@ -204,6 +209,11 @@ def _runtimes_in(model: nn.Module) -> list[Runtime]:
     handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
     if not handles:
         raise PlanError(f"{type(model).__name__} is not sharded; call sw.fully_shard on it first")
+    roots = {handle.runtime for handle in handles if handle.index == 0}
+    for handle in handles:
+        if handle.runtime not in roots:
+            name = handle.runtime.plan.units[handle.index].name
+            raise PlanError(f"{name} is a unit inside a sharded model; pass the whole model")
     return list(dict.fromkeys(handle.runtime for handle in handles))
 
 

@@ -79,6 +79,7 @@ class Receiver:
         If the sender dies before that, this raises the backend's error, and `tensors` is unchanged.
         """
         pending: list[Update] = []
+        base: int | None = None
         while True:
             message = self._hear()
             if message["kind"] == "begin":
@@ -91,7 +92,7 @@ class Receiver:
             elif message["kind"] == "send":
                 pending += self._updates(message)
             else:
-                self._take_over(pending, message["version"])
+                self._take_over(pending, message["version"], is_whole=base is None)
                 dist.barrier(self._group)
                 return self.version
 
@@ -104,13 +105,16 @@ class Receiver:
                 parts.append(part)
             yield Update(name, parts[0].view(shape), *parts[1:])
 
-    def _take_over(self, updates: Sequence[Update], version: int) -> None:
+    def _take_over(self, updates: Sequence[Update], version: int, *, is_whole: bool) -> None:
+        """Replace the tensors; if anything raises, the last version stays."""
+        tensors = {} if is_whole else dict(self.tensors)
         for update in updates:
             if update.starts is None:
-                self.tensors[update.name] = update.values
+                tensors[update.name] = update.values
             else:
-                update.apply_(self.tensors[update.name])
-        self.version = version
+                tensors[update.name] = changed = tensors[update.name].clone()
+                update.apply_(changed)
+        self.tensors, self.version = tensors, version
 
     def _hear(self) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)

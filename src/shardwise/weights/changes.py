@@ -18,11 +18,10 @@ from shardwise.checkpoint.slices import coordinates_of, part_of_whole
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import local_of
 from shardwise.weights.gather import Output, Ranks, Source, group_of
-from shardwise.weights.updates import Update, runs_of, starts_dtype
+from shardwise.weights.updates import BITS, Update, runs_of, starts_dtype
 
 __all__ = ["Baseline", "Counts", "count_changes", "gather_runs"]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 8  # bytes, in messages
 _PIECE = 1 << 18  # elements
 
@@ -33,6 +32,7 @@ class Baseline:
 
     version: int
     settings: object
+    identity: str = ""  # of the version in the target, on the first rank
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by output and source
 
     def update(self, outputs: Sequence[Output], ranks: Ranks) -> None:
@@ -80,6 +80,8 @@ def count_changes(
     baseline: Baseline, outputs: Sequence[Output], ranks: Ranks, coordinator: Coordinator
 ) -> list[Counts]:
     """Count the changes of each output on all ranks; every rank must call this."""
+    if not outputs:
+        return []
     own = torch.zeros(2, len(outputs), dtype=torch.int64)
     for column, output in enumerate(outputs):
         for number, source in enumerate(output.sources):
@@ -136,7 +138,7 @@ def _differences(one: Tensor, other: Tensor) -> Tensor:
 
     In pieces that stay in the processor's cache, a CPU is up to twice as fast.
     """
-    kind, size = _BITS[one.dtype.itemsize], _PIECE if one.device.type == "cpu" else max(1, len(one))
+    kind, size = BITS[one.dtype.itemsize], _PIECE if one.device.type == "cpu" else max(1, len(one))
     pieces = zip(
         torch.split(one.view(kind), size), torch.split(other.view(kind), size), strict=True
     )

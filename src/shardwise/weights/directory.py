@@ -11,14 +11,18 @@ changed, so a reader has either all files of a version or finds that one of them
 the index again.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -31,6 +35,7 @@ from shardwise.weights.updates import Manifest, Update
 __all__ = ["Directory", "Published", "SharedMemory", "read_published"]
 
 INDEX = "model.safetensors.index.json"
+_LOCK = ".publish.lock"
 _OWN_NAME = re.compile(r"model-v\d+-\d+\.safetensors")
 _LENGTH_BYTES = 8
 
@@ -45,6 +50,7 @@ class Directory:
         self.path = Path(path).absolute()
         self._manifest = Manifest(0, None, {})
         self._sent: dict[str, str] = {}  # files by tensor
+        self._lock: IO[bytes] | None = None  # from `begin` to `commit`; the system frees it
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(other)["path"] == self.path
@@ -56,6 +62,15 @@ class Directory:
     def version(self) -> int:
         return _read_index(self.path)[0]
 
+    @property
+    def identity(self) -> str:
+        """Differs for each version that was ever committed; "" if a file of it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            metadata = parse_json((self.path / INDEX).read_bytes())["metadata"]
+            if all((self.path / file).exists() for file in _read_index(self.path)[1].values()):
+                return str(metadata.get("id", ""))
+        return ""
+
     def begin(self, manifest: Manifest) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         for file in sorted(self.path.rglob("*.safetensors")):
@@ -64,6 +79,12 @@ class Directory:
                     f"{file}: sw.publish has not written this file, and all .safetensors files in "
                     "its directory belong to the current version; choose another directory"
                 )
+        self._take_lock()
+        if self.version != manifest.version - 1:
+            raise CheckpointError(
+                f"{self.path}: has version {self.version}, expected {manifest.version - 1}; "
+                "another program publishes there"
+            )
         self._remove_others()
         self._sent.clear()
         self._manifest = manifest
@@ -85,7 +106,8 @@ class Directory:
             raise CheckpointError(f"{self.path}: {missing[0]} was not sent")
         total = sum(prod(info.shape) * info.dtype.itemsize for info in infos.values())
         weight_map = {name: files[name] for name in sorted(infos)}
-        index = {"metadata": {"total_size": total, "version": version}, "weight_map": weight_map}
+        metadata = {"total_size": total, "version": version, "id": secrets.token_hex(8)}
+        index = {"metadata": metadata, "weight_map": weight_map}
         self._write(INDEX, json.dumps(index, indent=2).encode())
         # Without waiting for the disk, so that files of two versions are there for a short time.
         for file in (*self._sent.values(), INDEX):
@@ -97,6 +119,19 @@ class Directory:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        self._lock = None
+
+    def _take_lock(self) -> None:
+        """Refuse other programs until `commit`, or until this one ends."""
+        self._lock = None  # of a version that was not committed
+        lock = (self.path / _LOCK).open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{self.path}: another program publishes there now") from None
+        except OSError:  # the file system has no locks
+            return
+        self._lock = lock
 
     def _write(self, name: str, *contents: bytes | memoryview) -> None:
         """Write a file under a name that does not end in .safetensors."""
@@ -195,7 +230,12 @@ def _read_index(path: Path) -> tuple[int, dict[str, str]]:
 def _map_tensor(file: Path) -> tuple[str, Tensor]:
     """The name and the tensor of a file with a single one, mapped without a copy."""
     num_bytes = file.stat().st_size
-    content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
+    try:
+        content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        if file.exists():
+            raise
+        raise FileNotFoundError(file) from None
     length = int.from_bytes(content[:_LENGTH_BYTES].numpy().tobytes(), "little")
     begin = _LENGTH_BYTES + length
     header = content[_LENGTH_BYTES:begin].numpy().tobytes()

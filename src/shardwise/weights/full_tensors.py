@@ -1,7 +1,7 @@
 """`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.adapters import Adapted, adapted_weights, alone, merge
+from shardwise.checkpoint.adapters import ADAPTER, Adapted, adapted_weights, alone, merge
 from shardwise.checkpoint.collect import (
     check_kinds,
     check_sharded,
@@ -22,7 +22,7 @@ from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
 
-__all__ = ["BUCKET_BYTES", "Adapters", "full_tensors", "outputs_of", "ranks_of"]
+__all__ = ["BUCKET_BYTES", "Adapters", "describe", "full_tensors", "outputs_of", "ranks_of"]
 
 BUCKET_BYTES = 256 << 20
 Adapters = Literal["merged", "alone"] | None
@@ -64,7 +64,8 @@ def full_tensors(
             files.
 
     Yields:
-        The name, and a new tensor on the device of the model, which the caller may keep or change.
+        The name, and a tensor on the device of the model, which the caller may change. It views the
+        memory of its bucket: ``clone()`` a small one to keep it.
 
     Raises:
         CheckpointError: a parameter is gathered, or has no elements that can be sent; or ranks pass
@@ -77,12 +78,17 @@ def full_tensors(
     with warning_of_absent_ranks(ranks.mesh, "sw.full_tensors"):
         agreement = coordinator_of(ranks.mesh, model)
         outputs = outputs_of(model, dtype, names, adapters)
-        described = [(one.name, [x.num_bytes for x in one.sources]) for one in outputs]
+        described = describe(outputs)
         action = f"gather {described} to {to} by {bucket_bytes} bytes"
         agreement.agree(ranks.mesh, ranks.device, action)
     # The caller's loop variable may refer to one bucket while the next two are in memory.
     buckets = Bucket.pack(outputs, 2 * bucket_bytes // 3)
     return _one_by_one(gather_buckets(buckets, ranks, 2 * bucket_bytes))
+
+
+def describe(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
+    """What ranks must agree on."""
+    return [(one.name, [x.num_bytes for x in one.sources], one.setting) for one in outputs]
 
 
 def _one_by_one(
@@ -134,6 +140,7 @@ def outputs_of(
         outputs = [_output(name, tensors[own], dtype) for name, own in found.items()]
     elif adapters == "merged":
         adapted = adapted_weights(tensors, _adapter_of(model))
+        _check_merges(tensors, adapted.values(), _adapter_of(model))
         outputs = [
             _merged(name, one, model, tensors, dtype)
             if one.low
@@ -143,10 +150,13 @@ def outputs_of(
     else:
         raise PlanError(f"adapters={adapters!r}: expected None, 'merged' or 'alone'")
     if names is not None:
-        chosen = [one for one in outputs if any(fnmatchcase(one.name, p) for p in names)]
-        if not chosen:
-            raise PlanError(f"names={list(names)}: no tensor has such a name")
-        outputs = chosen
+        if isinstance(names, str):
+            raise PlanError(f"names={names!r}: expected a list of patterns, such as [{names!r}]")
+        patterns = list(names)
+        for pattern in patterns:
+            if not any(fnmatchcase(one.name, pattern) for one in outputs):
+                raise PlanError(f"names={patterns}: no tensor has the name {pattern!r}")
+        outputs = [one for one in outputs if any(fnmatchcase(one.name, p) for p in patterns)]
     for output in outputs:
         for source in output.sources:
             check_storable(output.name, source.tensor)
@@ -190,6 +200,11 @@ def _merged(
     """The sum of a weight and its adapter, computed in their own dtype and then cast."""
     layer: Any = model.get_submodule(one.layer)
     adapter = _adapter_of(model)
+    if layer.merged_adapters:
+        raise PlanError(
+            f"{name}: an adapter has been added to it already; call model.unmerge_adapter() in "
+            "sw.gathered(model, write_back=True), or pass adapters=None"
+        )
     if layer.use_dora.get(adapter) or getattr(layer, "fan_in_fan_out", False):
         raise PlanError(
             f"{name}: only plain LoRA of linear layers can be merged; pass adapters=None"
@@ -199,8 +214,21 @@ def _merged(
     final = _cast(parts[0], dtype)
     # The product, and the cast.
     extra = sources[0].num_bytes + (parts[0].numel() * final.itemsize if dtype else 0)
-    combine = partial(_merge_and_cast, layer.scaling[adapter], final)
-    return Output(name, sources, combine, extra, final)
+    scaling = layer.scaling[adapter]
+    combine = partial(_merge_and_cast, scaling, final)
+    return Output(name, sources, combine, extra, final, setting=(adapter, scaling))
+
+
+def _check_merges(tensors: Collection[str], adapted: Iterable[Adapted], adapter: str) -> None:
+    """Raise a PlanError if the model has parts of ``adapter`` that `merge` does not know."""
+    merged = {name for one in adapted for name in (one.low, one.high)}
+    for name in tensors:
+        is_other = ".modules_to_save." in name
+        if is_other or (f"{ADAPTER}" in name and adapter in name.split(".") and name not in merged):
+            raise PlanError(
+                f"{name}: only plain LoRA of linear layers can be merged; pass adapters=None, or "
+                "'alone'"
+            )
 
 
 @torch.no_grad()

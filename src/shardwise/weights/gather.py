@@ -93,6 +93,7 @@ class Output:
     combine: Callable[[Sequence[Tensor]], Tensor] = lambda whole: whole[0]
     extra_bytes: int = 0  # which ``combine`` allocates
     cast_dtype: torch.dtype | None = None  # to which ``combine`` casts
+    setting: object = None  # of ``combine``, such as the factor of an adapter
 
     @property
     def dtype(self) -> torch.dtype:

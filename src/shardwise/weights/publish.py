@@ -17,9 +17,15 @@ from shardwise.checkpoint.coordination import (
 )
 from shardwise.weights.changes import Baseline, Counts, count_changes, gather_runs
 from shardwise.weights.directory import Directory
-from shardwise.weights.full_tensors import BUCKET_BYTES, Adapters, outputs_of, ranks_of
+from shardwise.weights.full_tensors import (
+    BUCKET_BYTES,
+    Adapters,
+    describe,
+    outputs_of,
+    ranks_of,
+)
 from shardwise.weights.gather import Bucket, Output, Ranks, gather_buckets
-from shardwise.weights.updates import Manifest, Target, TensorInfo, Update
+from shardwise.weights.updates import Manifest, Target, TensorInfo, Update, identity_of
 
 __all__ = ["publish"]
 
@@ -73,7 +79,7 @@ def publish(
     ranks = ranks_of(model, "first")
     target = Directory(Path(target)) if isinstance(target, str | os.PathLike) else target
     outputs = outputs_of(model, dtype, names, adapters)
-    described = [(one.name, [x.num_bytes for x in one.sources]) for one in outputs]
+    described = describe(outputs)
     settings = described, dtype, adapters
     known = _baselines.setdefault(model, {})
     baseline = known.pop(target, None)
@@ -88,6 +94,8 @@ def publish(
     if only_changed:
         baseline = baseline or Baseline(version, settings)
         baseline.version = version
+        if ranks.is_receiver:
+            baseline.identity = identity_of(target)
         baseline.update(sent, ranks)
         known[target] = baseline
     return version
@@ -113,8 +121,8 @@ class _Publication:
 
     def run(self, baseline: Baseline | None) -> tuple[int, list[Output]]:
         """Publish what has changed since ``baseline``; return the version and what was sent."""
-        last, accepts_runs = self._describe_target()
-        if baseline is not None and baseline.version != last:
+        last, accepts_runs, is_known = self._describe_target(baseline)
+        if not is_known:
             baseline = None  # somebody else has written there, or it was deleted
         whole, in_runs = list(self._outputs), dict[str, Counts]()
         if baseline is not None:
@@ -138,15 +146,19 @@ class _Publication:
                 self._target.commit(version)
         return version, [*whole, *patched]
 
-    def _describe_target(self) -> tuple[int, bool]:
-        """The target's last version, and whether it accepts runs."""
+    def _describe_target(self, baseline: Baseline | None) -> tuple[int, bool, bool]:
+        """The target's last version, whether it accepts runs, and has what was sent last."""
         described = b""
         with self._coordinator.raises_together("read the last version"):
             if self._ranks.is_receiver:
-                about = self._target.version, self._target.accepts_runs
+                version = self._target.version
+                is_known = baseline is not None and (
+                    (baseline.version, baseline.identity) == (version, identity_of(self._target))
+                )
+                about = version, self._target.accepts_runs, is_known
                 described = json.dumps(about).encode()
-        version, accepts_runs = json.loads(self._coordinator.all_gather(described)[0])
-        return version, accepts_runs
+        last, accepts_runs, is_known = json.loads(self._coordinator.all_gather(described)[0])
+        return last, accepts_runs, is_known
 
     def _send_whole(self, outputs: Sequence[Output]) -> None:
         buckets = Bucket.pack(outputs, 2 * self._bucket_bytes // 3)

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BITS",
     "Manifest",
     "Target",
     "TensorInfo",
     "Update",
+    "identity_of",
     "indices_of",
     "runs_of",
     "starts_dtype",
 ]
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 _MAX_RUN = 255  # elements, so that a length takes one byte
 
 
@@ -65,7 +68,9 @@ class Update:
         if self.starts is None or self.lengths is None:
             tensor.copy_(self.values)
         else:
-            tensor.view(-1)[indices_of(self.starts, self.lengths)] = self.values
+            bits = BITS.get(tensor.itemsize, tensor.dtype)  # torch cannot index all dtypes
+            indices = indices_of(self.starts, self.lengths)
+            tensor.view(-1).view(bits)[indices] = self.values.view(bits)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -88,6 +93,9 @@ class Target(Protocol):
 
     If a method raises, or if the process dies before `commit` returns, receivers must keep the last
     version. `begin` may be called again at any time.
+
+    A target to which others may write has an attribute ``identity``, a text that differs for each
+    version that was ever committed to it.
     """
 
     @property
@@ -106,6 +114,11 @@ class Target(Protocol):
 
     def commit(self, version: int) -> None:
         """All tensors that changed were sent. Receivers may use the version."""
+
+
+def identity_of(target: Target) -> str:
+    """The ``identity`` of a target; "" if it has none."""
+    return str(getattr(target, "identity", ""))
 
 
 def runs_of(indices: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
