@@ -1,5 +1,6 @@
 """``sw.estimate``: names, functions, modules and models of peft; and what it returns."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.forecast.adapters import Adapters
+from shardwise.forecast.applying import apply_to
 from shardwise.forecast.configuration import Configuration
 from shardwise.runtime.module import handle_of
 from tests.models import llama_config
@@ -136,6 +139,11 @@ def test_apply_shards_as_estimated() -> None:
     assert plan.strategy.name == "zero2"
     assert len(plan.units) == 5
     model(torch.ones(2, 3, 16, 16)).square().mean().backward()
+    adapted = replace(found.configuration, adapters=Adapters(rank=2), checkpointing="none")
+    with pytest.raises(sw.PlanError, match="the model has no frozen weights"):
+        apply_to(Images(), adapted)
+    with pytest.raises(sw.PlanError, match="convert the linear layers"):
+        apply_to(Images(), replace(found.configuration, float8="rowwise"))
     wrong = sw.estimate(Images, cluster="4xH100", **options)
     with pytest.raises(sw.PlanError, match="the configuration is for 4 ranks, but there are 2"):
         wrong.apply(Images())

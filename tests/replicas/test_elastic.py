@@ -383,6 +383,8 @@ def test_steps_outside_of_the_block_are_refused() -> None:
         model(batch).sum().backward()
     with pytest.raises(sw.StepError, match=r"optimizer.step\(\) once in each `with"):
         optimizer.step()
+    with pytest.raises(sw.StepError, match=r"and call optimizer.step\(\) without it"):
+        optimizer.step(lambda: 0.0)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(batch), model(batch))
     replicas.remove()
@@ -399,6 +401,8 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
     with pytest.raises(sw.PlanError, match=r"call remove\(\) on its handle"):
         sw.elastic(model, optimizer, Unasked())
     handle.remove()
+    with pytest.raises(sw.PlanError, match="is not in the optimizer, so a replica that joins"):
+        sw.elastic(model, torch.optim.AdamW(list(model.parameters())[:-1]), Unasked())
     ignored = Stack().double()
     sw.fully_shard(ignored, units=Block, ignored_params=[ignored.first.weight])  # type: ignore[list-item]
     with pytest.raises(sw.PlanError, match=r"first.weight is trainable but not sharded"):

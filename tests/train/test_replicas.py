@@ -17,6 +17,7 @@ ADDRESS = "http://a:1"
     ("given", "message"),
     [
         ({"count": 2}, r"count=2 needs a lighthouse; set replicas.lighthouse to http://host:port"),
+        ({"minimum": 3, "count": 2, "lighthouse": ADDRESS}, "minimum=3: no step would ever count"),
         ({"number": 2, "count": 2, "lighthouse": ADDRESS}, "number=2: expected less than count=2"),
     ],
 )

@@ -373,7 +373,7 @@ def test_odd_models_are_published_twice(tmp_path: Path) -> None:
         sw.publish(nn.Module(), tmp_path)
         for number in range(2):
             model.register_buffer("counts", torch.arange(90, dtype=torch.int32).to(torch.uint16))
-            model.counts[number] = 77
+            model.get_buffer("counts")[number] = 77
             sw.publish(model, target)
             assert_same(weights.read_published(target).tensors, whole(model))
         empty = nn.Module()

@@ -35,6 +35,21 @@ def apply_to(model: nn.Module, configuration: Configuration) -> nn.Module:
         raise PlanError(
             f"the configuration is for {configuration.world_size} ranks, but there are {num_ranks}"
         )
+    if configuration.outer is not None:
+        raise PlanError(
+            "outer=: apply() shards the model of one replica; the code of the plan has the "
+            "call of sw.outer_optimizer"
+        )
+    if configuration.float8 != "none":
+        raise PlanError(
+            f"float8={configuration.float8!r}: convert the linear layers with torchao first, and "
+            "call fully_shard as in the code of the plan"
+        )
+    if configuration.adapters is not None and all(p.requires_grad for p in model.parameters()):
+        raise PlanError(
+            "adapters: the model has no frozen weights; pass a model with adapters, as from "
+            "peft.get_peft_model"
+        )
     if configuration.checkpointing != "none":
         checkpoint_blocks(model, configuration.checkpointing)
     if configuration.compiled:

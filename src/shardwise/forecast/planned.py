@@ -192,11 +192,10 @@ def _call(options: Wire | Outer) -> str:
 
 
 def _outer_of(outer: Outer, num_replicas: int) -> str:
-    arguments = "model, optimizer, row, hub=hub, replica=replica"
     return (
         f"row = sw.{_call(outer)}\n"
-        "# After the optimizer is built; replica is the number of this replica:\n"
-        f"# outer = sw.outer_optimizer({arguments}, num_replicas={num_replicas})\n"
+        f"# After the optimizer is built, with the torchft.Manager of this one of {num_replicas}:\n"
+        "# outer = sw.outer_optimizer(model, optimizer, row, manager=manager)\n"
     )
 
 

@@ -65,6 +65,13 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     """
     check_manager(manager, "sw.elastic")
     check_replica(model, optimizer, "sw.elastic")
+    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PlanError(
+                f"{name} is not in the optimizer, so a replica that joins would not get its state; "
+                "pass one optimizer of all trainable parameters, or freeze it"
+            )
     return Elastic(model, optimizer, manager)
 
 
@@ -90,7 +97,7 @@ class Elastic:
         self._registered: dict[str, Stateful] = {}
         self._begun: dict[str, Any] = {}  # the states at the beginning of the step
         self._step: Step | None = None
-        self._is_broken = self._has_voted = False
+        self._is_broken = self._has_voted = self._has_begun = False
         is_first = runtime.mesh.world.own_rank == 0
         self._group = ReplicaGroup(manager, checksum_of(self._parameters), logs=is_first)
         self._group.share(description_of(model, optimizer), self._save, self._load)
@@ -137,6 +144,9 @@ class Elastic:
         self.is_committed = self._has_voted = False
         try:
             self._begun = self._states_of_step()
+            if not self._has_begun:  # they may have been loaded since
+                self._group.history = checksum_of(self._parameters)
+                self._has_begun = True
             self._group.begin()
             with undoable(self.model) as self._step:
                 yield from self._guarded(self._step)
@@ -172,7 +182,12 @@ class Elastic:
                 self._group.leave(error)
             raise
 
-    def _vote(self, *_: object) -> None:
+    def _vote(self, _optimizer: object, args: Any, kwargs: Any) -> None:
+        if any(one is not None for one in (*args[1:], *kwargs.values())):  # without `self`
+            raise StepError(
+                "sw.elastic decides whether a step counts before the optimizer runs, so it cannot "
+                "call a closure: run backward first, and call optimizer.step() without it"
+            )
         if self._step is None or self._step.is_decided:
             raise StepError(
                 "sw.elastic: call optimizer.step() once in each `with replicas.step()`, and not "
@@ -242,7 +257,7 @@ def _check_stepped(step: Step) -> None:
     if not step.is_decided:
         raise StepError(
             "a step of replicas has ended without optimizer.step(); call it inside `with "
-            "replicas.step()`"
+            "replicas.step()` (a GradScaler that skips steps is not supported: use bfloat16)"
         )
 
 

@@ -207,6 +207,10 @@ class ReplicasConfig(Section):
     def _check_replicas(self) -> Self:
         if self.number >= self.count:
             raise ValueError(f"number={self.number}: expected less than count={self.count}")
+        if self.minimum > self.count:
+            raise ValueError(
+                f"minimum={self.minimum}: no step would ever count with count={self.count} replicas"
+            )
         if self.count > 1 and not self.lighthouse:
             raise ValueError(
                 f"count={self.count} needs a lighthouse; set replicas.lighthouse to "

@@ -2,11 +2,13 @@
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from shardwise.launch.world import World
 from shardwise.train.config import Config
 
 __all__ = ["Replicas", "check_replicas"]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def check_replicas(config: Config) -> None:
@@ -56,6 +60,11 @@ class Replicas:
         self._elastic: sw.Elastic | None = None
         self._manager: Any = None
         if not config.replicas.lighthouse:
+            if config.outer.every:
+                raise ConfigError(
+                    f"outer.every={config.outer.every}: there are no other replicas; set "
+                    "replicas.lighthouse, or run `shardwise train --replicas 2`"
+                )
             return
         self._store, self._manager = _manager_of(config, world)
         if config.outer.every:
@@ -97,7 +106,11 @@ def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
     os.environ.setdefault("RUST_LOG", "error")  # torchft logs each quorum otherwise
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: PLC0415
 
-    replicas, host = config.replicas, os.environ.get("MASTER_ADDR", "localhost")
+    replicas = config.replicas
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    if host in _LOOPBACK and urlsplit(replicas.lighthouse).hostname not in _LOOPBACK:
+        host = socket.gethostname()  # under `torchrun` on one machine; others must reach it, too
+    host = world.gather(host)[0]
     # A store of its own: that of a launcher would have the address of the manager before a restart.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if world.is_first else None
     port = world.gather(0 if store is None else store.port)[0]
