@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 from torch import nn
-from torch.profiler import profile
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
@@ -32,7 +31,7 @@ from shardwise.forecast.recomputing import checkpoint_blocks
 from shardwise.forecast.traffic import sent_bytes
 from shardwise.forecast.transformer import Shape, build
 from shardwise.runtime.module import handle_of
-from tests.forecast.test_wires import peak_of
+from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
 
@@ -211,21 +210,8 @@ def test_a_step_allocates_and_sends_what_is_forecast(shape: Shape, kind: str, mo
     assert handle_of(model).runtime.plan == plan
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(4, 64, dtype=torch.long)
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    with profile(profile_memory=True) as profiled:
-        step()
-    predicted = max(
-        moment.activations + moment.communication + moment.gradients + moment.temporaries
-        for moment in certificate.timeline
-    )
-    assert predicted == pytest.approx(peak_of(profiled), rel=0.05)
+    measured = measured_peak(model, optimizer, tokens, tokens)
+    assert forecast_peak(certificate) == pytest.approx(measured, rel=0.05)
     sent = sw.ledger(model).sent_bytes()
     assert sent == sent_bytes(plan)
     states = (s for state in optimizer.state.values() for s in state.values())

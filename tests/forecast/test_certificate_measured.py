@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.profiler import profile
 
 import shardwise as sw
 from shardwise.forecast.certificate import memory_certificate
@@ -20,7 +19,7 @@ from shardwise.forecast.states import state_bytes
 from shardwise.forecast.tracing import trace
 from shardwise.forecast.transformer import Shape, build
 from shardwise.optim.owner_optimizer import local_part
-from tests.forecast.test_wires import peak_of
+from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
 
@@ -74,22 +73,8 @@ def test_a_step_allocates_what_is_certified(
     )
     is_foreach = configuration.optimizer_loop == "foreach"
     optimizer = torch.optim.AdamW(model.parameters(), fused=not is_foreach, foreach=is_foreach)
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    with profile(profile_memory=True) as profiled:
-        step()
-    # Shards, states and gathered units keep their memory from step to step.
-    predicted = max(
-        moment.activations + moment.communication + moment.gradients + moment.temporaries
-        for moment in certificate.timeline
-    )
-    assert predicted == pytest.approx(peak_of(profiled), rel=TOLERANCE)
+    measured = measured_peak(model, optimizer, tokens, tokens)
+    assert forecast_peak(certificate) == pytest.approx(measured, rel=TOLERANCE)
     asleep = sw.sleep(model, optimizer)
     steps = 4 * len(optimizer.state)  # a count per parameter
     if not shape.tied_embeddings:  # `to_empty` has untied them

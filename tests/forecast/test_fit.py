@@ -23,7 +23,7 @@ from shardwise.forecast.models import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.transformer import Shape, build
 from shardwise.train.model import GPT, gpt_shape
-from tests.forecast.test_wires import peak_of
+from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
 
 LLAMA = Shape(arch="llama", layers=4, hidden=64, heads=4, vocab=500, ffn=128)

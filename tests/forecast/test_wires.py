@@ -1,7 +1,6 @@
 """Compares the planned scratch memory of quantized wires with PyTorch's allocations."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,20 +19,11 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.checkpoint.training import options_for
+from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
 
 TOLERANCE = 0.05
 WIDTH = 300
-
-
-def peak_of(profiled: Any) -> int:
-    """Return the peak of allocated bytes, relative to the beginning of the profile."""
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])

@@ -107,15 +107,7 @@ class ProcessGroupCollectives:
         fill: Callable[[], None] | None = None,
         shared: object = None,  # noqa: ARG002
     ) -> Work:
-        """All-gather ``flat`` in place.
-
-        Args:
-            flat: [ranks * S], of which this rank contributes its slot [S].
-            group: the ranks that take part.
-            label: name in the ledger.
-            fill: writes this rank's slot just before it is sent; None if it is written already.
-            shared: from `SharedMemory.range_at`; passed by all ranks of the group or by none.
-        """
+        """As `Collectives.all_gather`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:
                 fill()

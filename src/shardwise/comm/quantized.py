@@ -34,7 +34,7 @@ def quantized_gather(
     label: str,
     fill: Callable[[], None],
 ) -> Work:
-    """As `ProcessGroupCollectives.all_gather`; this rank's own slot is rounded too."""
+    """As `Collectives.all_gather`; this rank's own slot is rounded too."""
     slots = flat.view(group.size, -1)
 
     def encode(row: Tensor) -> None:
@@ -63,7 +63,7 @@ class QuantizedSums:
         self.residual: Tensor | None = None  # error of the first hop, in the shape of its rows
 
     def reduce(self, collectives: Collectives, reduction: Reduction, label: str) -> Work:
-        """As `ProcessGroupCollectives.reduce`."""
+        """As `Collectives.reduce`."""
         if all(stage.group.size == 1 for stage in reduction.stages):
             return collectives.reduce(reduction, label)
         return collectives.relay(list(_Sum(self, reduction).steps()), label)

@@ -81,7 +81,7 @@ class HostCollectives:
         fill: Callable[[], None] | None = None,
         shared: object = None,
     ) -> Work:
-        """As `ProcessGroupCollectives.all_gather`."""
+        """As `Collectives.all_gather`."""
         gather = self._gathering(flat, group)
         slot_bytes = flat.nbytes // group.size
         if (
@@ -100,7 +100,7 @@ class HostCollectives:
         return self._submit([(self._next_id(label, group, slot_bytes, is_shared=True), run)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """As `ProcessGroupCollectives.exchange`."""
+        """As `Collectives.exchange`."""
         check_memory(tensor for pair in pairs.values() for tensor in pair)
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
         sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
@@ -108,7 +108,7 @@ class HostCollectives:
         return self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
-        """As `ProcessGroupCollectives.reduce`, in the order of the ranks."""
+        """As `Collectives.reduce`, in the order of the ranks."""
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
         rows = reduction.flat.view(first.group.size, -1)
@@ -127,14 +127,14 @@ class HostCollectives:
         return self._submit([*exchanges, *self._all_reduce(label, inner, group, scale)])
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """As `ProcessGroupCollectives.all_reduce_max`; for few values."""
+        """As `Collectives.all_reduce_max`; for few values."""
         rows = values.repeat(group.size, 1)  # [ranks, n]
         gather = self._gathering(rows.view(-1), group)
         exchange = self._next_id(label, group, values.nbytes), gather
         return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """As `ProcessGroupCollectives.relay`."""
+        """As `Collectives.relay`."""
         hops = [step for step in steps if isinstance(step, Hop)]
         ids = [self._next_id(label, hop.group, hop.row_bytes) for hop in hops]
 
