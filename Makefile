@@ -31,7 +31,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 docs: $(READY)  ## the documentation site, in build/site; a link that leads nowhere is an error
-	$(BIN)/python -m tests.website.build
+	$(BIN)/python -m docs.build.site
 
 bench: $(READY)  ## compare with DDP, FSDP1 and FSDP2, interleaved in one run
 	$(BIN)/shardwise bench
@@ -49,8 +49,8 @@ journey: $(READY)  ## from a bare environment and the wheel to a trained model t
 	$(BIN)/python -m tests.journey
 
 gallery: $(READY)  ## draw the pictures of docs; those of report.md and plan.md in Chromium
-	$(BIN)/python -m tests.website.pictures
-	$(BIN)/python -m tests.diagnose.gallery
+	$(BIN)/python -m docs.build.pictures
+	$(BIN)/python -m tests.report.gallery
 
 conformance: $(READY)  ## PyTorch's own FSDP tests; CONFORMANCE=DIR has their runner, run.py
 	@test -f "$(CONFORMANCE)/run.py" || { echo "pass CONFORMANCE=DIR, where DIR/run.py runs them"; exit 2; }

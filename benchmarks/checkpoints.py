@@ -38,7 +38,7 @@ from shardwise.bench.harness import Figures, Round
 from shardwise.bench.memory import Peak, resident_bytes
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, gpt_shape
 

@@ -41,15 +41,15 @@ from shardwise.bench.memory import Peak, SharedMemoryUse, allocated_bytes
 from shardwise.bench.options import Setting, read_shape
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import TrainedModel, gpt_work
-from shardwise.forecast.calibrated import CalibratedMachine, RanksCalibration
-from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machines.calibrated import CalibratedMachine, RanksCalibration
+from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of, precision_of
-from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.timeline import step_time
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.traffic import sent_bytes
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.time.step import step_time
+from shardwise.forecast.time.traffic import sent_bytes
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Workload
 from shardwise.launch.world import World
 from shardwise.plan.plan import Plan

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.bench.work import Work
-from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.transformer import Shape
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.train.model import GPT, Block, gpt_shape
 
 __all__ = ["MODELS", "make_work"]

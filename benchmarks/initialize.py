@@ -26,7 +26,7 @@ from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.bench.machine import available_bytes
 from shardwise.bench.memory import high_water_bytes, reset_high_water, resident_bytes
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.plan.plan import make_plan
 from shardwise.train.model import GPT, Block, gpt_shape

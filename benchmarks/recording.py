@@ -22,8 +22,8 @@ from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
-from shardwise.diagnose.record import DefaultSteps
 from shardwise.launch.world import World
+from shardwise.recording.record import DefaultSteps
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.scheduler import Scheduler

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.website.markdown import anchors_of, links_of
+from docs.build.markdown import anchors_of, links_of
 
 TESTS = Path(__file__).parent
 DOCUMENTS = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]

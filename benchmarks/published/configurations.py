@@ -24,8 +24,8 @@ from shardwise.forecast.configuration import (
     OptimizerLoop,
     Stack,
 )
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.models.transformer import Shape
 
 __all__ = [
     "UnscoredError",

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.hardware import Cluster, accelerator
+from shardwise.forecast.machines.hardware import Cluster, accelerator
 
 __all__ = ["Definition", "Measured", "Row", "Sharding", "read_rows"]
 

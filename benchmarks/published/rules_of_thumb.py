@@ -6,7 +6,7 @@ from enum import StrEnum
 import torch
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hardware import Accelerator
+from shardwise.forecast.machines.hardware import Accelerator
 from shardwise.forecast.work import Workload
 
 __all__ = [

@@ -68,7 +68,7 @@ def _modules_of_names() -> dict[str, str]:
 
 
 def _counted_for_its_budget() -> AbstractContextManager[None]:
-    from shardwise.forecast.process import count_growth  # noqa: PLC0415 (imports psutil)
+    from shardwise.forecast.memory.process import count_growth  # noqa: PLC0415 (imports psutil)
 
     return count_growth()
 

@@ -6,13 +6,6 @@ from shardwise.checkpoint.directory import Retention, latest
 from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.matching import LoadReport
 from shardwise.checkpoint.save import Save, save
-from shardwise.diagnose.plan_estimate import Estimate, estimate
-from shardwise.diagnose.record import Recorder, record
-from shardwise.diagnose.verification import (
-    Verification,
-    VerificationError,
-)
-from shardwise.diagnose.verify import verify
 from shardwise.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -30,7 +23,8 @@ from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
 from shardwise.features.sleep import Asleep, sleep, wake
 from shardwise.features.transaction import transaction
-from shardwise.forecast.fit import Fit, fit
+from shardwise.forecast.search.fit import Fit, fit
+from shardwise.forecast.view.estimate import Estimate, estimate
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.tokens import backward, token_weight
@@ -40,10 +34,16 @@ from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
+from shardwise.recording.record import Recorder, record
 from shardwise.replicas.elastic import Elastic, elastic
 from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
+from shardwise.verification.result import (
+    Verification,
+    VerificationError,
+)
+from shardwise.verification.verify import verify
 from shardwise.weights.full_tensors import full_tensors
 from shardwise.weights.publish import publish
 

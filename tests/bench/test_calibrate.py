@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.bench import calibrate
-from shardwise.forecast.calibrated import CalibratedMachine
+from shardwise.forecast.machines.calibrated import CalibratedMachine
 from shardwise.train.model import gpt_shape
 
 TINY = {"cpu": (gpt_shape(64, 16, 32, 1, 2),)}

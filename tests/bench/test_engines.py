@@ -221,7 +221,7 @@ def test_peers_are_imported_where_they_are_compared() -> None:
         for path in SOURCE.rglob("*.py")
         if imported_by(path) & PEERS
     }
-    assert importers == {"bench/baselines.py", "diagnose/engines.py"}
+    assert importers == {"bench/baselines.py", "verification/engines.py"}
 
 
 def imported_by(path: Path) -> set[str]:

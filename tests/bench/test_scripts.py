@@ -19,7 +19,7 @@ from benchmarks import (
 )
 from benchmarks.forecast_page import BEGIN, END, table
 
-from shardwise.forecast.calibrated import RanksCalibration
+from shardwise.forecast.machines.calibrated import RanksCalibration
 from shardwise.launch.world import World
 from tests.forecast.test_calibrated import calibration
 from tests.pooled import run_on_pool

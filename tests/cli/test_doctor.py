@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.forecast.calibrated import CalibratedMachine
+from shardwise.forecast.machines.calibrated import CalibratedMachine
 from tests.forecast.test_calibrated import calibration
 
 from .commands import fail

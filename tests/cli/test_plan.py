@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.cli import main
 from shardwise.cli.plan import Progress
-from shardwise.forecast.transformer import Shape, build
-from tests.diagnose.chromium import find_chromium, open_browser
+from shardwise.forecast.models.transformer import Shape, build
+from tests.report.chromium import find_chromium, open_browser
 
 SHAPE = Shape(arch="gpt", layers=3, hidden=64, heads=2, vocab=512)
 
@@ -133,14 +133,14 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
     (elsewhere / "here.py").write_text(
         "from beside import SHAPE\n"
-        "from shardwise.forecast.transformer import build\n\n"
+        "from shardwise.forecast.models.transformer import build\n\n"
         "def model():\n"
         "    built = build(SHAPE).bfloat16()\n"
         "    built.embedding.requires_grad_(False)\n"
         "    return built\n"
     )
     (elsewhere / "beside.py").write_text(
-        "from shardwise.forecast.transformer import Shape\n\n"
+        "from shardwise.forecast.models.transformer import Shape\n\n"
         "SHAPE = Shape(arch='gpt', layers=2, hidden=64, heads=2, vocab=512)\n"
     )
     options = "--cluster=1xRTX4090", "--seq=1", "--global-batch=1", "--no-scaling"

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.candidates import Goal, configurations, offloaded
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hugging_face import read_hugging_face, settings_of
-from shardwise.forecast.machines import typical_cpu
-from shardwise.forecast.models import Model, known_models
+from shardwise.forecast.machines.find import typical_cpu
+from shardwise.forecast.models.hugging_face import read_hugging_face, settings_of
+from shardwise.forecast.models.model import Model, known_models
 from shardwise.forecast.planned import plan_of
+from shardwise.forecast.search.candidates import Goal, configurations, offloaded
 from shardwise.plan.optimizers import OPTIMIZERS, optimizer_spec
 from shardwise.train.build import build_model, check
 from shardwise.train.config import Config, DataConfig, ModelConfig, read_config

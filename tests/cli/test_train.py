@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.diagnose.recording import read_recording
+from shardwise.recording.format import read_recording
 from shardwise.train.config import read_config
 
 from .commands import Command, Finished, losses, run

@@ -26,7 +26,7 @@ from shardwise.comm.device import DeviceStream
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.queue import Restart
 from shardwise.features.host_collectives import HostCollectives
-from shardwise.forecast.traffic import sent_bytes
+from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.watch import ranks

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.models.transformer import Shape, build
 
 _MB = 10**6
 _FLOAT32 = Configuration(compute_dtype=torch.float32)

@@ -12,24 +12,23 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.forecast.adapters import (
-    Adapters,
+from shardwise.forecast.adapters import Adapters, parse_adapters
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.memory.certificate import memory_certificate
+from shardwise.forecast.models.adapted import (
     LoRALinear,
     NF4Linear,
     adapt,
     dequantize_nf4,
-    parse_adapters,
     quantize_nf4,
 )
-from shardwise.forecast.certificate import memory_certificate
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machines import machine_of
-from shardwise.forecast.models import Model, workload_of
+from shardwise.forecast.models.model import Model, workload_of
+from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, sharding_of
-from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.traffic import sent_bytes
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.time.traffic import sent_bytes
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.runtime.module import handle_of
 from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks

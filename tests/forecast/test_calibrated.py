@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.calibrated import (
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machines.calibrated import (
     CalibratedMachine,
     Calibration,
     Curve,
     RanksCalibration,
     Rate,
 )
-from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.machine import Group
+from shardwise.forecast.machines.machine import Group
 from shardwise.forecast.work import Kind, Operation
 
 MB = 1 << 20

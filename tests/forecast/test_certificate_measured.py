@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.forecast.certificate import memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory.certificate import memory_certificate
+from shardwise.forecast.memory.states import state_bytes
+from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
-from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.states import state_bytes
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.tracing import trace
 from shardwise.optim.owner_optimizer import local_part
 from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import Adapters
-from shardwise.forecast.applying import apply_to
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.search.applying import apply_to
 from shardwise.runtime.module import handle_of
 from tests.models import llama_config
 from tests.ranks import on_ranks

@@ -13,15 +13,15 @@ from torch import nn
 from torch.profiler import profile
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.forecast import machines
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.fit import MODES, Fit, Search, choose, fit
-from shardwise.forecast.hardware import parse_cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.machines import local_machine
-from shardwise.forecast.models import Model
+from shardwise.forecast.machines import find as machines
+from shardwise.forecast.machines.find import local_machine
+from shardwise.forecast.machines.hardware import parse_cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.models.model import Model
+from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.numbers import bytes_of
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.search.fit import MODES, Fit, Search, choose, fit
 from shardwise.train.model import GPT, gpt_shape
 from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
@@ -170,7 +170,7 @@ def test_a_step_stays_within_the_budget(share: float) -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     # Only tensors; `test_hard_limit` includes the memory of libraries.
-    with mock.patch("shardwise.forecast.fit._overhead_bytes", return_value=0):
+    with mock.patch("shardwise.forecast.search.fit._overhead_bytes", return_value=0):
         fitted = fit(
             model, budget=budget, batch=4, sequence=32, configuration=replace(BASE, shard_size=1)
         )

@@ -9,11 +9,11 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.machines import machine_of
-from shardwise.forecast.models import Model, resolve_model
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.models.model import Model, resolve_model
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of
-from shardwise.forecast.transformer import Shape
 
 H100 = machine_of("8xH100")
 BASE = Configuration(shard_size=8, sequence=4096, micro_batch=2, compiled=True)

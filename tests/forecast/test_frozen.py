@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.machines import machine_of
-from shardwise.forecast.models import Model, known_models, workload_of
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.models.model import Model, known_models, workload_of
+from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import call_of, precision_of
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.trace.tracing import trace
 from shardwise.plan.policies import choose_units
 
 SHAPE = Shape(arch="gpt", layers=6, hidden=32, heads=4, vocab=50, has_bias=True)

@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.hardware import (
+from shardwise.forecast.machines.hardware import (
     accelerator,
     accelerator_of_device,
     accelerators,

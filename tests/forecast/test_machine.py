@@ -1,7 +1,7 @@
 import pytest
 
-from shardwise.forecast.hardware import accelerators, parse_cluster
-from shardwise.forecast.machine import Constants, Group, Machine
+from shardwise.forecast.machines.hardware import accelerators, parse_cluster
+from shardwise.forecast.machines.machine import Constants, Group, Machine
 from shardwise.forecast.work import Kind, Operation
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.models import Model, resolve_model, workload_of
+from shardwise.forecast.models.model import Model, resolve_model, workload_of
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of, precision_of
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import choose_units
 from shardwise.schedule.events import EventKind

@@ -10,10 +10,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hardware import parse_cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.owned import PlannedOwners
-from shardwise.forecast.timeline import StepTime, step_time
+from shardwise.forecast.machines.hardware import parse_cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.time.owned import PlannedOwners
+from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Segment, Workload
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.runtime.module import runtime_of_root

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.models import Model, workload_of
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.model import Model, workload_of
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.work import Kind, Operation
 
 BATCH, TIME, HIDDEN, BLOCKS = 2, 32, 32, 4

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from shardwise.forecast.replay import Costs, Part, Program, replay
+from shardwise.forecast.time.replay import Costs, Part, Program, replay
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule

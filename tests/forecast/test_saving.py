@@ -17,10 +17,10 @@ from shardwise.checkpoint.write import write
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
-from shardwise.forecast.hardware import parse_cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import resolve_model
-from shardwise.forecast.saving import CheckpointPlan, FileRange, Storage, save_plan
+from shardwise.forecast.machines.hardware import parse_cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.models.model import resolve_model
+from shardwise.forecast.time.saving import CheckpointPlan, FileRange, Storage, save_plan
 from shardwise.plan.granularity import Dim, Granularity
 from shardwise.plan.plan import Plan, make_plan
 from tests.checkpoint.training import Training, adamw, options_for

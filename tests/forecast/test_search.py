@@ -7,16 +7,16 @@ from typing import cast
 import pytest
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.forecast.candidates import Goal, Objective, configurations
-from shardwise.forecast.certificate import Certificate, Moment
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
-from shardwise.forecast.hardware import Cluster, parse_cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.replay import Replayed
-from shardwise.forecast.scaling import scaling_curves
-from shardwise.forecast.search import Ranking, frontier, search
-from shardwise.forecast.timeline import StepTime
+from shardwise.forecast.machines.hardware import Cluster, parse_cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.memory.certificate import Certificate, Moment
+from shardwise.forecast.search.candidates import Goal, Objective, configurations
+from shardwise.forecast.search.scaling import scaling_curves
+from shardwise.forecast.search.search import Ranking, frontier, search
+from shardwise.forecast.time.replay import Replayed
+from shardwise.forecast.time.step import StepTime
 
 GB = 10**9
 CLUSTER = parse_cluster("64xH100")

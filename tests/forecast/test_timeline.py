@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hardware import parse_cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.timeline import StepTime, fused_bytes, step_time
+from shardwise.forecast.machines.hardware import parse_cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.time.step import StepTime, fused_bytes, step_time
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import make_plan

@@ -17,11 +17,11 @@ from torch.utils.flop_counter import (
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.parallel import ModelPart
-from shardwise.forecast.recomputing import MODES, checkpoint_blocks
-from shardwise.forecast.replay import Costs, Part, Program, replay
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.transformer import Block, Shape, build
+from shardwise.forecast.models.parallel import ModelPart
+from shardwise.forecast.models.transformer import Block, Shape, build
+from shardwise.forecast.time.replay import Costs, Part, Program, replay
+from shardwise.forecast.trace.recomputing import MODES, checkpoint_blocks
+from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Kind, Workload
 from shardwise.plan.plan import make_plan
 from shardwise.schedule.events import COMPUTE, EventKind

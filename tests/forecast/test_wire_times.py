@@ -9,12 +9,12 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
-from shardwise.forecast.machines import machine_of
-from shardwise.forecast.models import Model
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.models.model import Model
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.options import parse_outer, parse_wire
 from shardwise.forecast.planned import call_of, plan_of
-from shardwise.forecast.traffic import sent_bytes
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.runtime.module import handle_of
 from tests.ranks import on_ranks
 

@@ -41,7 +41,7 @@ class Replicas:
             self._shared = None
             return
         # Imported here because it needs pydantic, and few cases need it.
-        from shardwise.diagnose.replicas import (  # noqa: PLC0415
+        from shardwise.verification.replicas import (  # noqa: PLC0415
             SharedParameters,
             names_in_fragments,
         )

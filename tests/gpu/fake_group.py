@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
-from shardwise.forecast.recomputing import checkpoint_blocks
-from shardwise.forecast.tracing import trace
-from shardwise.forecast.transformer import Shape, build
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.tracing import trace
 from tests.gpu.registry import Context, check
 
 FAKE = "fake group"

@@ -284,7 +284,7 @@ def _save_and_load(context: Context) -> None:
 
 @check(ONE, "the recorder", {"modules": ("pydantic",), "kinds": ("cuda", "cpu")})
 def _recorder(context: Context) -> None:
-    from shardwise.diagnose.recording import read_recording  # noqa: PLC0415
+    from shardwise.recording.format import read_recording  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(context)

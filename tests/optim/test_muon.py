@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.communicator import communicator
-from shardwise.forecast.traffic import sent_bytes
+from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.optim import ownership
 from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build

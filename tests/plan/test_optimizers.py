@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.diagnose.optimizers import names, optimizer_fn
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS, State, optimizer_spec
 from shardwise.train.config import TrainConfig
 from shardwise.train.optimizer import build_optimizer, spec_of
+from shardwise.verification.optimizers import names, optimizer_fn
 
 TRAINABLE = [name for name, spec in OPTIMIZERS.items() if spec.path]
 SIZE = 64

@@ -11,7 +11,7 @@ from benchmarks.published.rules_of_thumb import (
 )
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.models import known_models, resolve_model
+from shardwise.forecast.models.model import known_models, resolve_model
 
 
 @pytest.mark.thorough

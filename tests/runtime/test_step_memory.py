@@ -18,8 +18,8 @@ import shardwise as sw
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import communicator
 from shardwise.features.host_collectives import HostCollectives
-from shardwise.forecast.certificate import memory_certificate
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory.certificate import memory_certificate
 from shardwise.host.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy

@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import device as transport_device
-from shardwise.diagnose import record
-from shardwise.diagnose.recording import read_recording
 from shardwise.errors import StepError
+from shardwise.recording import record
+from shardwise.recording.format import read_recording
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build
 from tests.streams.programs import DEVICE

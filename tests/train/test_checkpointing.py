@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.plan.policies import choose_units
 from shardwise.train.config import MemoryConfig
 from shardwise.train.model import GPT, Block, gpt_shape

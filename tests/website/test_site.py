@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs.build.assemble import assemble
+from docs.build.check import problems_of
+from docs.build.literal_blocks import as_fenced
+from docs.build.markdown import sections_of
+from docs.build.pictures import PICTURES
+from docs.build.reference import GENERATED
+from docs.build.site import ROOT, SITE, build
 
 from shardwise import public
-from tests.diagnose.chromium import Page, find_chromium, open_browser
+from tests.report.chromium import Page, find_chromium, open_browser
 from tests.snippets import snippets_of
-from tests.website.assemble import assemble
-from tests.website.build import ROOT, SITE, build
-from tests.website.check import problems_of
-from tests.website.literal_blocks import as_fenced
-from tests.website.markdown import sections_of
-from tests.website.pictures import PICTURES
-from tests.website.reference import GENERATED
 
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 IN_SEARCH = "[...document.querySelectorAll('*')].some((one) => one.shadowRoot?.{})"
@@ -69,7 +69,7 @@ def test_code_is_not_wider_than_its_box(page: Path) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_drawings_are_those_that_the_command_draws(name: str) -> None:
     found = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert found == PICTURES[name]().content, "run `python -m tests.website.pictures`"
+    assert found == PICTURES[name]().content, "run `python -m docs.build.pictures`"
 
 
 @pytest.mark.parametrize("name", GENERATED)

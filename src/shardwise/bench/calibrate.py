@@ -27,19 +27,25 @@ import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
 from shardwise.comm.device import num_local_accelerators, wait_for_device
-from shardwise.diagnose.measured import transfer_seconds
-from shardwise.diagnose.recorded_steps import recorded_event
-from shardwise.forecast.calibrated import VERSION, Calibration, Curve, RanksCalibration, Rate
-from shardwise.forecast.recorder import Recorder
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.machines.calibrated import (
+    VERSION,
+    Calibration,
+    Curve,
+    RanksCalibration,
+    Rate,
+)
+from shardwise.forecast.models.transformer import Shape
+from shardwise.forecast.trace.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
+from shardwise.recording.steps import recorded_event
+from shardwise.report.measured import transfer_seconds
 from shardwise.schedule.events import EventKind
 from shardwise.train.model import GPT, gpt_shape
 
 if TYPE_CHECKING:
-    from shardwise.diagnose.recording import RecordedEvent
+    from shardwise.recording.format import RecordedEvent
 
 __all__ = ["calibrate", "calibration_of", "default_ranks", "measure_ranks"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.bench.machine import read_field
-from shardwise.forecast.process import resident_bytes, set_mmap_threshold
+from shardwise.forecast.memory.process import resident_bytes, set_mmap_threshold
 
 __all__ = [
     "Peak",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.transformer import Shape
 from shardwise.plan.spelling import did_you_mean
 from shardwise.train.config import read_config
 from shardwise.train.data import VOCABULARY

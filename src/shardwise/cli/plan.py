@@ -16,8 +16,8 @@ from shardwise.plan.spelling import did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.diagnose.planning import Planned
-    from shardwise.forecast.candidates import Degree
+    from shardwise.forecast.search.candidates import Degree
+    from shardwise.forecast.view.planning import Planned
 
 WIDTH = 100  # in characters, which the tables need
 QUIET_SECONDS = 2.0  # minimum time before the first line of progress, and between lines
@@ -161,17 +161,17 @@ def plan(
     check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
-    from shardwise.diagnose import plan_terminal  # noqa: PLC0415
-    from shardwise.diagnose.plan_text import Budget  # noqa: PLC0415
-    from shardwise.diagnose.planning import make_planned  # noqa: PLC0415
     from shardwise.forecast.adapters import adapters_of  # noqa: PLC0415
-    from shardwise.forecast.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
-    from shardwise.forecast.machines import machine_of  # noqa: PLC0415
+    from shardwise.forecast.machines.find import machine_of  # noqa: PLC0415
     from shardwise.forecast.numbers import number_of  # noqa: PLC0415
     from shardwise.forecast.options import parse_outer, parse_wire  # noqa: PLC0415
-    from shardwise.forecast.saving import Storage  # noqa: PLC0415
+    from shardwise.forecast.search.candidates import Goal  # noqa: PLC0415
+    from shardwise.forecast.time.saving import Storage  # noqa: PLC0415
+    from shardwise.forecast.view import terminal  # noqa: PLC0415
+    from shardwise.forecast.view.planning import make_planned  # noqa: PLC0415
+    from shardwise.forecast.view.text import Budget  # noqa: PLC0415
     from shardwise.plan.optimizers import optimizer_spec  # noqa: PLC0415
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
@@ -222,15 +222,15 @@ def plan(
         scaling=scaling and not cluster.endswith(".json"),
     )
     console = Console(width=max(WIDTH, Console().width))
-    plan_terminal.show(console, planned)
+    terminal.show(console, planned)
     if explain:
-        plan_terminal.explain(console, planned)
+        terminal.explain(console, planned)
     if checkpoint:
         nodes = Storage(per_node=storage * 1e9, ranks_per_node=machine.cluster.devices_per_node)
         configuration = planned.winner.configuration
         saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
-        plan_terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
+        terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
     _write(planned, html, trace, None if planned.config_problem else config)
     if config is not None:
         if planned.config_problem:
@@ -252,8 +252,8 @@ def _dtype(name: str) -> "torch.dtype":
 
 
 def _write(planned: "Planned", html: Path | None, trace: Path | None, config: Path | None) -> None:
-    from shardwise.diagnose.page.plan import render_plan  # noqa: PLC0415
-    from shardwise.diagnose.trace import write_trace  # noqa: PLC0415
+    from shardwise.forecast.view.page import render_plan  # noqa: PLC0415
+    from shardwise.report.trace import write_trace  # noqa: PLC0415
 
     if html is not None:
         html.write_text(render_plan(planned), encoding="utf-8")

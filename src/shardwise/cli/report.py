@@ -31,7 +31,7 @@ def report(
     check_outputs(output, trace)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
-    from shardwise.diagnose.report import report as write  # noqa: PLC0415
+    from shardwise.report.report import report as write  # noqa: PLC0415
 
     console = Console(width=max(MIN_WIDTH, Console().width))
     for path in write(run, output, trace, console):

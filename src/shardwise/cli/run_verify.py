@@ -10,11 +10,6 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardwise.diagnose.engines import splits_batch
-from shardwise.diagnose.models import MODELS, VOCABULARY, Subject, next_token_loss, random_tokens
-from shardwise.diagnose.subjects import find_engine, find_optimizer, find_subjects
-from shardwise.diagnose.verification import VerificationError
-from shardwise.diagnose.verify import resolve_strategies, verify
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.forecast.options import parse_wire
 from shardwise.launch.environment import RankEnv, read_rank_env
@@ -23,6 +18,17 @@ from shardwise.launch.world import World, join_world
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.train.model import GPT, Block, gpt_shape
+from shardwise.verification.engines import splits_batch
+from shardwise.verification.models import (
+    MODELS,
+    VOCABULARY,
+    Subject,
+    next_token_loss,
+    random_tokens,
+)
+from shardwise.verification.result import VerificationError
+from shardwise.verification.subjects import find_engine, find_optimizer, find_subjects
+from shardwise.verification.verify import resolve_strategies, verify
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 

@@ -14,6 +14,7 @@ from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
 
 __all__ = [
+    "MODEL_AXES",
     "Accumulate",
     "Attention",
     "Checkpointing",
@@ -24,6 +25,7 @@ __all__ = [
     "Stack",
 ]
 
+MODEL_AXES = ("tensor", "pipeline", "context", "expert")  # degrees of parallelism besides data
 Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]

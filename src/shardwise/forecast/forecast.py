@@ -9,14 +9,14 @@ from functools import cached_property
 from torch import nn
 from torch.optim import AdamW
 
-from shardwise.forecast.certificate import Certificate, memory_certificate
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hardware import Cluster
-from shardwise.forecast.machine import Machine
-from shardwise.forecast.models import Model, workload_of
+from shardwise.forecast.machines.hardware import Cluster
+from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.planned import plan_of
-from shardwise.forecast.saving import CheckpointPlan, save_plan
-from shardwise.forecast.timeline import StepTime, step_time
+from shardwise.forecast.time.saving import CheckpointPlan, save_plan
+from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Workload
 from shardwise.plan.plan import Plan
 

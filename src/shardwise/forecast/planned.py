@@ -114,7 +114,7 @@ def call_of(configuration: Configuration) -> str:
     if configuration.float8 != "none":
         before += f"# Convert linear layers of blocks to {configuration.float8} float8 (torchao).\n"
     if configuration.checkpointing != "none":
-        imports += "from shardwise.forecast.recomputing import checkpoint_blocks\n"
+        imports += "from shardwise.forecast.trace.recomputing import checkpoint_blocks\n"
         before += f"checkpoint_blocks(model, {_quoted(configuration.checkpointing)})\n"
     if configuration.compiled:
         imports += "from shardwise.plan.policies import choose_units\n"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.forecast.transformer import Shape
+from shardwise.forecast.models.transformer import Shape
 
 __all__ = ["GPT", "Attention", "Block", "gpt_shape"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.hugging_face import settings_of
-from shardwise.forecast.models import Model, resolve_model
+from shardwise.forecast.models.hugging_face import settings_of
+from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.train.build import build_model
 from shardwise.train.config import Config, MemoryConfig, ModelConfig, TokenizerConfig, read_config
 from shardwise.train.huggingface import HuggingFace

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwise.forecast.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.plan.policies import choose_units
 from shardwise.train.config import MemoryConfig
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.comm.device import name_of, peak_memory_bytes, total_memory_bytes
-from shardwise.diagnose.record import DefaultSteps
-from shardwise.forecast.hardware import accelerator_of_device
+from shardwise.forecast.machines.hardware import accelerator_of_device
 from shardwise.launch.world import World
+from shardwise.recording.record import DefaultSteps
 from shardwise.train.config import Config
 from shardwise.train.source import Source
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
-from shardwise.forecast.fit import Search, choose
-from shardwise.forecast.machines import local_machine
-from shardwise.forecast.models import Model
+from shardwise.forecast.machines.find import local_machine
+from shardwise.forecast.models.model import Model
 from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.search.fit import Search, choose
 from shardwise.train.build import build_model
 from shardwise.train.config import Config
 from shardwise.train.planned import config_of, configuration_of

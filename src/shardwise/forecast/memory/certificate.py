@@ -1,0 +1,489 @@
+"""The memory of one rank in a training step, by category and at every event.
+
+The trainer, `shardwise plan` and ``sw.fit`` read this model. For two blocks in a root, a step has::
+
+    between steps   shards, optimizer states
+    forward         + root, block 0, block 1, and activations
+    backward        + root, two blocks, and for each of two reductions: its buffer and output
+                    + gradient shards of the units reduced so far
+                    + gradients of the root, which wait until its own backward ends
+    update          + gradient shards, and temporaries of the optimizer
+
+Bytes of parameters and gradients follow from the plan and the schedule that the engine runs,
+activations from a trace of the model, and optimizer states from the kind of optimizer. Nothing is
+fitted. Memory outside of tensors is stated separately: what the allocator reserves beyond them, and
+what the device's libraries take.
+
+Some figures are upper bounds: a unit's gradients are counted from the start of its backward, and
+those of a unit with child units from the end of its first segment in backward to the end of its
+backward.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+
+from shardwise.errors import PlanError
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.memory.replay import MemoryReplay, ReplayOptions
+from shardwise.forecast.memory.states import state_bytes, trained_layouts
+from shardwise.forecast.time.replay import Part, batches
+from shardwise.forecast.work import Kind, Segment, Workload
+from shardwise.plan.plan import Plan
+from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
+from shardwise.schedule.sequencer import schedule
+
+__all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
+
+_BELOW, _ABOVE = 0.10, 0.05  # of the peak of tensors, and of all bytes
+_LABEL_BYTES = 8  # tokens and labels are int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The bytes of a rank's device at one moment of a step."""
+
+    label: str  # such as "gather layers.0", or "update"
+    parameters: int = 0  # shards
+    gathered: int = 0  # gathered units
+    gradients: int = 0  # gradient shards
+    communication: int = 0  # gradients before their reduction, and buffers of collectives
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0  # temporaries of the update
+    buffers: int = 0  # the model's buffers and the batch
+
+    @property
+    def total(self) -> int:
+        """Sum of all categories."""
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes by category, in the order of `CATEGORIES`."""
+        return {name: getattr(self, name) for name in CATEGORIES}
+
+
+CATEGORIES = tuple(field.name for field in fields(Moment) if field.name != "label")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The memory of one rank in the second or a later step."""
+
+    timeline: tuple[Moment, ...]
+    offloaded: Moment = Moment(label="host")  # peak on the host, with staging buffers
+    reserve_bytes: int = 0  # reserved by the device's allocator beyond the allocated peak
+    overhead_bytes: int = 0  # driver context, libraries and communicators
+    # Shards, and gradients if the step adds to those of earlier steps or they keep their memory;
+    # also the rounding errors that a quantized wire keeps. Without optimizer states.
+    between_steps_bytes: int = 0
+    gradient_bytes: int = 0  # after backward, on device and host
+    # Peak of parameters and gradients that are allocated and freed in a step, without gradient
+    # shards.
+    transient_bytes: int = 0
+    total_peak_bytes: int = 0  # of parameters and gradients on device and host together
+    # While the model sleeps (`sw.sleep`): of tensors on the device, and copied to the host.
+    asleep_bytes: int = 0
+    asleep_host_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak bytes on the host."""
+        return self.offloaded.total
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """The range of bytes that the device must hold, of which `device_bytes` is the likely one.
+
+        An allocator that runs out of memory frees its reserve, so the lower end has none. The
+        shares are those within which three of four published peaks are (docs/forecast.md).
+        """
+        low = round((1 - _BELOW) * self.peak_bytes) + self.overhead_bytes
+        return low, round((1 + _ABOVE) * self.device_bytes)
+
+    @property
+    def uses(self) -> dict[str, int]:
+        """Bytes on device and host together by use, and the part on the host, as "host"."""
+        first, host = self.timeline[0], self.offloaded
+        return {
+            "parameters": first.parameters + host.parameters,
+            "gradients": self.gradient_bytes,
+            "optimizer": first.optimizer + host.optimizer,
+            "transient": self.transient_bytes,
+            "host": host.total - host.activations,
+        }
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The first moment with the most bytes."""
+        return max(self.timeline, key=lambda moment: moment.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes allocated in tensors at the peak."""
+        return self.peak.total
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes reserved by the allocator at the peak."""
+        return self.peak_bytes + self.reserve_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """All bytes that the device must hold."""
+        return self.reserved_bytes + self.overhead_bytes
+
+
+def memory_certificate(
+    plan: Plan,
+    workload: Workload | None,
+    configuration: Configuration,
+    *,
+    stage: int = 0,
+    buffer_bytes: int = 0,
+    on_cpu: bool = False,
+) -> Certificate:
+    """Predict the memory of a training step on one rank.
+
+    Args:
+        plan: the plan of one tensor-parallel rank's part of a pipeline stage.
+        workload: one micro-batch on that rank, with the checkpointing of the configuration; None
+            leaves out activations and the batch, and assumes that units run in module order.
+        configuration: how the model is trained.
+        stage: pipeline stage; the first one keeps the most micro-batches.
+        buffer_bytes: bytes of the model's buffers.
+        on_cpu: whether ranks compute on the CPU, which has no caching allocator.
+    """
+    replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
+    timeline = tuple(replay.run())
+    reserve = 0
+    if not on_cpu and workload is not None:
+        reserve = _stream_bytes(timeline) + _split_bytes(plan, workload, timeline)
+    memory = replay.memory
+    return Certificate(
+        timeline=timeline,
+        offloaded=replay.offloaded,
+        reserve_bytes=reserve,
+        overhead_bytes=0 if on_cpu else _overhead_bytes(configuration),
+        between_steps_bytes=memory.base,
+        gradient_bytes=memory.gradients,
+        transient_bytes=memory.transient,
+        total_peak_bytes=memory.total_peak,
+        asleep_bytes=buffer_bytes,
+        asleep_host_bytes=replay.value_bytes,
+    )
+
+
+class _StepReplay:
+    """Replays the last micro-batch of an update, when all earlier gradients are held."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload | None,
+        configuration: Configuration,
+        stage: int,
+        buffer_bytes: int,
+        on_cpu: bool,
+    ) -> None:
+        self._plan, self._workload, self._configuration = plan, workload, configuration
+        self._labels = [unit.label for unit in plan.units]
+        accumulates = configuration.accumulation > 1
+        holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
+        num_unreduced = holds * (configuration.accumulation - 1)
+        self._memory = MemoryReplay(
+            plan,
+            ReplayOptions(
+                accumulates and not holds,
+                num_unreduced,
+                configuration.step_in_backward,
+                on_cpu,
+                # `accumulate_unsharded_grad_if_needed` in torch's _fsdp_param_group.py
+                adds_by_unit=configuration.stack == "fsdp2",
+            ),
+        )
+        self._optimizer = state_bytes(plan, configuration, offloaded=False)
+        self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
+        if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
+            self._optimizer += 2 * _trained_bytes(plan, offloaded=False)
+            self._offloaded_states += 2 * _trained_bytes(plan, offloaded=True)
+        self._parameters = self._memory.base - self._memory.gradient_shards
+        self._waiting_activations, self._buffers = 0, buffer_bytes
+        self._pass: _Activations | None = None
+        if workload is not None:
+            self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
+            waiting = self._pass.device_bytes * self._waiting_passes(stage)
+            self._waiting_activations = round(waiting)
+            self._buffers += 2 * _LABEL_BYTES * workload.tokens
+        # fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
+        # all-gather ends (`AllGatherState` in torch's _fully_shard/_fsdp_param_group.py).
+        gathered = (unit.gathered_bytes for unit in plan.units if unit.reshard)
+        self._copies = max(gathered, default=0) if configuration.stack == "fsdp2" else 0
+        self._activations = 0
+        # Bytes of unreduced gradients that the trace counts as activations: those of tied
+        # parameters until its end, and those of embeddings in its last segment.
+        self._traced_gradients = 0
+        self._embedding_gradients = Counter(
+            size
+            for op in (workload.segments[-1].operations if workload is not None else ())
+            if op.name == "embedding_dense_backward"
+            for _, size in op.writes
+        )
+
+    @property
+    def value_bytes(self) -> int:
+        """Shards and optimizer states on the device."""
+        return self._parameters + self._optimizer
+
+    @property
+    def memory(self) -> MemoryReplay:
+        """The parameters and gradients that were replayed."""
+        return self._memory
+
+    @property
+    def offloaded(self) -> Moment:
+        """Peak bytes on the host."""
+        units = (unit for unit in self._plan.units if unit.offload is not None)
+        shards = sum(unit.shard_bytes for unit in units)
+        return Moment(
+            label="host",
+            parameters=shards,
+            gradients=self._memory.host - shards,
+            communication=self._memory.staging,
+            optimizer=self._offloaded_states,
+            activations=0 if self._pass is None else self._pass.host_bytes,
+        )
+
+    def _waiting_passes(self, stage: int) -> float:
+        """Return the number of micro-batches that wait while the backward of another runs (1F1B).
+
+        With several chunks, a stage runs as many chunk forwards before its first backward as in
+        arXiv 2104.04473, so the result may be fractional.
+        """
+        stages, count = self._configuration.pipeline, self._configuration.accumulation
+        chunks = self._configuration.chunks
+        if chunks == 1:
+            return min(stages - stage, count) - 1
+        if count % stages:
+            raise PlanError(
+                f"chunks={chunks}: expected accumulation to be a multiple of pipeline={stages}, "
+                f"got {count}"
+            )
+        begun = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+        return min(begun / chunks, count) - 1
+
+    def run(self) -> Iterator[Moment]:
+        """Yield the moments of the update."""
+        if self._workload is None or self._pass is None:
+            yield from self._run_schedule()
+        else:
+            yield from self._run_pass(self._workload, self._pass)
+        self._memory.check_end()
+        if self._memory.earlier_peak:
+            yield self._earlier_backward()
+        yield self._update()
+
+    def _run_schedule(self) -> Iterator[Moment]:
+        """Yield the moments of a backward without activations."""
+        steps_in_backward = self._configuration.step_in_backward
+        for event in schedule(self._plan, steps_in_backward=steps_in_backward):
+            self._memory.apply(event)
+            yield self._moment(describe(event, self._labels), 0)
+
+    def _run_pass(self, workload: Workload, activations: "_Activations") -> Iterator[Moment]:
+        """Yield the moments of a forward and backward."""
+        segments, plan = workload.segments, self._plan
+        parts = [Part(one.kind, one.unit, 0.0) for one in segments]
+        for _, index, events in batches(
+            plan.units,
+            [parts],
+            prefetch=plan.prefetch,
+            steps_in_backward=self._configuration.step_in_backward,
+        ):
+            late = 0  # bytes of gradients that exist only at the end of the segment
+            for event in events:
+                before = self._memory.reducing
+                self._apply(event)
+                if event.kind not in COMPUTE:
+                    yield self._moment(describe(event, self._labels), self._activations)
+                elif plan.units[event.unit].has_child_units:
+                    late = self._memory.reducing - self._traced_gradients - before
+            if index >= 0:
+                peak, self._activations = activations.bytes_of(index)
+                label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
+                yield self._moment(label, peak, late)
+                if late:
+                    yield self._moment(label, self._activations)
+                if index == len(segments) - 1:
+                    self._traced_gradients = 0
+
+    def _apply(self, event: Event) -> None:
+        self._memory.apply(event)
+        unit = self._plan.units[event.unit]
+        if event.kind is EventKind.BACKWARD and unit.has_child_units:
+            sizes = [
+                (len(one.parameter.names), one.parameter.num_elements * lay.cast.compute_itemsize)
+                for lay in unit.trainable_layouts
+                for one in lay.extents
+            ]
+            once = Counter(size for uses, size in sizes if uses == 1)
+            self._traced_gradients += sum(size for uses, size in sizes if uses > 1)
+            self._traced_gradients += sum((once & self._embedding_gradients).elements())
+
+    def _moment(self, label: str, activations: int, late: int = 0) -> Moment:
+        memory = self._memory
+        within = max(0, memory.event_peak - memory.allocated)  # peak within the last event
+        gradients = memory.reducing - self._traced_gradients - late
+        return Moment(
+            label=label,
+            parameters=self._parameters,
+            gathered=memory.gathered + self._copies * bool(memory.gathered),
+            gradients=memory.gradient_shards,
+            communication=memory.accumulated + gradients + memory.encoding + within,
+            optimizer=self._optimizer,
+            activations=activations + self._waiting_activations,
+            buffers=self._buffers,
+        )
+
+    def _earlier_backward(self) -> Moment:
+        """The end of an earlier micro-batch, whose gradients are added to those before."""
+        return Moment(
+            label="end of an earlier backward",
+            parameters=self._parameters,
+            gathered=0,
+            gradients=self._memory.gradient_shards,
+            communication=self._memory.earlier_peak - self._memory.base,
+            optimizer=self._optimizer,
+            activations=self._waiting_activations,
+            buffers=self._buffers,
+        )
+
+    def _update(self) -> Moment:
+        memory = self._memory
+        return Moment(
+            label="update",
+            parameters=self._parameters,
+            gathered=memory.gathered,
+            gradients=memory.gradient_shards,
+            communication=memory.accumulated + memory.reducing + memory.encoding,
+            optimizer=self._optimizer,
+            temporaries=_update_bytes(self._plan, self._configuration),
+            buffers=self._buffers,
+        )
+
+
+class _Activations:
+    """Activations of a pass on the device: those of the trace that are not fused or offloaded.
+
+    With offload, the activations that a forward segment leaves are on the host until the backward
+    of its unit. Those of the last segment, which has the head and the loss, are there until
+    backward begins.
+    """
+
+    def __init__(
+        self, workload: Workload, configuration: Configuration, *, adds_rows: bool
+    ) -> None:
+        self._adds_rows = adds_rows  # as in `Segment.added_rows_bytes`
+        self._segments = workload.segments
+        forward = workload.segments[: workload.forward_segments]
+        saved = [max(0, one.end_bytes - one.start_bytes) for one in forward]
+        fused = [0] * len(forward)
+        if configuration.compiled and configuration.checkpointing == "none":
+            fused = _fused_bytes(forward, saved)
+        # Bytes of each forward segment that are not on the device until its unit's backward.
+        absent = saved if configuration.activation_offload else fused
+        self.host_bytes = sum(absent) - sum(fused)
+        self.device_bytes = forward[-1].end_bytes - sum(absent)
+        first = {one.unit: index for index, one in reversed(list(enumerate(forward)))}
+        self._absent = list(accumulate(absent[:-1], initial=0))  # by segment
+        last = len(forward) - 1
+        for segment in workload.segments[len(forward) :]:
+            if first[segment.unit] > 0:  # not the root, which encloses all others
+                last = min(last, first[segment.unit])
+            self._absent.append(sum(absent[:last]) + fused[last])
+
+    def bytes_of(self, index: int) -> tuple[int, int]:
+        """Return the activations on the device at the peak of a segment and at its end."""
+        segment, absent = self._segments[index], self._absent
+        after = absent[index + 1] if index + 1 < len(self._segments) else 0
+        peak = segment.peak_bytes - segment.added_rows_bytes * self._adds_rows
+        return max(0, peak - absent[index]), max(0, segment.end_bytes - after)
+
+
+def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
+    """Return the part of the ``saved`` bytes that compiled forward segments do not save.
+
+    A compiler recomputes element-wise operations in backward, except those whose results a matrix
+    product or attention reads, because these results must be in memory anyway. The operations after
+    the last unit are the loss, which is not compiled with the blocks.
+    """
+    fused: list[int] = []
+    for segment, size in zip(forward[:-1], saved[:-1], strict=True):
+        written: dict[int, int] = {}
+        for storage, num_bytes in (pair for op in segment.operations for pair in op.writes):
+            written[storage] = max(num_bytes, written.get(storage, 0))
+        products = (op for op in segment.operations if op.kind in (Kind.MATMUL, Kind.ATTENTION))
+        used = {storage for op in products for storage, _ in (*op.reads, *op.writes)}
+        fused.append(max(0, size - sum(written.get(storage, 0) for storage in used)))
+    return [*fused, *fused[-1:]] if fused else [0]
+
+
+def _trained_bytes(plan: Plan, *, offloaded: bool) -> int:
+    return sum(layout.shard_bytes for layout in trained_layouts(plan, offloaded=offloaded))
+
+
+def _update_bytes(plan: Plan, configuration: Configuration) -> int:
+    """Return the temporaries of the update: torch's AdamW computes roots of the second moments.
+
+    The foreach implementation computes the roots of all parameters at once. The for-loop computes
+    those of one parameter, and divides them in a second tensor. Fused kernels need no temporaries.
+    """
+    if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
+        return 0
+    layouts = list(trained_layouts(plan, offloaded=False))
+    if configuration.optimizer_loop == "foreach" and configuration.step_in_backward:
+        return max((layout.shard_bytes for layout in layouts), default=0)  # of one unit
+    if configuration.optimizer_loop == "foreach":
+        return sum(layout.shard_bytes for layout in layouts)
+    sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
+    largest: int = max(sizes, default=0)
+    return 2 * largest
+
+
+def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
+    """Return what a caching allocator reserves because streams do not share blocks.
+
+    Gathers and reductions run on separate streams, so each kind reserves its own peak.
+    """
+    own = ("gathered", "communication")
+    by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
+    rest = max(m.total - sum(own) for m, own in zip(timeline, by_stream, strict=True))
+    kept: int = rest + sum(max(sizes) for sizes in zip(*by_stream, strict=True))
+    return kept - max(moment.total for moment in timeline)
+
+
+def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -> int:
+    """Return what a caching allocator reserves because optimizer states split its blocks.
+
+    States are created at the end of the first step, in large enough blocks that its activations
+    left. The second step must then allocate new blocks for its activations.
+    """
+    states = timeline[0].optimizer
+    shards = [layout.shard_bytes for layout in trained_layouts(plan, offloaded=False)]
+    written = [size for one in workload.operations for _, size in one.writes]
+    if not states or not written:
+        return 0
+    typical = sum(size * size for size in shards) / sum(shards)  # shard size of an average byte
+    fitting = sum(size for size in written if size >= typical) / sum(written)
+    return min(states, round(fitting * max(moment.activations for moment in timeline)))
+
+
+_CONTEXT_BYTES = 500 << 20
+_COMMUNICATOR_BYTES = 500 << 20
+
+
+def _overhead_bytes(configuration: Configuration) -> int:
+    groups = (configuration.shard_ranks, configuration.replicas, configuration.tensor)
+    return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

@@ -1,0 +1,201 @@
+"""The configurations that a search compares: ways to divide a model and a batch over the ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal, get_args
+
+from shardwise.errors import ConfigError
+from shardwise.forecast.configuration import MODEL_AXES, Checkpointing, Configuration, Offload
+from shardwise.plan.spelling import counted
+
+__all__ = ["OBJECTIVES", "Degree", "Goal", "Objective", "configurations", "offloaded"]
+
+Objective = Literal["tokens/s", "memory", "cost"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+Degree = int | Literal["auto"]
+
+_ONE_AXIS = ("fsdp", "zero2", "zero1", "ddp")
+_TWO_AXES = ("hsdp", "hfsdp")
+_MAX_MICRO_BATCH = 64
+_AUTO_CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What to train, and the choices that a search may try.
+
+    Args:
+        global_batch: sequences per step, over all ranks.
+        settings: sequence length, dtypes, optimizer and everything else that candidates share.
+        objective: ``"tokens/s"`` ranks candidates by speed, ``"memory"`` by peak memory, and
+            ``"cost"`` by the price of a token on all or a part of the cluster.
+        tensor: ranks that compute one layer together; "auto" tries powers of two within a node.
+        pipeline: number of stages.
+        chunks: parts of the model on each stage; "auto" tries 1, 2 and 4.
+        context: ranks that share a sequence.
+        expert: data-parallel ranks that share the experts.
+        strategies: names of the strategies to try.
+        micro_batches: sequences in one forward of a rank; empty: powers of two.
+        checkpointing: kinds of activation checkpointing to try.
+        offload: what may be kept on the host if a candidate does not fit otherwise.
+    """
+
+    global_batch: int
+    settings: Configuration = field(default_factory=Configuration)
+    objective: Objective = "tokens/s"
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    chunks: Degree = 1
+    context: Degree = 1
+    expert: Degree = 1
+    strategies: tuple[str, ...] = _ONE_AXIS + _TWO_AXES
+    micro_batches: tuple[int, ...] = ()
+    checkpointing: tuple[Checkpointing, ...] = ("none", "products", "full")
+    offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"objective={self.objective!r}: expected one of {', '.join(OBJECTIVES)}"
+            )
+        if self.global_batch < 1:
+            raise ConfigError(f"global_batch={self.global_batch}: expected 1 or more sequences")
+
+
+def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Configuration]:
+    """Return the configurations that divide ``num_ranks`` and the batch evenly, without offload.
+
+    Raises:
+        ConfigError: there are none. The message says which batch or degrees would work.
+    """
+    found = []
+    reasons: dict[str, None] = {}
+    replicas = goal.settings.outer_replicas
+    if num_ranks % replicas or goal.global_batch % replicas:
+        raise ConfigError(
+            f"replicas={replicas}: expected a divisor of {counted(num_ranks, 'rank')} and of "
+            f"{counted(goal.global_batch, 'sequence')}"
+        )
+    goal = replace(goal, global_batch=goal.global_batch // replicas)
+    num_ranks //= replicas
+    for degrees in _degrees(goal, ranks_per_node):
+        model_ranks = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
+        if num_ranks % model_ranks:
+            reasons[_indivisible(degrees, num_ranks, model_ranks)] = None
+            continue
+        num_replicas = num_ranks // model_ranks
+        if goal.global_batch % num_replicas:
+            reasons[_batch_problem(goal, num_replicas)] = None
+            continue
+        if num_replicas % degrees["expert"]:
+            reasons[_indivisible(degrees, num_replicas, degrees["expert"])] = None
+            continue
+        near = max(1, ranks_per_node // (degrees["tensor"] * degrees["context"]))
+        fitting = list(_of_degrees(goal, degrees, num_replicas, near))
+        found += fitting
+        if not fitting:
+            reasons[
+                f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
+                f"pipeline={degrees['pipeline']}"
+            ] = None
+    if not found:
+        raise ConfigError("; ".join(reasons) or "there is no configuration to compare")
+    return found
+
+
+def _of_degrees(
+    goal: Goal, degrees: dict[str, Any], num_replicas: int, near: int
+) -> Iterator[Configuration]:
+    """Yield candidates on ``num_replicas`` data-parallel ranks, ``near`` of which share a node."""
+    rank_batch = goal.global_batch // num_replicas
+    all_chunks = _AUTO_CHUNKS if goal.chunks == "auto" else (goal.chunks,)
+    for (strategy, shard_size), micro_batch, checkpointing, chunks in product(
+        _shardings(goal.strategies, num_replicas, near),
+        _micro_batches(goal, rank_batch),
+        goal.checkpointing,
+        all_chunks if degrees["pipeline"] > 1 else (1,),
+    ):
+        if chunks > 1 and rank_batch // micro_batch % degrees["pipeline"]:
+            continue
+        yield replace(
+            goal.settings,
+            **degrees,
+            chunks=chunks,
+            strategy=strategy,
+            shard_size=shard_size,
+            replicas=num_replicas // shard_size,
+            micro_batch=micro_batch,
+            accumulation=rank_batch // micro_batch,
+            checkpointing=checkpointing,
+        )
+
+
+def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuration]:
+    """Yield variants of ``configuration`` with increasing amounts of offload."""
+    host = [kind for kind in goal.offload if kind != "none"]
+    if configuration.checkpointing == "full" and goal.offload != ("none",):
+        yield replace(configuration, activation_offload=True)
+    for kind in host:
+        yield replace(configuration, offload=kind)
+    if host and configuration.checkpointing == "full":
+        yield replace(configuration, offload=host[-1], activation_offload=True)
+
+
+def _degrees(goal: Goal, ranks_per_node: int) -> Iterator[dict[str, Any]]:
+    """Yield sizes of the model's axes; "auto" tries powers of two up to the size of a node."""
+    powers = [1 << power for power in range(ranks_per_node.bit_length())]
+    choices = [
+        powers if getattr(goal, name) == "auto" else [getattr(goal, name)] for name in MODEL_AXES
+    ]
+    for sizes in product(*choices):
+        yield dict(zip(MODEL_AXES, sizes, strict=True))
+
+
+def _shardings(
+    strategies: tuple[str, ...], num_replicas: int, near: int
+) -> Iterator[tuple[str, int]]:
+    """Yield strategies with the size of their shard axis: 1, 4, 16, ... nodes for hybrid ones."""
+    for name in strategies:
+        if name == "ddp":
+            yield name, 1
+        elif name in _TWO_AXES:
+            size = near
+            while size < num_replicas:
+                if size > 1 and num_replicas % size == 0:
+                    yield name, size
+                size *= 4
+        else:
+            yield name, num_replicas
+
+
+def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
+    if goal.micro_batches:
+        wrong = [size for size in goal.micro_batches if rank_batch % size]
+        if wrong:
+            fitting = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
+            raise ConfigError(
+                f"micro_batch={wrong[0]}: expected a divisor of the "
+                f"{counted(rank_batch, 'sequence')} per rank: {', '.join(map(str, fitting))}"
+            )
+        return list(goal.micro_batches)
+    powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
+    return [size for size in powers if rank_batch % size == 0]
+
+
+def _indivisible(degrees: dict[str, int], num_ranks: int, by: int) -> str:
+    shown = ", ".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
+    return f"{shown}: expected a number of ranks divisible by {by}, got {num_ranks}"
+
+
+def _batch_problem(goal: Goal, num_replicas: int) -> str:
+    below = goal.global_batch // num_replicas * num_replicas
+    multiples = " or ".join(f"{n:,}" for n in (below, below + num_replicas) if n)
+    problem = (
+        f"global_batch={goal.global_batch:,} does not divide evenly over "
+        f"{counted(num_replicas, 'data-parallel rank')}; use {multiples}"
+    )
+    for degree in (2, 4, 8) if goal.tensor == 1 else ():
+        if num_replicas % degree == 0 and goal.global_batch % (num_replicas // degree) == 0:
+            return f"{problem}, or tensor={degree}"
+    return problem

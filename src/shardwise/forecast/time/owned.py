@@ -1,0 +1,201 @@
+"""The work of the owners of matrices in `sw.optim.Muon` and `SOAP`, and how long it takes.
+
+An owner receives the parts of a batch of matrices, works on them, and returns the parts of their
+updates. The next batch arrives and the one before returns meanwhile, so the first collection and
+the last return are exposed::
+
+    exchange  collect 1 | collect 2 . return 1 | collect 3 . return 2 |  return 3
+    owner               |        work 1        |        work 2  | work 3
+
+Hidden matrices are those of the units without child units; AdamW updates all other parameters.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.forecast.machines.machine import Group, Machine
+from shardwise.forecast.work import Kind, Operation
+from shardwise.optim.matrices import Matrices, Product, cost_of
+from shardwise.optim.ownership import BATCH_BYTES, Job, OwnedJobs
+from shardwise.plan.axes import AxisBytes
+from shardwise.plan.layout import Layout, ParameterExtent
+from shardwise.plan.plan import Plan
+
+__all__ = ["PlannedOwners", "hidden_matrices"]
+
+_MUON_STEPS = 5
+_SOAP_FREQUENCY, _SOAP_LARGEST = 10, 10_000
+
+
+def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
+    """Yield the matrices that have owners, in the order of the model's parameters."""
+    for unit in plan.units:
+        if unit.has_child_units:
+            continue
+        found = {
+            extent.parameter.name: (layout, extent)
+            for layout in unit.trainable_layouts
+            for extent in layout.extents
+        }
+        for spec in unit.parameters:
+            if len(spec.shape) > 1 and spec.name in found:
+                yield found[spec.name]
+
+
+@dataclass(frozen=True)
+class PlannedOwners:
+    """The owners of the hidden matrices of ``plan``, with default options of the optimizer.
+
+    Attributes:
+        plan: plan of the model.
+        optimizer: "muon" or "soap".
+        itemsize: bytes of an element that is sent and computed with: for Muon 2 on accelerators and
+            4 on CPUs, for SOAP 4.
+    """
+
+    plan: Plan
+    optimizer: str
+    itemsize: int
+
+    def sent_bytes(self, rank: int) -> AxisBytes:
+        """Return the bytes that ``rank`` sends in a step, as `OwnerOptimizer.sent_bytes` does."""
+        return self.owned.sent_bytes(self._batches, rank)
+
+    @cached_property
+    def products(self) -> tuple[tuple[Product, ...], ...]:
+        """The matrix products that update each parameter."""
+        if self.optimizer == "muon":
+            return tuple(tuple(one.orthogonalization(_MUON_STEPS)) for one in self._matrices)
+        return tuple(
+            tuple(one.preconditioning(_SOAP_FREQUENCY, _SOAP_LARGEST)) for one in self._matrices
+        )
+
+    @cached_property
+    def owned(self) -> OwnedJobs:
+        """The jobs, their owners, and the bytes that ranks exchange."""
+        extents = hidden_matrices(self.plan)
+        jobs = tuple(
+            Job(
+                max(cost_of(products), matrices.num_matrices),
+                tuple(layout.num_owned(extent, rank) for rank in range(layout.world_size)),
+            )
+            for (layout, extent), matrices, products in zip(
+                extents, self._matrices, self.products, strict=True
+            )
+        )
+        num_rows = self.plan.replicas if self.plan.strategy.is_two_level else 1
+        return OwnedJobs(jobs, _replicas(self.plan), num_rows, self.itemsize)
+
+    @cached_property
+    def _matrices(self) -> tuple[Matrices, ...]:
+        specs = (extent.parameter for _, extent in hidden_matrices(self.plan))
+        return tuple(Matrices(spec.name, spec.shape) for spec in specs)
+
+    @cached_property
+    def _batches(self) -> list[tuple[int, ...]]:
+        return self.owned.batches(range(len(self.owned.jobs)))
+
+    def seconds(self, machine: Machine, stride: int = 1) -> float:
+        """Predict how long the exchange and the work of the slowest owner take.
+
+        Args:
+            machine: machine that runs the ranks.
+            stride: distance of neighboring ranks.
+        """
+        if not self._matrices:
+            return 0.0
+        loads = self.loads(machine)
+        group = Group(self.plan.num_ranks, stride)
+        num_batches = max(load.num_batches(self.itemsize) for load in loads)
+        collect, give_back = (  # seconds per batch
+            # The bytes of an all-to-all include what a rank sends to itself.
+            machine.all_to_all_seconds(
+                num_bytes / num_batches * group.size / max(1, group.size - 1), group
+            )
+            for num_bytes in self.exchanged_bytes(loads)
+        )
+        between = (num_batches - 1) * (collect + give_back)
+        return collect + max(*(load.seconds for load in loads), between) + give_back
+
+    def exchanged_bytes(self, loads: "Sequence[Load]") -> tuple[int, int]:
+        """Predict the bytes to owners and back, as the maximum that one rank sends or receives."""
+        sums = [(sum(load.collected for load in loads), self.plan.world_size)]
+        sums += [(sum(load.returned for load in loads), self.plan.num_ranks)]
+        most = max(load.collected for load in loads), max(load.returned for load in loads)
+        to_owners, back = (
+            max(one, -(-total // ranks)) * self.itemsize
+            for one, (total, ranks) in zip(most, sums, strict=True)
+        )
+        return to_owners, back
+
+    def loads(self, machine: Machine) -> "list[Load]":
+        """Balance the work over owners, in time that does not grow with the number of ranks.
+
+        Owners of `owned` differ from these only among ranks with about as much work.
+        """
+        known: dict[Product, float] = {}
+        jobs = []
+        extents = hidden_matrices(self.plan)
+        for (layout, extent), products in zip(extents, self.products, strict=True):
+            for one in products:
+                if one not in known:
+                    known[one] = one.times * machine.operation_seconds(self._operation(one))
+            size, largest = extent.parameter.num_elements, _largest_part(layout, extent)
+            seconds = sum(known[one] for one in products)
+            replicas = self.plan.replicas if not self.plan.strategy.is_two_level else 1
+            jobs.append(Load(seconds, 1, size, size - largest, size * replicas - largest))
+        loads = [Load()] * min(len(jobs), self.plan.num_ranks)
+        for job in sorted(jobs, reverse=True):
+            heapq.heapreplace(loads, loads[0] + job)
+        return loads
+
+    def _operation(self, product: Product) -> Operation:
+        batch, m, n, k = product.shape
+        reads = ((0, batch * m * k * self.itemsize), (1, batch * k * n * self.itemsize))
+        writes = ((2, batch * m * n * self.itemsize),)
+        name = "mm" if batch == 1 else "bmm"
+        return Operation(
+            name, Kind.MATMUL, product.flops, product.shape, self.itemsize, reads, writes
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Load:
+    """The work of one owner."""
+
+    seconds: float = 0.0
+    num_jobs: int = 0
+    elements: int = 0
+    collected: int = 0  # elements that it receives from other ranks
+    returned: int = 0  # elements that it sends back
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(
+            self.seconds + other.seconds,
+            self.num_jobs + other.num_jobs,
+            self.elements + other.elements,
+            self.collected + other.collected,
+            self.returned + other.returned,
+        )
+
+    def num_batches(self, itemsize: int) -> int:
+        """Return the number of batches in which an owner works, as `OwnedJobs.batches` does."""
+        return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
+
+
+def _largest_part(layout: Layout, extent: ParameterExtent) -> int:
+    """Return the largest number of a parameter's elements that one rank holds."""
+    size, shard = extent.parameter.num_elements, layout.shard_elements
+    first = min(size, shard - extent.offset % shard)
+    return max(first, min(shard, size - first))
+
+
+def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each replica, ordered by shard, as `DataParallelMesh` numbers them."""
+    size, replicas = plan.world_size, plan.replicas
+    if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
+        row = size // replicas
+        return (tuple(column + row * i for column in range(row) for i in range(replicas)),)
+    return tuple(tuple(range(start, start + size)) for start in range(0, size * replicas, size))

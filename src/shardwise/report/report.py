@@ -1,0 +1,51 @@
+"""`shardwise report`: the page and the tables of one run."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from shardwise.page.charts import read_charts
+from shardwise.recording.format import RecordingError, read_recording
+from shardwise.report import page, terminal
+from shardwise.report.findings import find
+from shardwise.report.summary import summarize
+from shardwise.report.trace import write_trace
+
+__all__ = ["report"]
+
+
+def report(
+    directory: Path, output: Path | None, trace: Path | None, console: Console
+) -> list[Path]:
+    """Write the page of the run in ``directory`` and print its findings.
+
+    Args:
+        directory: the run's directory.
+        output: where to write the page; None: ``report.html`` in ``directory``.
+        trace: where to write a trace for Perfetto; None: write none.
+        console: output console.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: there is no recording.
+        RecordingError: none of its steps is complete on all ranks.
+    """
+    ranks = read_recording(directory)
+    summary = summarize(ranks)
+    if not summary.steps:
+        raise RecordingError(
+            f"{directory}: no step was recorded with its events on all ranks; record at least one "
+            "complete forward and backward"
+        )
+    found = find(ranks)
+    charts = read_charts(directory, ranks)
+    target = output or directory / "report.html"
+    title = directory.resolve().name
+    target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
+    terminal.show(console, summary, found)
+    if trace is None:
+        return [target]
+    write_trace(ranks, trace)
+    return [target, trace]
