@@ -21,7 +21,7 @@ from benchmarks.forecast_page import BEGIN, END, table
 
 from shardwise.forecast.machines.calibrated import RanksCalibration
 from shardwise.launch.world import World
-from tests.forecast.test_calibrated import calibration
+from tests.forecast.calibrations import calibration
 from tests.pooled import run_on_pool
 
 SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.forecast.machines.calibrated import CalibratedMachine
-from tests.forecast.test_calibrated import calibration
+from tests.forecast.calibrations import calibration
 
 from .commands import fail
 

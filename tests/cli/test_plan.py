@@ -4,17 +4,14 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from shardwise.cli import main
 from shardwise.cli.plan import Progress
 from shardwise.forecast.models.transformer import Shape, build
+from tests.cli.planning import Result, run
 from tests.report.chromium import find_chromium, open_browser
 
 SHAPE = Shape(arch="gpt", layers=3, hidden=64, heads=2, vocab=512)
@@ -27,19 +24,6 @@ def small() -> nn.Module:
 
 def huge() -> nn.Module:
     return build(Shape(arch="gpt", layers=2, hidden=1 << 17, heads=8, vocab=512))
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    output: str
-    errors: str
-
-
-def run(*arguments: str) -> Result:
-    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
-        code = main(["plan", *arguments])
-    return Result(code, output.getvalue(), errors.getvalue())
 
 
 ARGUMENTS = ("--cluster", "16xA100-80GB", "--seq", "128", "--global-batch", "64")

@@ -25,7 +25,7 @@ from shardwise.train.config import Config, DataConfig, ModelConfig, read_config
 from shardwise.train.model_files import ModelFiles
 from shardwise.train.planned import config_of, configuration_of, toml_of
 from tests.cli import commands
-from tests.cli.test_plan import run
+from tests.cli.planning import run
 from tests.models import llama_config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

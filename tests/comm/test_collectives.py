@@ -36,7 +36,7 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from shardwise.watch.monitor import Patience
 from tests.covering import covered_first
-from tests.host.test_point_to_point import only
+from tests.host.ways import only
 from tests.ranks import on_ranks
 from tests.waiting import eventually
 from tests.watching import watch_of

@@ -24,11 +24,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shardwise.host import handshake, peers, process_memory
 from shardwise.host.peers import INLINE_BYTES, Offer, Peer
 from shardwise.host.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
+from tests.host.ways import WAYS, only
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
 
 SIZES = [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * _PIECE_BYTES + 5]  # bytes
-WAYS = ["memory", "sockets", "gloo"]
 SECRET = b"s" * 32
 NAMES = itertools.count()  # of the `PointToPoint`s of a rank
 
@@ -317,18 +317,6 @@ def test_a_file_is_passed_with_a_message() -> None:
 
 
 # -- in a rank -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def only(way: str) -> Iterator[None]:
-    """In the block, ranks connect as on a system that supports nothing faster."""
-    read = process_memory._process_vm_readv if way == "memory" else None
-    listen = (lambda _: None) if way == "gloo" else handshake.listen
-    with (
-        mock.patch.object(process_memory, "_process_vm_readv", read),
-        mock.patch.object(handshake, "listen", listen),
-    ):
-        yield
 
 
 def _transport(way: str = "memory") -> PointToPoint:

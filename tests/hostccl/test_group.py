@@ -28,7 +28,7 @@ from shardwise.host.point_to_point import PointToPoint
 from shardwise.hostccl import HostGroup, RankLostError
 from shardwise.hostccl.works import HostWork
 from tests import ranks
-from tests.host.test_point_to_point import WAYS, only
+from tests.host.ways import WAYS, only
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.one_process import rank, world_size as num_ranks
 

@@ -4,7 +4,7 @@ import pytest
 from benchmarks.published.score import Errors, Score, is_held_out, score
 
 from shardwise.errors import ConfigError
-from tests.published.test_rows import row_with, write
+from tests.published.rows import row_with, write
 
 OOM = {
     "outcome": "oom",

@@ -19,7 +19,7 @@ from shardwise.report.trace import trace_events
 from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
-from tests.report.test_trace import assert_opens
+from tests.report.opening import assert_opens
 from tests.runtime.one_process import adamw
 from tests.waiting import eventually
 

@@ -1,10 +1,9 @@
 """The trace of a recording in the format that Perfetto reads."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from shardwise.recording.format import (
 )
 from shardwise.report.trace import trace_events, write_trace
 from shardwise.schedule.events import EventKind
+from tests.report.opening import assert_opens
 
 Json = dict[str, Any]
 
@@ -138,27 +138,6 @@ def around(events: Sequence[Json], flow: Json) -> str:
     ]
     (name,) = found
     return str(name)
-
-
-def assert_opens(events: Sequence[Json]) -> None:
-    """Check the properties that a viewer relies on."""
-    assert json.loads(json.dumps(events)) == events
-    timed = [one for one in events if one["ph"] != "M"]
-    assert min(one["ts"] for one in timed) == 0
-    assert [one["ts"] for one in timed] == sorted(one["ts"] for one in timed)
-    flows = Counter((one["id"], one["ph"]) for one in timed if one["ph"] in "sf")
-    assert set(flows.values()) == {1}
-    assert {id_ for id_, ph in flows if ph == "s"} == {id_ for id_, ph in flows if ph == "f"}
-    by_id = {(one["id"], one["ph"]): one for one in timed if one["ph"] in "sf"}
-    for id_, _ in flows:
-        assert by_id[id_, "s"]["ts"] <= by_id[id_, "f"]["ts"]
-    tracks = defaultdict(list)
-    for one in timed:
-        if one["ph"] == "X":
-            tracks[one["pid"], one["tid"]].append(one)
-    for track in tracks.values():
-        for before, after in pairwise(track):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, "slices do not overlap"
 
 
 def test_a_trace_opens(tmp_path: Path) -> None:
