@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.fsdp import FullyShardedDataParallel, MixedPrecision
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks, run_on
@@ -56,6 +58,45 @@ def test_division_by_the_number_of_ranks_loses_no_small_gradients() -> None:
             assert model.weight.grad is not None
             expected = x.float() * micro_batch
             assert torch.equal(full(model.weight.grad), expected), value
+
+
+@on_ranks(4)
+def test_gradients_that_are_added_are_divided_alike() -> None:
+    """Each reentrant checkpoint runs a backward, so a weight gets a gradient from both."""
+    layer = nn.Linear(2, 1, bias=False)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            once = [checkpoint(self.layer, part, use_reentrant=True) for part in x.chunk(2)]
+            return torch.cat(once)
+
+    model = Twice()
+    sw.fully_shard(model, mp_policy=HALF)
+    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    model(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(full(layer.weight.grad), x.detach().sum(0, keepdim=True))
+
+
+@on_ranks(4)
+def test_a_communication_hook_gets_gradients_that_are_not_divided() -> None:
+    model = FullyShardedDataParallel(
+        nn.Linear(2, 1, bias=False), mixed_precision=MixedPrecision(param_dtype=torch.float16)
+    )
+    seen: list[Tensor] = []
+
+    def hook(state: None, whole: Tensor, shard: Tensor) -> None:
+        del state
+        seen.append(whole[:2].clone())
+        shard.zero_()
+
+    model.register_comm_hook(None, hook)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert torch.equal(seen[0], seen[0].new_tensor([1.0, 2.0]))
 
 
 def _train_scaled(kind: str, strategy: str, clips: bool) -> None:
