@@ -13,7 +13,7 @@ from shardwise.blockwise import Blocks
 from shardwise.comm.api import CollectiveId, Step, Work
 from shardwise.comm.device import ThreadStream
 from shardwise.features.host_collectives import HostCollectives
-from shardwise.forecast.memory.replay import MemoryReplay, ReplayOptions
+from shardwise.forecast.memory.buffers import MemoryReplay, ReplayOptions
 from shardwise.forecast.time.wires import gather_scratch, reduce_scratch
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind

@@ -27,7 +27,7 @@ from itertools import accumulate
 
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.replay import MemoryReplay, ReplayOptions
+from shardwise.forecast.memory.buffers import MemoryReplay, ReplayOptions
 from shardwise.forecast.memory.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches
 from shardwise.forecast.work import Kind, Segment, Workload
