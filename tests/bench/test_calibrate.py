@@ -48,6 +48,9 @@ def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     machine = CalibratedMachine.read(tmp_path / "machine.json")
     assert {"mm/4", "mm/2", "gelu/4", "attention/2", "memory/4"} <= set(machine.measured.operations)
     assert set(machine.measured.collectives) >= {"cast/2", "gather/2", "reduce/4"}
+    assert "dequantize_nf4/4" in machine.measured.operations
+    assert machine.measured.unit_seconds > 0
+    assert machine.measured.parameter_seconds > 0
     assert "us per operation" in machine.measured.summary()
 
 

@@ -14,6 +14,9 @@ def calibration(cores: int = 2) -> Calibration:
     measured = RanksCalibration(
         threads=1,
         operation_seconds=1e-5,
+        step_seconds=1e-3,
+        unit_seconds=1e-4,
+        parameter_seconds=1e-6,
         operations={
             "mm/4": Rate(start=1e-6, per_flop=1e-11),
             "mm/2": Rate(start=1e-6, per_flop=1e-10),
@@ -45,7 +48,7 @@ def calibration(cores: int = 2) -> Calibration:
     }
     return Calibration(
         format="shardwise calibration",
-        version=1,
+        version=2,
         machine={},
         accelerator=accelerator,
         cores=cores,

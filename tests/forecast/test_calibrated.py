@@ -7,9 +7,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.machines.calibrated import (
-    CalibratedMachine,
-)
+from shardwise.forecast.machines.calibrated import CalibratedMachine
 from shardwise.forecast.machines.machine import Group
 from shardwise.forecast.work import Kind, Operation
 from tests.forecast.calibrations import MB, calibration
@@ -48,6 +46,16 @@ def test_ranks_share_the_cores(tmp_path: Path) -> None:
     assert on_gpus.constants.operation_seconds == 1e-5
 
 
+def test_the_engine_takes_time_where_the_host_computes(tmp_path: Path) -> None:
+    two, on_gpus = machine(tmp_path, 2), machine(tmp_path, 2, cores=0)
+    assert two.engine_seconds(num_parameters=10) == pytest.approx(1e-3 + 10 * 1e-6)
+    assert two.segment_seconds == pytest.approx(1e-4 / 2), "of a forward or a backward"
+    assert on_gpus.engine_seconds(num_parameters=10) == on_gpus.segment_seconds == 0
+    assert on_gpus.constants.unit_seconds == pytest.approx(1e-4 / 2), (
+        "of the host, which runs ahead"
+    )
+
+
 def test_collectives_follow_their_curve_and_dtype(tmp_path: Path) -> None:
     found = machine(tmp_path, 2)
     ranks = Group(2)
@@ -70,7 +78,7 @@ def test_a_number_of_ranks_that_was_not_measured_is_an_error(tmp_path: Path) -> 
     ("before", "after", "message"),
     [
         ('"start": 1e-06', '"start": -1', r"ranks\.2\.operations\.mm/4\.start"),
-        ('"version": 1', '"version": 7', "version 7, expected 1"),
+        ('"version": 2', '"version": 7', "version 7, expected 2"),
         ('"threads": 1', '"thread": 1', r"ranks\.2\.threads"),
         ("{", "[", "Invalid JSON"),
     ],

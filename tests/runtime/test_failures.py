@@ -46,6 +46,38 @@ def test_an_exception_reaches_every_rank_and_the_next_step_works(
     _raise(where, position, raising)
 
 
+class Reordered(nn.Module):
+    """Calls its units in an order of choice, and may raise after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.order = (0, 1, 2)
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        if self.raises:
+            raise ValueError("it hurts")
+        return x
+
+
+@on_ranks(2)
+def test_ranks_forget_the_order_of_a_pass_that_only_some_have_ended() -> None:
+    """They would gather other units ahead in the next step."""
+    torch.manual_seed(0)
+    reference = Reordered().double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, units=Block)
+    _check_step(model, reference)
+    model.order, model.raises = (0, 2, 1), dist.get_rank() == 1
+    with pytest.raises((ValueError, sw.PeerAborted)):
+        model(torch.randn(4, WIDTH).double()).square().mean().backward()
+    model.order, model.raises = (0, 1, 2), False
+    _check_step(model, reference)
+
+
 @on_ranks(1)
 def test_an_exception_in_one_process_is_the_users_own() -> None:
     _raise("backward", 3, EVERY)

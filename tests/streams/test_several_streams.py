@@ -112,7 +112,9 @@ def _aside(layer: Layer, x: Tensor, side: Side) -> Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}, {"prefetch": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "zero2"}, {"strategy": "ddp"}, {"prefetch": 0}], ids=str
+)
 def test_units_on_several_streams_are_ordered(options: dict[str, Any], branches: bool) -> None:
     torch.manual_seed(0)
     reference, model = (Net(branches=branches).double() for _ in range(2))

@@ -6,6 +6,8 @@ Small models are trained, unsharded and sharded, on the numbers of local ranks t
   the median over repetitions. On a CPU, the thread's CPU time is measured, which other processes
   hardly affect; on a GPU, events on its stream.
 - *Host*: the remaining time of forward and backward, per operation.
+- *Engine*: what sharding adds to the thread that computes, per step and per unit, from models of
+  tiny units; the optimizer's time per parameter.
 - *Collectives*: units of 16 KB to 16 MB with almost no compute, from the engine's ledger.
 - *Optimizer*: fused AdamW, per byte of gradients.
 """
@@ -34,6 +36,7 @@ from shardwise.forecast.machines.calibrated import (
     RanksCalibration,
     Rate,
 )
+from shardwise.forecast.models.adapted import NF4Linear
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.trace.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
@@ -65,6 +68,8 @@ _LARGE_SECONDS = 0.4  # after a model whose step takes this long, no larger mode
 _UNIT_ELEMENTS = tuple(1 << power for power in range(12, 23, 2))  # 16 KB to 16 MB in float32
 _STEPS = 12  # steps of sharded models
 _UPDATE_ELEMENTS = 1 << 22
+_TINY_ELEMENTS = 64  # of the only parameter of a tiny unit
+_TINY_UNITS = (4, 64)  # numbers of tiny units; the difference gives the time of each
 _LEAST_PER_BYTE = 1e-14  # seconds
 _HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 # Strategy -> names of its collectives in a calibration.
@@ -160,9 +165,13 @@ def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> Ran
                 points[f"{operation.kind}/{operation.itemsize}"].append(point)
             if max(world.gather(total)) > _LARGE_SECONDS:
                 break
+    engine, unit, parameter = _engine_seconds(world, steps)
     return RanksCalibration(
         threads=torch.get_num_threads() if world.device.type == "cpu" else 1,
         operation_seconds=overhead / launched,
+        step_seconds=engine,
+        unit_seconds=unit,
+        parameter_seconds=parameter,
         operations={key: _fit(found) for key, found in points.items()},
         collectives=_collectives(world, steps),
         updates={"adamw": _update_seconds(world.device)},
@@ -182,18 +191,21 @@ def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 class _Sample(GPT):
-    """A GPT with operations of other transformers: SiLU, RMS norms, softmax and dropout."""
+    """A GPT with operations of other models: SiLU, RMS norms, softmax, dropout, 4-bit weights."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.extra_norm = nn.RMSNorm(shape.hidden)
+        self.coded = NF4Linear(nn.Linear(shape.hidden, shape.hidden, bias=False))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions)
         x = self.embedding(tokens)
         y = functional.dropout(functional.silu(self.extra_norm(x)), 0.1).relu()
+        y = self.coded(y)
         scores = torch.softmax(y @ x.transpose(1, 2), dim=-1)
-        return logits + (scores @ y).mean()
+        mixed: Tensor = scores @ y
+        return logits + mixed.mean()
 
 
 class _Timer(Recorder):  # type: ignore[no-untyped-call]
@@ -285,6 +297,43 @@ class _Unit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.weight[0]
+
+
+def _engine_seconds(world: World, num_steps: int) -> tuple[float, float, float]:
+    """Measure the thread that computes: seconds of a step, of a unit, and of a parameter's update.
+
+    The plain model has the same operations, so the difference is what the engine adds. A unit
+    counts once for its forward and backward.
+    """
+    few, many = [_tiny(world, number, num_steps) for number in _TINY_UNITS]
+    per_unit, per_parameter = (
+        max(0.0, b - a) / (_TINY_UNITS[1] - _TINY_UNITS[0]) for a, b in zip(few, many, strict=True)
+    )
+    rest = sum(few) - _TINY_UNITS[0] * (per_unit + per_parameter)
+    return max(0.0, rest), per_unit, per_parameter
+
+
+def _tiny(world: World, num_units: int, num_steps: int) -> tuple[float, float]:
+    """Return what the engine adds to forward and backward, and the seconds of the optimizer."""
+    passes, updates = [], []
+    for is_sharded in (False, True):
+        model = nn.Sequential(*(_Unit(_TINY_ELEMENTS) for _ in range(num_units))).to(world.device)
+        if is_sharded:
+            sw.fully_shard(model, units=_Unit)
+        optimizer = fused_adamw(list(model.parameters()))
+        x = torch.ones(1, device=world.device)
+        times: list[tuple[float, float]] = []
+        for _ in range(num_steps):
+            dist.barrier()
+            began = time.thread_time()
+            model(x).sum().backward()
+            middle = time.thread_time()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append((middle - began, time.thread_time() - middle))
+        passes.append(min(one for one, _ in times))
+        updates.append(min(one for _, one in times[1:]))
+    return max(0.0, passes[1] - passes[0]), updates[1]
 
 
 def _collectives(world: World, steps: int) -> dict[str, Curve]:

@@ -25,7 +25,7 @@ from shardwise.forecast.work import Kind, Operation
 
 __all__ = ["CalibratedMachine", "Calibration", "Curve", "RanksCalibration", "Rate"]
 
-VERSION = 1
+VERSION = 2
 _GENERATION = "hopper"  # source of the constants that are not measured
 _PAUSED = 1e6  # slowdown of compute while a collective occupies its cores
 
@@ -76,6 +76,9 @@ class RanksCalibration(_Strict):
 
     threads: Annotated[int, Field(ge=1)]  # threads per rank
     operation_seconds: _Positive  # host overhead per operation
+    step_seconds: _Positive  # what the engine and the optimizer add to a step, on the host
+    unit_seconds: _Positive  # what the engine adds for a unit's forward and backward, on the host
+    parameter_seconds: _Positive  # of the optimizer per parameter, on the host
     operations: dict[str, Rate]
     collectives: dict[str, Curve]
     updates: dict[str, _Positive]  # seconds of an optimizer per byte of gradient shards
@@ -91,6 +94,7 @@ class RanksCalibration(_Strict):
         if copied:
             parts.append(f"memory {1e-9 / copied:,.1f} GB/s")
         parts.append(f"{self.operation_seconds * 1e6:,.0f} us per operation")
+        parts.append(f"{self.unit_seconds * 1e6:,.0f} us per unit")
         for key in ("gather/4", "reduce/4", "all_reduce/4"):
             if key in self.collectives:
                 size, seconds = self.collectives[key].points[-1]
@@ -186,7 +190,7 @@ class CalibratedMachine(Machine):
             Constants.of(_GENERATION),
             interference=_PAUSED if on_cpu else 0.0,
             operation_seconds=0.0 if on_cpu else measured.operation_seconds,
-            unit_seconds=0.0,
+            unit_seconds=0.0 if on_cpu else measured.unit_seconds / 2,
             straggler=0.0,
         )
         word = "rank" if on_cpu else "GPU"
@@ -216,6 +220,16 @@ class CalibratedMachine(Machine):
         if self.calibration.cores:  # the cores launch operations as well as compute
             seconds += self.measured.operation_seconds
         return seconds * self._sharing
+
+    def engine_seconds(self, num_parameters: int) -> float:
+        if not self.computes_on_cpu:
+            return 0.0
+        update = num_parameters * self.measured.parameter_seconds
+        return (self.measured.step_seconds + update) * self._sharing
+
+    @property
+    def segment_seconds(self) -> float:
+        return self.measured.unit_seconds / 2 * self._sharing if self.computes_on_cpu else 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:
         rate = self.measured.operations[f"{Kind.MEMORY}/4"]

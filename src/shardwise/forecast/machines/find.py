@@ -57,6 +57,7 @@ def local_machine(num_ranks: int) -> Machine:
 # Rates of one rank with one thread, as `shardwise doctor --calibrate` measures them on servers,
 # rounded: float32 and 16-bit FLOP/s, bytes/s of memory, seconds per operation, bytes/s sent.
 _FLOPS, _HALF_FLOPS, _MEMORY, _OPERATION, _SENT = 5e10, 1e10, 5e9, 2e-5, 2e9
+_STEP, _UNIT, _PARAMETER = 1e-3, 3e-4, 5e-6  # seconds that the engine and the optimizer add
 
 
 def typical_cpu(num_ranks: int) -> Calibration:
@@ -74,6 +75,9 @@ def typical_cpu(num_ranks: int) -> Calibration:
     measured = RanksCalibration(
         threads=torch.get_num_threads(),
         operation_seconds=_OPERATION,
+        step_seconds=_STEP,
+        unit_seconds=_UNIT,
+        parameter_seconds=_PARAMETER,
         operations=operations,
         collectives=collectives,
         updates={"adamw": 7 / _MEMORY},

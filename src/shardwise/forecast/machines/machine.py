@@ -219,6 +219,20 @@ class Machine:
             max(seconds, self.memory_seconds(operation.num_bytes)) + self.constants.kernel_seconds
         )
 
+    def engine_seconds(self, num_parameters: int) -> float:
+        """Predict what the engine and the optimizer add to a step where the host computes.
+
+        Args:
+            num_parameters: how many tensors the optimizer updates.
+        """
+        del num_parameters
+        return 0.0
+
+    @property
+    def segment_seconds(self) -> float:
+        """What the engine adds to a unit's forward or backward where the host computes."""
+        return 0.0
+
     def memory_seconds(self, num_bytes: float) -> float:
         """Predict reading and writing ``num_bytes`` in total."""
         return num_bytes / (self.device.memory_bandwidth * self.constants.memory)

@@ -108,10 +108,12 @@ class _Step:
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
         update, owners = self._update_seconds(), self._owner_seconds()
-        inner = seconds + sends + bubble + update + owners
+        trained = (one.extents for unit in self.plan.units for one in unit.trainable_layouts)
+        engine = self.machine.engine_seconds(sum(map(len, trained)))
+        inner = seconds + sends + bubble + update + owners + engine
         outer = self._outer_seconds(inner)
         breakdown = compute | {
-            "host": host,
+            "host": host + engine,
             "exposed communication": exposed,
             "interference": seconds - exposed - host - sum(compute.values()),
             "pipeline bubble": bubble,
@@ -348,6 +350,7 @@ class _Pricing:
             else:
                 totals[kind.value] += sum(map(self._seconds, run))
                 launches += len(run)
+        totals["memory"] += self._machine.segment_seconds
         host = launches * constants.operation_seconds + constants.unit_seconds
         return SegmentCost(**totals, host=host)
 
