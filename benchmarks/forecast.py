@@ -43,7 +43,7 @@ from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import TrainedModel, gpt_work
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.calibrated import CalibratedMachine, RanksCalibration
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.time.step import step_time

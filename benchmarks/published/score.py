@@ -24,7 +24,7 @@ from benchmarks.published.rows import Row, read_rows, tokens_of
 from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Workload

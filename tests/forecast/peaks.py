@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from shardwise.forecast.memory.certificate import Certificate
+from shardwise.forecast.memory.step import Certificate
 
 
 def peak_of(profiled: Any) -> int:

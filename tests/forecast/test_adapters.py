@@ -16,7 +16,7 @@ from shardwise.forecast.adapters import Adapters, parse_adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machines.find import machine_of
-from shardwise.forecast.memory.certificate import memory_certificate
+from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.models.adapted import (
     LoRALinear,
     NF4Linear,

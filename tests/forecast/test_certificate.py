@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.certificate import CATEGORIES, Certificate, memory_certificate
+from shardwise.forecast.memory.step import CATEGORIES, Certificate, memory_certificate
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.work import Segment, Workload
 from shardwise.plan.wire import Wire

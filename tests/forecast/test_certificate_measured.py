@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.certificate import memory_certificate
 from shardwise.forecast.memory.states import state_bytes
+from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.trace.recomputing import checkpoint_blocks

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import MixedPrecisionPolicy
 

@@ -11,7 +11,7 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
 from shardwise.forecast.machines.hardware import Cluster, parse_cluster
 from shardwise.forecast.machines.machine import Machine
-from shardwise.forecast.memory.certificate import Certificate, Moment
+from shardwise.forecast.memory.step import Certificate, Moment
 from shardwise.forecast.search.candidates import Goal, Objective, configurations
 from shardwise.forecast.search.scaling import scaling_curves
 from shardwise.forecast.search.search import Ranking, frontier, search

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.trace.recomputing import checkpoint_blocks

@@ -19,7 +19,7 @@ from shardwise.comm.api import Work
 from shardwise.comm.communicator import communicator
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.certificate import memory_certificate
+from shardwise.forecast.memory.step import memory_certificate
 from shardwise.host.shared_memory import SharedMemory
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.plan.strategy import STRATEGIES, Level, Strategy

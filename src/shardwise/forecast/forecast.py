@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import Cluster
 from shardwise.forecast.machines.machine import Machine
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.time.saving import CheckpointPlan, save_plan

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.forecast.memory.certificate import memory_certificate
+from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.planned import plan_of, sharding_of
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus

@@ -21,13 +21,13 @@ from shardwise.forecast.configuration import Checkpointing, Configuration
 from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machines.find import local_machine, machine_of
 from shardwise.forecast.machines.machine import Machine
-from shardwise.forecast.memory.certificate import Certificate, memory_certificate
 from shardwise.forecast.memory.process import (
     count_growth,
     growths,
     release_memory,
     set_mmap_threshold,
 )
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.search.applying import apply_to

@@ -12,7 +12,7 @@ from shardwise.forecast.adapters import adapters_of
 from shardwise.forecast.configuration import Checkpointing, Configuration, Float8, Offload
 from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.machines.find import machine_of
-from shardwise.forecast.memory.certificate import Certificate
+from shardwise.forecast.memory.step import Certificate
 from shardwise.forecast.models.model import model_of
 from shardwise.forecast.options import parse_outer, parse_wire
 from shardwise.forecast.planned import call_of

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.forecast.forecast import Forecast
-from shardwise.forecast.memory.certificate import CATEGORIES, Certificate, Moment
+from shardwise.forecast.memory.step import CATEGORIES, Certificate, Moment
 from shardwise.forecast.search.scaling import Curve
 from shardwise.forecast.time.saving import CheckpointPlan, Storage
 from shardwise.forecast.view.planning import Planned
