@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import PlanError, StepError
+from shardwise.schedule.events import EventKind
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
@@ -422,6 +423,19 @@ def test_a_converted_model_keeps_what_was_accumulated(strategy: str) -> None:
         if other.grad is not None:
             assert one.grad is not None
             torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_micro_batches_after_a_conversion_are_not_reduced_either() -> None:
+    model = shard("fsdp")
+    assert isinstance(model, sw.FSDPModule)
+    model.set_requires_gradient_sync(False)
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
+        kinds = {event.kind for event in sw.ledger(model).events()}
+        assert EventKind.BACKWARD in kinds
+        assert EventKind.REDUCE not in kinds
 
 
 @on_ranks(2)
