@@ -16,6 +16,7 @@ from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.optimizer import spec_of
 from shardwise.train.recomputing import modes_of
 from shardwise.train.source import source_of
+from shardwise.train.tensor_parallel import check_tensor_parallel
 
 __all__ = ["config_of", "configuration_of", "toml_of"]
 
@@ -76,6 +77,7 @@ def config_of(configuration: Configuration, base: Config) -> Config:
         configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)
     config = _changed(configuration, base)
     try:
+        check_tensor_parallel(config)
         found = configuration_of(config)
     except ShardwiseError as error:
         raise ConfigError(f"shardwise train: {error}") from None
