@@ -125,7 +125,7 @@ def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
 
 def test_a_degree_of_a_model_with_a_plan_is_trained_as_planned(tmp_path: Path) -> None:
     base = BASE.model_copy(update={"model": ModelConfig(path="llama", context=32)})
-    options = {"sequence_parallel": False, "split_vocabulary": False}
+    options: dict[str, Any] = {"sequence_parallel": False, "split_vocabulary": False}
     for strategy, sizes in (("fsdp", (4, 1)), ("ddp", (1, 4)), ("hsdp", (2, 2))):
         configuration = replace(
             SMALL, strategy=strategy, shard_size=sizes[0], replicas=sizes[1], tensor=2, **options

@@ -12,7 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -21,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from shardwise.errors import ConfigError
@@ -33,6 +38,7 @@ from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import train
 from shardwise.train.run_directory import open_run
 from shardwise.train.sinks import StepMetrics
+from shardwise.train.tensor_parallel import TensorRanks, part_of_rank
 from shardwise.train.trainer import Trainer
 from tests.covering import leaving
 from tests.ranks import RankFailed, run_on
@@ -52,6 +58,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**GROUPED),
     "qwen2": lambda: Qwen2Config(**GROUPED, tie_word_embeddings=True),  # with biases
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=8),  # with norms of each head
+    "gemma2": lambda: Gemma2Config(**GROUPED, head_dim=8),  # whose embedding has a buffer
     "gpt_neox": lambda: GPTNeoXConfig(**SIZES, tie_word_embeddings=True),  # embedding not in plan
 }
 RANKS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -297,6 +304,85 @@ def test_memory_is_forecast_for_the_part_of_a_rank(root: Path) -> None:
     divided = 4 * (layers // 2 + 2 * embeddings[1])
     assert process["parameters"] - part["parameters"] == divided
     assert process["optimizer"] - part["optimizer"] == 2 * divided
+
+
+FLOAT64 = [  # families that compute in the dtype of their inputs throughout
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "ministral",
+    "mistral",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+]
+
+
+@pytest.mark.parametrize("family", leaving({*FLOAT64} - {"gemma2", "olmo2", "phi3"}, FLOAT64))
+def test_gradients_of_a_family_equal_those_of_one_rank(family: str) -> None:
+    gradients = run_on(2, _gradients, family)
+    assert not any(gradients), "parameters whose gradients differ"
+
+
+def _gradients(family: str) -> list[str]:
+    """The names of parameters whose gradients differ from those of the whole model."""
+    config = Config.model_validate({"shard": {"nproc": 2, "tensor": 2}})
+    whole, divided = _tiny(family), _tiny(family)
+    assert part_of_rank(_tiny(family), config) is not None
+    TensorRanks(config, cpu_world()).divide(divided)
+    tokens = torch.arange(20).view(2, 10) % 37
+    for model in (whole, divided):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+    parameters = dict(divided.named_parameters())
+    assert any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    return [
+        name
+        for name, parameter in whole.named_parameters()
+        if parameter.grad is not None
+        and not torch.allclose(full(parameters[name].grad), parameter.grad, rtol=1e-10, atol=1e-13)
+    ]
+
+
+def _tiny(family: str) -> Any:
+    kind = CONFIG_MAPPING[family]
+    sizes = GROUPED | {"vocab_size": 37, "head_dim": 8}
+    sizes |= {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    known = {key: size for key, size in sizes.items() if hasattr(kind(), key)}
+    if layer_types := getattr(kind(), "layer_types", None):
+        known["layer_types"] = layer_types[:2]
+    torch.manual_seed(0)
+    settings = kind(**known, **tokens)
+    return AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float64, attn_implementation="eager"
+    )
 
 
 @pytest.mark.parametrize(

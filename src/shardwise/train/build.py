@@ -33,11 +33,11 @@ def check(config: Config) -> None:
     """
     check_trackers(config)
     check_optimizer(config.train)
+    check_tensor_parallel(config)
     open_corpus(config).check_length(config.model.context)
     check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
-    check_tensor_parallel(config)
     plan_of_rank(config)
 
 

@@ -250,7 +250,9 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, style in styles.items():
         module = model.get_submodule(name)
         _check_sizes(name, module, style, degree)
+        buffers, module._buffers = module._buffers, {}  # they stay plain tensors
         parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
+        module._buffers = buffers
     for first, *others in holders.values():
         for name in others:
             path, _, attribute = name.rpartition(".")
