@@ -359,7 +359,7 @@ def _gradients(family: str) -> list[str]:
     tokens = torch.arange(20).view(2, 10) % 37
     for model in (whole, divided):
         logits = model(input_ids=tokens, use_cache=False).logits
-        functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+        functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()  # type: ignore[no-untyped-call]
     parameters = dict(divided.named_parameters())
     assert any(isinstance(parameter, DTensor) for parameter in parameters.values())
     return [
