@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -115,9 +114,7 @@ class TensorRanks:
 
 def _gather(own: Tensor, mesh: DeviceMesh) -> Tensor:
     """Gather tensors of one shape from the ranks of ``mesh``: [ranks, *shape]."""
-    gathered = own.new_empty(mesh.size() * own.numel())
-    dist.all_gather_into_tensor(gathered, own.reshape(-1), group=mesh.get_group())
-    return gathered.view(mesh.size(), *own.shape)
+    return DTensor.from_local(own[None], mesh, [Shard(0)], run_check=False).full_tensor()
 
 
 def _is_divided(parameter: Tensor) -> bool:
