@@ -189,7 +189,7 @@ def plan(
         compute_dtype=_dtype(dtype),
         compiled=compiled,
         units=resolved.units,
-        # As plans of transformers divide layers, if shardwise train is to run the plan.
+        # shardwise train divides layers as transformers does.
         sequence_parallel=config is None,
         split_vocabulary=config is None,
         float8=float8,  # type: ignore[arg-type]

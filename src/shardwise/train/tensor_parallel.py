@@ -34,7 +34,9 @@ from shardwise.train.optimizer import spec_of
 __all__ = ["TensorRanks", "check_settings", "check_tensor_parallel", "part_of_rank"]
 
 _AXIS = "tensor"
-_TOLERANCE = 0.01  # relative, of norms: kernels of a GPU may sum in another order
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose outputs are divided by heads
+# Of norms of gradients; kernels of a GPU may sum in another order.
+_TOLERANCE, _ROUNDING = 0.01, 1e-6
 
 
 class TensorRanks:
@@ -103,7 +105,8 @@ class TensorRanks:
         }
         sums = [one.norm(dtype=torch.float64).to(self._device) for one in gradients.values()]
         by_rank = _gather(torch.stack(sums), self._mesh)  # [size, parameters]
-        differs = (by_rank - by_rank[0]).abs() > _TOLERANCE * by_rank[0]
+        floor = _ROUNDING * by_rank[0].norm()  # for gradients that are 0 but for rounding
+        differs = (by_rank - by_rank[0]).abs() > _TOLERANCE * by_rank[0] + floor
         for number in differs.any(0).nonzero().flatten().tolist()[:1]:
             raise PlanError(
                 f"{[*gradients][number]}: its gradient differs between the ranks that divide "
@@ -178,9 +181,6 @@ def check_settings(settings: Any, degree: int) -> None:
             )
 
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections whose outputs are divided by heads
-
-
 def part_of_rank(model: nn.Module, config: Config) -> nn.Module:
     """Divide ``model``, on the meta device, and return it as the part of one rank.
 
@@ -215,6 +215,7 @@ class _SummedGradients(ParallelStyle):
 
         def after(module: nn.Module, *_: Any) -> None:
             module._parameters.update(held)
+            held.clear()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -252,8 +253,19 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         module._buffers = buffers
     for first, *others in holders.values():
         for name in others:
-            path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, model.get_parameter(first))
+            _tie(model, first, name, degree)
+
+
+def _tie(model: nn.Module, first: str, name: str, degree: int) -> None:
+    """Let the parameter ``name`` be ``first`` again."""
+    one, other = model.get_parameter(first), model.get_parameter(name)
+    if getattr(one, "placements", None) != getattr(other, "placements", None):
+        raise ConfigError(
+            f"shard.tensor={degree}: {first} and {name} are one parameter, but the model's plan "
+            "divides them along different dims; set shard.tensor=1"
+        )
+    path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(path), attribute, one)
 
 
 def _styles_of(model: Any, degree: int) -> dict[str, str]:
