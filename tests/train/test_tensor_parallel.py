@@ -266,6 +266,8 @@ def test_losses_do_not_depend_on_options(root: Path, name: str) -> None:
             assert files == ["rank-00000.jsonl", "rank-00001.jsonl"]
         assert all(0 <= (record.slowest_rank or 0) < 4 for record in records)
         assert any(record.exposed_seconds for record in records)
+        open_run(config)  # starts over
+        assert not (path / "tensor-1").exists()
 
 
 UNSAVED: Document = {"checkpoint": {"every": 0}, "run": {"overwrite": True}}
