@@ -97,7 +97,6 @@ def test_every_optimizer_and_dtype_is_trained_as_planned(
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor": 2},
         {"pipeline": 2},
         {"context": 2},
         {"expert": 2},
@@ -122,6 +121,24 @@ def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
     with mock.patch.object(nn.Module, "compile", autospec=True) as compiled:
         model = build_model(config)
     assert [call.args[0] for call in compiled.call_args_list] == list(model.blocks)  # type: ignore[arg-type]
+
+
+def test_a_degree_of_a_model_with_a_plan_is_trained_as_planned(tmp_path: Path) -> None:
+    base = BASE.model_copy(update={"model": ModelConfig(path="llama", context=32)})
+    options: dict[str, Any] = {"sequence_parallel": False, "split_vocabulary": False}
+    for strategy, sizes in (("fsdp", (4, 1)), ("ddp", (1, 4)), ("hsdp", (2, 2))):
+        configuration = replace(
+            SMALL, strategy=strategy, shard_size=sizes[0], replicas=sizes[1], tensor=2, **options
+        )
+        config = trained_as(configuration, tmp_path / "train.toml", base)
+        assert configuration_of(config) == configuration
+        assert (config.shard.nproc, config.shard.tensor, config.data_ranks) == (8, 2, 4)
+        assert config.with_ranks(8) == config
+    assert config_of(replace(SMALL, **options), base) == config_of(SMALL, base), "they say nothing"
+    with pytest.raises(ConfigError, match="cannot train with sequence_parallel=True"):
+        config_of(replace(configuration, sequence_parallel=True), base)
+    with pytest.raises(ConfigError, match="the embedded GPT has no plan"):
+        config_of(configuration, BASE)
 
 
 def test_a_checkpoint_of_every_second_block_is_kept() -> None:
@@ -157,14 +174,14 @@ def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     found = run(
         "llama-3.2-1b", "--cluster=2xH100", "--seq=64", "--global-batch=4", "--no-scaling",
-        f"--config={path}",
+        "--tensor=2", f"--config={path}",
     )  # fmt: skip
     assert found.code == 0, found.errors
     config = read_config(path)
     fields = json.loads((Path(config.model.path) / "config.json").read_text("utf-8"))
     assert (fields["num_hidden_layers"], fields["hidden_size"]) == (16, 2048)
     assert config.model.context == 64
-    assert config.shard.nproc == 2
+    assert (config.shard.nproc, config.shard.tensor) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,17 @@ def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
     [
         ("t5-small", [], "transformers has no causal language model of this shape"),
         ("tests.cli.test_plan:small", [], "pass the TOML file of a run"),
-        ("llama-3.2-1b", ["--tensor=2"], "cannot train with tensor=2"),
+        (
+            "mixtral-8x7b",
+            ["--tensor=2", "--no-offload"],
+            "which is not supported; set shard.tensor",
+        ),
+        ("llama-3.2-1b", ["--tensor=2", "--compile"], "train.compile=true with shard.tensor=2 is"),
+        (
+            "qwen-2-1.5b",
+            ["--tensor=4", "--cluster=4xH100"],
+            "does not divide num_key_value_heads=2",
+        ),
         ("gpt2", ["--wire=gather=int8"], "cannot train with wire="),
         ("gpt2", ["--optimizer=lion"], "there is no class that works on shards"),
     ],
@@ -219,6 +246,16 @@ def test_a_hugging_face_model_is_trained_from_the_file_of_a_plan(tmp_path: Path)
     config.save_pretrained(str(tmp_path / "llama"))
     options = ["--seq=32", "--strategy=fsdp", "--checkpointing=selective"]
     _plan_and_train("llama", options, tmp_path)
+
+
+def test_a_tensor_parallel_run_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
+    config = llama_config(vocab_size=300, intermediate_size=64)
+    config.save_pretrained(str(tmp_path / "llama"))
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "llama"\ncontext = 32\n[tokenizer]\nvocabulary = 300\n'
+    )
+    _plan_and_train("run.toml", ["--seq=32", "--strategy=fsdp", "--tensor=2"], tmp_path)
+    assert read_config(tmp_path / "plan.toml").shard.tensor == 2
 
 
 def _plan_and_train(model: str, options: list[str], path: Path) -> None:

@@ -116,6 +116,28 @@ def test_training_equals_one_process(kind: str, options: dict[str, Any]) -> None
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("width", [WIDTH, 7])
+def test_initial_values_on_the_meta_device_do_not_depend_on_tensor_parallelism(width: int) -> None:
+    def build() -> nn.Sequential:
+        layers = nn.Embedding(5, width), nn.Linear(width, 5), nn.Linear(5, width)
+        layers[1].weight = layers[0].weight  # cut along the same dim
+        return nn.Sequential(*layers)
+
+    reference = build()
+    sw.initialize(reference, seed=3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = build()
+    styles = {"0": RowwiseParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], styles)
+    model[1].weight = model[0].weight
+    sw.fully_shard(model, mesh=mesh["dp"], units=nn.Linear, init=sw.Initialization(seed=3))
+    assert len(list(model.parameters())) == 4
+    for (name, one), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(one.detach()), plain), name
+
+
+@on_ranks(4)
 def test_a_loss_over_classes_on_several_ranks_equals_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.train.config import Config, ModelConfig, TrainConfig
 from shardwise.train.within import within
 
@@ -42,3 +42,10 @@ def smallest(config: Config) -> int:
     with pytest.raises(PlanError, match="no configuration fits; the smallest needs") as raised:
         within(config, "1kB")
     return int(str(raised.value).split("smallest needs ")[1].split(" bytes")[0].replace(",", ""))
+
+
+def test_divided_layers_are_refused() -> None:
+    config = config_of()
+    shard = config.shard.model_copy(update={"nproc": 4, "tensor": 2})
+    with pytest.raises(ConfigError, match=r"shard.tensor=2; .* --tensor 2 --config PLAN.toml"):
+        within(config.model_copy(update={"shard": shard}), "1GB")

@@ -189,6 +189,9 @@ def plan(
         compute_dtype=_dtype(dtype),
         compiled=compiled,
         units=resolved.units,
+        # shardwise train divides layers as transformers does.
+        sequence_parallel=config is None,
+        split_vocabulary=config is None,
         float8=float8,  # type: ignore[arg-type]
         float8_gather=float8_gather,
         wire=parse_wire(wire),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise._private import OpOverload, TorchDispatchMode
 from shardwise.comm.device import random_states, seed_generators, set_random_states
@@ -30,7 +30,7 @@ from shardwise.runtime.attach import owner_of, replace_parameter
 from shardwise.runtime.checks import check_initialized, checksum
 from shardwise.runtime.memory import Pool
 from shardwise.tensor.operations import draws, written_tensors
-from shardwise.tensor.sharding import sharding_of
+from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 
 __all__ = ["Initialization", "Materializer", "initialize", "innermost_unit"]
 
@@ -140,6 +140,7 @@ class Materializer:
         shards.
         """
         self.free_last_unit()
+        originals = {spec.name: self._root.get_parameter(spec.name) for spec in unit.parameters}
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
@@ -155,8 +156,10 @@ class Materializer:
         ]
         if left:
             raise _unfilled_error(self._root, left)
-        for name in parameters:
-            self.checksums[name] = checksum(self._root.get_parameter(name))
+        for spec in unit.parameters:
+            self.checksums[spec.name] = checksum(self._root.get_parameter(spec.name))
+            if is_tensor_parallel(original := originals[spec.name]):
+                self._divide(spec.names, original)
 
     def free_last_unit(self) -> None:
         """Free the memory of the last unit, whose parameters are now cut into shards."""
@@ -167,7 +170,8 @@ class Materializer:
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
         owners = [owner_of(self._root, name) for name in names]
         original = self._root.get_parameter(names[0])
-        storage = self._pool.allocate(original.nbytes)
+        num_bytes = original.numel() * original.itemsize  # of all parts in tensor parallelism
+        storage = self._pool.allocate(num_bytes)
         self._allocated.append(storage)
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
         whole.set_(storage, 0, original.shape, original.stride())
@@ -175,6 +179,17 @@ class Materializer:
         for owner in owners:
             owner.put(parameter)
         return parameter
+
+    def _divide(self, names: Sequence[str], original: nn.Parameter) -> None:
+        """Replace a whole parameter by this rank's part, as tensor parallelism divides it."""
+        assert isinstance(original, DTensor)
+        owners = [owner_of(self._root, name) for name in names]
+        whole = self._root.get_parameter(names[0])
+        spec = original.device_mesh, original.placements
+        part = distribute_tensor(whole.detach(), *spec, src_data_rank=None)  # sends nothing
+        parameter = replace_parameter(whole, part)
+        for owner in owners:
+            owner.put(parameter)
 
     def _allocate_buffers(self, unit: UnitPlan) -> dict[str, Tensor]:
         allocated = {}

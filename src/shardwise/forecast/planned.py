@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.outer import Outer
@@ -34,10 +36,17 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         reshard_after_forward=configuration.reshard_after_forward,
         precision=precision_of(configuration),
         offload=_offload_of(configuration),
-        granularity=configuration.states.granularity,
+        granularity=_granularity_of(module, configuration),
         wire=configuration.wire,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
+
+
+def _granularity_of(module: nn.Module, configuration: Configuration) -> Granularities:
+    """How parameters are cut: parts of tensor parallelism by "dim", as `fully_shard` cuts them."""
+    divided = {name for name, one in module.named_parameters() if isinstance(one, DTensor)}
+    usual = configuration.states.granularity
+    return (lambda name, _: Dim() if name in divided else usual) if divided else usual
 
 
 def _with_float8_gathers(plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.planned import plan_of, sharding_of
+from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
 from shardwise.train.optimizer import check_optimizer
@@ -18,8 +19,9 @@ from shardwise.train.planned import configuration_of
 from shardwise.train.replicas import check_replicas
 from shardwise.train.sinks import check_trackers
 from shardwise.train.source import Source, source_of
+from shardwise.train.tensor_parallel import TensorRanks, check_tensor_parallel, part_of_rank
 
-__all__ = ["build_model", "check", "memory_of", "shard_model"]
+__all__ = ["build_model", "check", "memory_of", "plan_of_rank", "shard_model"]
 
 
 def check(config: Config) -> None:
@@ -31,11 +33,12 @@ def check(config: Config) -> None:
     """
     check_trackers(config)
     check_optimizer(config.train)
+    check_tensor_parallel(config)
     open_corpus(config).check_length(config.model.context)
     check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
-    plan_of(build_model(config), configuration_of(config))
+    plan_of_rank(config)
 
 
 def _check_step_in_backward(config: Config) -> None:
@@ -56,13 +59,31 @@ def build_model(config: Config) -> nn.Module:
     return source_of(config).build()
 
 
-def shard_model(model: nn.Module, source: Source) -> None:
-    """Shard the ``model`` of ``source``, and initialize or load this rank's part."""
+def plan_of_rank(config: Config) -> Plan:
+    """The plan of a rank's part of the model.
+
+    Raises:
+        ConfigError: tensor parallelism cannot divide the model.
+        PlanError: the strategy or the units do not fit the model.
+    """
+    return plan_of(part_of_rank(build_model(config), config), configuration_of(config))
+
+
+def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = None) -> None:
+    """Shard the ``model`` of ``source``, and initialize or load this rank's part.
+
+    Args:
+        model: on the meta device.
+        source: the source of the model.
+        ranks: the ranks that divide its layers; None: each rank has all of them.
+    """
     config = source.config
+    arguments = sharding_of(configuration_of(config))
+    if ranks is not None and ranks.data_mesh is not None:
+        arguments |= {"mesh": ranks.data_mesh, "sharding_factor": None}
+        ranks.divide(model)
     sw.fully_shard(
-        model,
-        **sharding_of(configuration_of(config)),
-        init=sw.Initialization(config.train.seed, source.filler(model)),
+        model, **arguments, init=sw.Initialization(config.train.seed, source.filler(model))
     )
     source.load(model)
 
@@ -78,9 +99,10 @@ def memory_of(config: Config, device: str) -> tuple[dict[str, int], dict[str, in
         The bytes of one rank, and those of one process that holds the whole model and neither
         gathers nor reduces anything.
     """
-    model, configuration = build_model(config), configuration_of(config)
-    plan = plan_of(model, configuration)
-    rank = memory_certificate(plan, None, configuration, on_cpu=device == "cpu")
-    alone = replace(configuration, strategy="ddp", shard_size=1, replicas=1, offload="none")
-    process = memory_certificate(plan_of(model, alone), None, alone)
+    configuration = configuration_of(config)
+    rank = memory_certificate(plan_of_rank(config), None, configuration, on_cpu=device == "cpu")
+    alone = replace(
+        configuration, strategy="ddp", shard_size=1, replicas=1, tensor=1, offload="none"
+    )
+    process = memory_certificate(plan_of(build_model(config), alone), None, alone)
     return rank.uses, {**process.uses, "transient": 0}

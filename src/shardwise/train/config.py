@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import ConfigError
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.spelling import did_you_mean, divisors
 
 __all__ = ["Config", "read_config", "to_toml"]
 
@@ -165,6 +165,7 @@ class ShardConfig(Section):
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
     strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hfsdp"
     replicas: Positive = 1  # copies of the sharded model, for "hsdp" and "hfsdp"
+    tensor: Positive = 1  # neighboring ranks that divide each layer of a Hugging Face model
     prefetch: NonNegative = 1  # units to gather ahead
 
 
@@ -254,9 +255,14 @@ class Config(Section):
     outer: OuterConfig = OuterConfig()
 
     @property
+    def data_ranks(self) -> int:
+        """Groups of ``shard.tensor`` ranks, each of which trains on its own sequences."""
+        return self.shard.nproc // self.shard.tensor
+
+    @property
     def rank_batch(self) -> int:
         """Sequences per rank and step."""
-        return self.train.global_batch // (self.shard.nproc * self.replicas.count)
+        return self.train.global_batch // (self.data_ranks * self.replicas.count)
 
     @property
     def micro_batch(self) -> int:
@@ -277,11 +283,17 @@ class Config(Section):
         """Return the configuration of the same run on ``num_ranks`` ranks.
 
         Raises:
-            ConfigError: the global batch cannot be divided into micro-batches on that many ranks.
+            ConfigError: the global batch cannot be divided into micro-batches on that many ranks,
+                or ``shard.tensor`` does not divide them.
         """
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: expected 1 or more ranks")
-        check_batch(self.train, num_ranks * self.replicas.count)
+        if num_ranks % self.shard.tensor:
+            raise ConfigError(
+                f"shard.tensor={self.shard.tensor} does not divide the {num_ranks} ranks; set it "
+                f"to one of {divisors(num_ranks)}, or use {self.shard.tensor} ranks"
+            )
+        check_batch(self.train, num_ranks // self.shard.tensor * self.replicas.count)
         shard = self.shard.model_copy(update={"nproc": num_ranks})
         return self.model_copy(update={"shard": shard})
 

@@ -38,6 +38,8 @@ class Display:
         config, num_ranks = self._config, self._config.shard.nproc
         self.print_line(f"{config.run.name}: {self._corpus}")
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
+        if config.shard.tensor > 1:
+            ranks += f", {config.shard.tensor} of which divide each layer (units are a rank's part)"
         self.print_line(f"{ranks}, strategy {plan.strategy.name}, prefetch {plan.prefetch}")
         self.console.print(units_table(plan))
         rank, process = memory_of(config, device)

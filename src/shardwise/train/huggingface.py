@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from shardwise.train.config import Config, ModelConfig
 from shardwise.train.recomputing import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
-__all__ = ["HuggingFace"]
+__all__ = ["HuggingFace", "settings_from"]
 
 
 class HuggingFace:
@@ -172,6 +172,14 @@ class HuggingFace:
             tokenizer.save(partial)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
+
+
+def settings_from(fields: Mapping[str, Any]) -> Any:
+    """The config of a model with these fields of a config.json."""
+    PackageMissing.check("transformers", extra="hf", needed_for="model.path")
+    from transformers import AutoConfig  # noqa: PLC0415 (optional, and takes seconds)
+
+    return AutoConfig.for_model(**fields)
 
 
 def _write_weights(model: OpenComponent, out: Path, options: ModelConfig) -> None:

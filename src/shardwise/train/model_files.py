@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
@@ -11,9 +12,10 @@ from shardwise.forecast.models.hugging_face import settings_of
 from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.train.build import build_model
 from shardwise.train.config import Config, MemoryConfig, ModelConfig, TokenizerConfig, read_config
-from shardwise.train.huggingface import HuggingFace
+from shardwise.train.huggingface import HuggingFace, settings_from
 from shardwise.train.planned import config_of, toml_of
 from shardwise.train.source import source_of
+from shardwise.train.tensor_parallel import check_settings
 
 __all__ = ["ModelFiles"]
 
@@ -50,7 +52,10 @@ class ModelFiles:
         if path.suffix == ".toml":
             base = read_config(path)
             plain = base.model_copy(update={"memory": MemoryConfig()})
-            return cls(Model(base.run.name, factory=partial(build_model, plain)), base)
+            # Tensor parallelism is forecast from the shape.
+            is_divisible = base.model.path and not base.model.lora_rank
+            shape = resolve_model(base.model.path).shape if is_divisible else None
+            return cls(Model(base.run.name, shape, factory=partial(build_model, plain)), base)
         model = resolve_model(name)
         if path.is_dir() or path.suffix == ".json":
             directory = path if path.is_dir() else path.parent
@@ -75,11 +80,17 @@ class ModelFiles:
                 "config.json"
             )
         config = config_of(configuration, self.base)
+        settings: Any = None
         if self.directory is not None:
             assert self.model.shape is not None
-            settings_of(self.model.shape, configuration.sequence)
+            fields = settings_of(self.model.shape, configuration.sequence)
+            if config.shard.tensor > 1:
+                settings = settings_from(fields)
         elif isinstance(source := source_of(config), HuggingFace):
             source.check()
+            settings = source.settings
+        if config.shard.tensor > 1:
+            check_settings(settings, config.shard.tensor)
         return toml_of(config)
 
     def write_model(self, sequence: int) -> None:

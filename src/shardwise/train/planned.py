@@ -1,6 +1,6 @@
 """Translates a trainer's configuration to that of a forecast, and back."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import tomli_w
@@ -16,6 +16,7 @@ from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.optimizer import spec_of
 from shardwise.train.recomputing import modes_of
 from shardwise.train.source import source_of
+from shardwise.train.tensor_parallel import check_tensor_parallel
 
 __all__ = ["config_of", "configuration_of", "toml_of"]
 
@@ -34,6 +35,10 @@ def configuration_of(config: Config) -> Configuration:
         strategy=config.shard.strategy,
         shard_size=shard_size,
         replicas=replicas,
+        tensor=config.shard.tensor,
+        # Plans of transformers divide products only, and gather the logits for the loss.
+        sequence_parallel=config.shard.tensor == 1,
+        split_vocabulary=config.shard.tensor == 1,
         prefetch=config.shard.prefetch,
         units=config.shard.units,
         micro_batch=config.micro_batch,
@@ -68,8 +73,11 @@ def config_of(configuration: Configuration, base: Config) -> Config:
     Raises:
         ConfigError: the trainer cannot train in this way. The message says what it lacks.
     """
+    if configuration.tensor == 1:  # these two say nothing
+        configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)
     config = _changed(configuration, base)
     try:
+        check_tensor_parallel(config)
         found = configuration_of(config)
     except ShardwiseError as error:
         raise ConfigError(f"shardwise train: {error}") from None
@@ -105,7 +113,8 @@ def _changed(configuration: Configuration, base: Config) -> Config:
             "grad_clip": (base.train.grad_clip or 1.0) * configuration.clips,
         },
         "shard": {
-            "nproc": configuration.data_parallel,
+            "nproc": configuration.data_parallel * configuration.tensor,
+            "tensor": configuration.tensor,
             "units": "auto" if configuration.units is None else configuration.units,
             "strategy": configuration.strategy,
             "replicas": configuration.replicas if configuration.row.num_axes > 1 else 1,
@@ -182,7 +191,7 @@ def _checkpointing(config: Config) -> Checkpointing | tuple[Checkpointing, ...]:
 
 def _sizes(config: Config) -> tuple[int, int]:
     """Return the number of shards of the model, and of replicas of them."""
-    shard = config.shard
+    shard, num_ranks = config.shard, config.data_ranks
     strategy = resolve_strategy(shard.strategy)
     if strategy.num_axes == 1:
         if shard.replicas != 1:
@@ -190,12 +199,13 @@ def _sizes(config: Config) -> tuple[int, int]:
                 f"shard.replicas={shard.replicas}: strategy {shard.strategy!r} has no replicas; "
                 "set it to 1, or use 'hsdp'"
             )
-        return (shard.nproc, 1) if strategy.shards else (1, shard.nproc)
-    if shard.nproc % shard.replicas:
+        return (num_ranks, 1) if strategy.shards else (1, num_ranks)
+    if num_ranks % shard.replicas:
+        ranks = "ranks" if shard.tensor == 1 else f"groups of {shard.tensor} ranks"
         raise ConfigError(
-            f"shard.replicas={shard.replicas} does not divide the {shard.nproc} ranks"
+            f"shard.replicas={shard.replicas} does not divide the {num_ranks} {ranks}"
         )
-    return shard.nproc // shard.replicas, shard.replicas
+    return num_ranks // shard.replicas, shard.replicas
 
 
 def _shown(value: Any) -> str:

@@ -10,17 +10,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwise.checkpoint.directory import latest
 from shardwise.errors import ConfigError, PackageMissing, RankError
-from shardwise.forecast.planned import plan_of
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
-from shardwise.train.build import build_model, check
+from shardwise.train.build import check, plan_of_rank
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.display import Display, ProgressSink, draw_losses, print_line
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
-from shardwise.train.planned import configuration_of
 from shardwise.train.run_directory import RunDirectory, open_run, replace_text
 from shardwise.train.sinks import JsonLines, Sink, open_trackers, read_history
 from shardwise.train.source import source_of
@@ -124,8 +122,7 @@ def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
 def _train_and_report(config: Config, world: World, directory: RunDirectory) -> Result:
     corpus = open_corpus(config)
     display = Display(Console(), config, directory, corpus)
-    plan = plan_of(build_model(config), configuration_of(config))
-    display.show_start(plan, world.device.type)
+    display.show_start(plan_of_rank(config), world.device.type)
     sinks: list[Sink] = [
         ProgressSink(display.console, config.train.steps, config.run.log_every),
         JsonLines(directory.metrics),

@@ -174,7 +174,8 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
-    shutil.rmtree(run.path / "recording", ignore_errors=True)  # it may have files of more ranks
+    for recording in (run.path / "recording", *run.path.glob("tensor-*")):
+        shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
     # The written configuration resumes this run: with its directory, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})

@@ -31,6 +31,7 @@ from shardwise.train.optimizer import build_optimizer, build_scheduler
 from shardwise.train.replicas import Replicas
 from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
+from shardwise.train.tensor_parallel import TensorRanks
 from shardwise.train.text import Text
 from shardwise.train.utilization import RankFigures, StepsOfRun, share_of_peak
 
@@ -59,11 +60,12 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
+        self.ranks = TensorRanks(config, world)
         self.corpus = open_corpus(config)
         self.source = source_of(config)
         self.model = self.source.build()
         with world.device:  # the device on which values are initialized
-            shard_model(self.model, self.source)
+            shard_model(self.model, self.source, self.ranks)
         self.optimizer = build_optimizer(self.model, config.train)
         if config.memory.step_in_backward:
             sw.optimizer_in_backward(self.model, self.optimizer)
@@ -102,9 +104,8 @@ class Trainer:
             return
         num_passes = self.config.rank_batch // self.config.micro_batch
         steps = StepsOfRun(options.steps, self.step + 1, num_passes)
-        with sw.record(
-            self.model, directory, steps=steps, optimizer=self.optimizer
-        ) as self.recorder:
+        place = directory if self.ranks.index == 0 else directory / f"tensor-{self.ranks.index}"
+        with sw.record(self.model, place, steps=steps, optimizer=self.optimizer) as self.recorder:
             yield
 
     # -- replicas --------------------------------------------------------------------------------
@@ -174,7 +175,8 @@ class Trainer:
         self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
         random, device = state["random"], self.world.device
         if len(random) == self.world.size and len(random[0]) == len(random_states(device)):
-            set_random_states(device, random[self.world.rank])
+            # Ranks that divide layers draw the same numbers, also if the saved run did not divide.
+            set_random_states(device, random[self.world.rank - self.ranks.index])
         if state["scaler"] and self.scaler.is_enabled():  # the saved run may have another dtype
             self.scaler.load_state_dict(state["scaler"])
 
@@ -186,7 +188,7 @@ class Trainer:
         data = self._sequences(
             self.corpus.train,
             self.config.train.seed,
-            first=replicas.number * self.world.size,
+            first=replicas.number * self.ranks.num_data_ranks,
             replicas=replicas.count,
         )
         steps = range(self.step + 1, self.config.train.steps + 1)
@@ -202,8 +204,8 @@ class Trainer:
             context=self.config.model.context,
             global_batch=self.config.train.global_batch,
             seed=seed,
-            rank=self.world.rank + first,
-            world_size=self.world.size * replicas,
+            rank=self.ranks.data_rank + first,
+            world_size=self.ranks.num_data_ranks * replicas,
         )
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
@@ -240,6 +242,7 @@ class Trainer:
         """Update the parameters; return the gradient norm before clipping, if it is known."""
         norm = None
         if not self.config.memory.step_in_backward:
+            self.ranks.check_gradients(self.model)
             self.scaler.unscale_(self.optimizer)
             max_norm = self.config.train.grad_clip or math.inf
             norm = sw.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -260,7 +263,8 @@ class Trainer:
         measured = RankFigures.measure(self.world.device, exposed)
         own = loss.new_tensor([self.stop.number, *astuple(measured)])
         mesh, norms = self.runtime.mesh, [] if norm is None else [norm.to(loss)]
-        values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [ranks, values]
+        values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [data ranks, values]
+        values = self.ranks.gather(values)  # [ranks, values]
         values[:, 0] = values[:, 0].mean()
         rows = values.tolist()  # the only point of a step where the host waits for the device
         ledger = self.runtime.scheduler.ledger

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from shardwise.errors import ConfigError
 from shardwise.forecast.machines.find import local_machine
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.numbers import bytes_of
@@ -25,8 +26,14 @@ def within(config: Config, budget: str) -> Config:
 
     Raises:
         PlanError: nothing fits.
-        ConfigError: this GPU is not known.
+        ConfigError: this GPU is not known, or layers are divided over ranks.
     """
+    degree = config.shard.tensor
+    if degree > 1:
+        raise ConfigError(
+            f"--memory {budget}: it does not search with shard.tensor={degree}; write a file with "
+            f"`shardwise plan FILE.toml --tensor {degree} --config PLAN.toml` instead"
+        )
     plain = config.model_copy(
         update={
             "shard": config.shard.model_copy(update={"strategy": "fsdp", "replicas": 1}),

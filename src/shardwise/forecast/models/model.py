@@ -170,10 +170,11 @@ _Batch = Mapping[str, Any] | tuple[Any, ...]
 def _batch_of(model: Model, module: nn.Module, configuration: Configuration, stage: int) -> _Batch:
     """Return the arguments of the module's forward: tokens, and targets if it takes them."""
     batch, time = configuration.micro_batch, configuration.sequence // configuration.context
-    if configuration.sequence % (configuration.context * configuration.tensor):
+    ranks = configuration.context, ModelPart(configuration).sequence_ranks
+    if configuration.sequence % prod(ranks):
         raise ConfigError(
             f"sequence={configuration.sequence}: expected a multiple of context x tensor = "
-            f"{configuration.context} x {configuration.tensor}"
+            f"{ranks[0]} x {ranks[1]}"
         )
     if model.inputs is not None:
         given = model.inputs(batch, time)
