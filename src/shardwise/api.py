@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
@@ -84,6 +85,7 @@ def fully_shard(
     on_different_values: Literal["error", "warn"] = "error",
     communicators: Communicators = "separate",
     dp_mesh_dims: Any = None,
+    reproducible: int | None = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh`` and return the same object.
 
@@ -146,6 +148,9 @@ def fully_shard(
             while it runs. The call for the root decides. docs/options.md compares them.
         dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over and
             to replicate over. Parameters are then DTensors on the whole ``mesh``.
+        reproducible: the number of micro-batches in a step over all ranks, a power of two. Training
+            then gives the same bits on any number of ranks that divides it; docs/reproducible.md
+            describes the loop, `sw.leaves`, and what the promise requires.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -166,7 +171,9 @@ def fully_shard(
         strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
     resolved = resolve_strategy(strategy)
     request = ShardingRequest(
-        mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(dims, communicators),
+        mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(
+            dims, communicators, reproducible
+        ),
         strategy=resolved,
         units=units,
         options=UnitOptions(
@@ -286,6 +293,8 @@ class ShardingRequest:
             granularity = _placement_granularities(module, self.place, Granularizer(granularity))
         check_not_renormalized(module, ignored)
         _check_init(module, self.init, ignored)
+        if mesh.leaves is not None:
+            _check_reproducible(module, mesh)
         manual = _sharded_before(module, separate, mesh)
         plan = make_plan(
             module,
@@ -302,6 +311,7 @@ class ShardingRequest:
             wire=options.wire,
             settled=_specs_before(module),
             ignored=_names_of(module, ignored),
+            leaves=mesh.leaves,
         )
         if plan.strategy.is_two_level and any(unit.chunked_bytes for unit in plan.units):
             raise PlanError(
@@ -325,6 +335,8 @@ class ShardingRequest:
         device = device_for(root, mesh, ignored, device)
         if mesh.accelerator is not None:
             make_current(device)
+        if mesh.leaves is not None:
+            _check_deterministic(device)
         check_same_plan(plan, mesh, warns=self.warns)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
@@ -345,6 +357,33 @@ class ShardingRequest:
             check_same_sums(materializer.checksums, mesh)
         fused_wgrad.offer_slots(runtime)
         return runtime
+
+
+def _check_reproducible(root: nn.Module, mesh: DataParallelMesh) -> None:
+    """Raise a PlanError if ``root`` has state that depends on the leaves of a rank."""
+    for name, module in root.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise PlanError(
+                f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
+                "the micro-batches of its own rank; use a norm without running statistics, such as "
+                "LayerNorm, GroupNorm, or track_running_stats=False"
+            )
+    for name, handle in _handles_in(root).items():
+        if handle.runtime.mesh.leaves != mesh.leaves:
+            raise PlanError(
+                f"reproducible={mesh.leaves}, but {name} was sharded with "
+                f"reproducible={handle.runtime.mesh.leaves}; pass the same number to every call"
+            )
+
+
+def _check_deterministic(device: torch.device) -> None:
+    """Raise a PlanError if ``device`` may use kernels whose results differ from run to run."""
+    if device.type not in ("cpu", "meta") and not torch.are_deterministic_algorithms_enabled():
+        raise PlanError(
+            f"reproducible=... on {device}: some kernels add in an order that changes from run to "
+            "run; first call torch.use_deterministic_algorithms(True), which raises an error where "
+            "an operation has no other kernel"
+        )
 
 
 def _offloaded_from(root: nn.Module) -> torch.device | None:

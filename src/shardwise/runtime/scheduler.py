@@ -181,6 +181,7 @@ class Scheduler:
     def _begin_step(self) -> None:
         self.recover()
         self.drop_replaced_gradients()
+        self._begin_leaf()
         self._notes.forget()
         for unit in self.units:
             unit.expect_changes()
@@ -203,6 +204,7 @@ class Scheduler:
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
+            self._begin_leaf()
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
@@ -347,6 +349,12 @@ class Scheduler:
         """
         if not self.has_accumulated:
             return
+        if self._mesh.leaves is not None:
+            raise StepError(
+                f"after {self.num_leaves_done} of this rank's {len(self._mesh.own_leaves)} "
+                "micro-batches of a step, a reproducible model cannot be converted or sharded "
+                "again; do it between steps"
+            )
         self.recover()
         before = [(unit.settings, replace(unit.settings)) for unit in self.units]
         try:
@@ -366,6 +374,27 @@ class Scheduler:
             for unit in self.units:
                 for gradients in unit.gradients:
                     gradients.drop_replaced()
+
+    # -- reproducible models ---------------------------------------------------------------------
+
+    @property
+    def num_leaves_done(self) -> int:
+        """The leaves of this step, of a reproducible model, whose backward has run on this rank."""
+        accumulated = [one.accumulated for unit in self.units for one in unit.gradients]
+        if not any(one.is_active for one in accumulated):  # none, or ``zero_grad()`` dropped them
+            return 0
+        return max(one.num_backwards for one in accumulated)
+
+    def _begin_leaf(self) -> None:
+        """Let the next backward reduce gradients if it is that of this rank's last leaf."""
+        leaves = self._mesh.own_leaves
+        if not leaves:
+            return
+        done = self.num_leaves_done
+        if not done:
+            self.drop_accumulated()
+        for unit in self.units:
+            unit.settings.reduce_grads = done + 1 == len(leaves)
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
