@@ -33,6 +33,11 @@ def check(config: Config) -> None:
     check_optimizer(config.train)
     open_corpus(config).check_length(config.model.context)
     check_replicas(config)
+    if config.train.reproducible and config.replicas.lighthouse:
+        raise ConfigError(
+            f"train.reproducible={config.train.reproducible} with [replicas]: which replicas take "
+            "part in a step is not reproducible; set train.reproducible=0"
+        )
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
     plan_of(build_model(config), configuration_of(config))
@@ -46,7 +51,8 @@ def _check_step_in_backward(config: Config) -> None:
     if config.precision.compute == "float16":
         remedy = "precision.compute=bfloat16"
         raise ConfigError(message.format("the loss scale of float16", remedy))
-    if config.accumulates and config.memory.accumulate == "shards":
+    holds_whole = config.memory.accumulate == "whole" or config.train.reproducible
+    if config.accumulates and not holds_whole:
         remedy = "memory.accumulate=whole"
         raise ConfigError(message.format("the sum over all micro-batches", remedy))
 
@@ -62,6 +68,7 @@ def shard_model(model: nn.Module, source: Source) -> None:
     sw.fully_shard(
         model,
         **sharding_of(configuration_of(config)),
+        reproducible=config.train.reproducible or None,
         init=sw.Initialization(config.train.seed, source.filler(model)),
     )
     source.load(model)
