@@ -21,10 +21,11 @@ def _exported(tiny: Path, directory: Path, size: int) -> str:
     directory.mkdir()
     settings = [part for option in OPTIONS for part in ("--set", option)]
     place = ["--set", f"run.directory={directory / 'run'}", "--nproc", str(size)]
-    for arguments in (
+    commands: list[list[str | Path]] = [
         ["train", tiny, *settings, *place],
         ["export", directory / "run" / "checkpoints" / "step-00000003", directory / "hf"],
-    ):
+    ]
+    for arguments in commands:
         finished = run(arguments, directory)
         assert finished.code == 0, finished.stderr
     return hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest()

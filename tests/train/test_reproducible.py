@@ -52,7 +52,11 @@ def _train(config: Config) -> list[tuple[float, float | None, float | None]]:
     ids=["adamw", "muon in bfloat16", "steps in backward"],
 )
 def test_losses_and_norms_have_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
-    ways = [(1, {}), (4, {"shard": {"strategy": "zero2"}}), (8, {})]
+    ways: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"shard": {"strategy": "zero2"}}),
+        (8, {}),
+    ]
     ways.append((4, {"shard": {"strategy": "hsdp", "replicas": 2, "prefetch": 0}}))
     found = [
         run_on(size, _train, _config(tmp_path, options, way).with_ranks(size))[-1]
