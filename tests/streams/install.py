@@ -31,7 +31,7 @@ from shardwise.comm import (
     registered_memory,
 )
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.runtime import memory as runtime_memory
+from shardwise.runtime import accumulation, memory as runtime_memory
 from shardwise.runtime.memory import Pool
 from shardwise.watch import ranks
 from shardwise.watch.monitor import Patience
@@ -253,6 +253,12 @@ def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
     for module in (clip_grad, torch_optimizer):
         name = "_group_tensors_by_device_and_dtype"
         patch.setattr(module, name, installed.grouping(getattr(module, name)))
+    new_empty = accumulation.new_empty_subclass  # of gradients without elements
+    patch.setattr(
+        accumulation,
+        "new_empty_subclass",
+        lambda kind, shape, dtype, _device: new_empty(kind, shape, dtype, _CPU),
+    )
     for name in _FACTORIES:
         patch.setattr(torch, name, installed.factory(getattr(torch, name)))
 
