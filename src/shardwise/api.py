@@ -377,7 +377,17 @@ def _check_reproducible(root: nn.Module, mesh: DataParallelMesh) -> None:
 
 
 def _check_deterministic(device: torch.device) -> None:
-    """Raise a PlanError if ``device`` may use kernels whose results differ from run to run."""
+    """Check that the kernels of ``device`` give the same results in every run.
+
+    Raises:
+        PlanError: the device may use others.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads > 1:
+        warn_caller(
+            f"reproducible=... with {threads} threads per rank: results depend on their number, "
+            "and in bfloat16 on the number of ranks; first call torch.set_num_threads(1)"
+        )
     if device.type not in ("cpu", "meta") and not torch.are_deterministic_algorithms_enabled():
         raise PlanError(
             f"reproducible=... on {device}: some kernels add in an order that changes from run to "

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.covering import covered_first
+from tests.covering import covered_first, pairwise
 from tests.ranks import run_on
 from tests.runtime.leaf_runs import Options, Trained, train
 
-STEPS = 3
+STEPS, MANY_STEPS = 3, 30
 DTYPES = (torch.float32, torch.bfloat16)
 # Number of ranks, strategy, and rows of its mesh.
 WAYS = [
@@ -20,7 +20,8 @@ WAYS = [
     *((8, strategy, replicas) for strategy in ("hsdp", "hfsdp") for replicas in (2, 4)),
 ]
 PREFETCHES = (0, 2)
-ALL = list(product(("gpt", "llama", "mixtral"), ("adamw", "muon"), DTYPES, WAYS, PREFETCHES))
+MODELS = ("gpt", "llama", "mixtral")
+PAIRS = pairwise(MODELS, ("adamw", "muon"), DTYPES, WAYS, PREFETCHES)
 SOME = [
     *(
         ("gpt", ("adamw", "muon")[i % 2], DTYPES[i // 2 % 2], way, PREFETCHES[i // 3 % 2])
@@ -46,16 +47,24 @@ def check(options: Options, size: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "dtype", "way", "prefetch"),
-    [*SOME, *(pytest.param(*row, marks=pytest.mark.thorough) for row in ALL if row not in SOME)],
+    ("model", "optimizer", "dtype", "way", "prefetch", "steps"),
+    [
+        *((*row, STEPS) for row in SOME),
+        *(pytest.param(*row, MANY_STEPS, marks=pytest.mark.thorough) for row in PAIRS),
+    ],
     ids=str,
 )
 def test_training_has_the_same_bits_on_any_ranks(
-    model: str, optimizer: str, dtype: torch.dtype, way: tuple[int, str, int], prefetch: int
+    model: str,
+    optimizer: str,
+    dtype: torch.dtype,
+    way: tuple[int, str, int],
+    prefetch: int,
+    steps: int,
 ) -> None:
     size, strategy, replicas = way
     options = Options(model, optimizer, dtype, strategy, replicas, prefetch)
-    check(options, size, STEPS)
+    check(options, size, steps)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
+        if config.train.reproducible and world.device.type == "cpu":
+            torch.set_num_threads(1)  # results depend on the number
         self.corpus = open_corpus(config)
         self.source = source_of(config)
         self.model = self.source.build()
