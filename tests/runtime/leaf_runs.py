@@ -45,8 +45,9 @@ class Trained:
 class Gpt(nn.Module):
     """With dropout, blocks that are recomputed, and an expert that some micro-batches skip."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_reentrant: bool = False) -> None:
         super().__init__()
+        self.is_reentrant = is_reentrant
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(GptBlock(WIDTH) for _ in range(3))
         self.dropout = nn.Dropout(0.2)
@@ -58,7 +59,9 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            y = checkpoint(lambda x, layer=layer: self.dropout(layer(x)), x, use_reentrant=False)
+            y = checkpoint(
+                lambda x, layer=layer: self.dropout(layer(x)), x, use_reentrant=self.is_reentrant
+            )
             assert isinstance(y, Tensor)
             x = y
         if tokens[0, 0] % 2:
@@ -70,8 +73,8 @@ class Gpt(nn.Module):
 def build(name: str) -> nn.Module:
     """A small model whose parameters have several blocks of a sum each."""
     torch.manual_seed(0)
-    if name == "gpt":
-        return Gpt()
+    if name.startswith("gpt"):
+        return Gpt(is_reentrant="reentrant" in name)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,

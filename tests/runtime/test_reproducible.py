@@ -27,6 +27,7 @@ SOME = [
         ("gpt", ("adamw", "muon")[i % 2], DTYPES[i // 2 % 2], way, PREFETCHES[i // 3 % 2])
         for i, way in enumerate(WAYS)
     ),
+    ("gpt, reentrant", "adamw", torch.bfloat16, (8, "fsdp", 0), 2),
     ("llama", "muon", torch.bfloat16, (4, "fsdp", 0), 2),
     ("mixtral", "adamw", torch.float32, (2, "zero2", 0), 0),
 ]
