@@ -114,6 +114,74 @@ def test_collectives_of_torch_have_the_same_bits(strategy: str, replicas: int) -
     assert run_on(4, _over_torch_queues, options) == [expected] * 4
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "offloaded": {"offload_policy": sw.CPUOffloadPolicy()},
+    "one communicator": {"communicators": "shared"},
+    "rows": {"granularity": "row"},
+    "blocks of rows": {"granularity": sw.block(3)},
+    "whole tensors": {"granularity": {"*.weight": "tensor"}},
+    "subgroups": {"reshard_after_forward": 2},
+    "kept": {"reshard_after_forward": False, "prefetch": 3},
+    "zeros": {"unused": "zeros"},
+}
+
+
+def _gradients(options: dict[str, Any]) -> str:
+    model = _model(**options)
+    for leaf in sw.leaves(model):
+        _backward(model, leaf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    return bits([norm, *(p.grad for p in model.parameters())])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_do_not_change_bits(name: str) -> None:
+    [expected] = run_on(1, _gradients, {})
+    assert run_on(4, _gradients, OPTIONS[name]) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16")]
+)
+def test_mixed_precision_has_the_same_bits(param: str, reduce: str) -> None:
+    dtypes = getattr(torch, param), getattr(torch, reduce)
+    options = {"mp_policy": sw.MixedPrecisionPolicy(*dtypes)}
+    [expected] = run_on(1, _gradients, options)
+    for size in (2, 8):
+        assert run_on(size, _gradients, options) == [expected] * size
+
+
+def _block_by_block() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    for block in (model[0], model[2], model):
+        sw.fully_shard(block, reproducible=LEAVES)
+    for leaf in sw.leaves(model):
+        _backward(model, leaf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    return bits([norm, *(p.grad for p in model.parameters())])
+
+
+def test_calls_for_each_block_have_the_same_bits() -> None:
+    [expected] = run_on(1, _gradients, {})
+    assert run_on(4, _block_by_block) == [expected] * 4
+
+
+@on_ranks(2)
+def test_the_gradient_is_the_mean_over_all_micro_batches() -> None:
+    model = _model()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    for leaf in sw.leaves(model):
+        _backward(model, leaf)
+    for leaf in range(LEAVES):
+        _backward(reference, leaf)
+    for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(own.grad, DTensor)
+        assert whole.grad is not None
+        torch.testing.assert_close(own.grad.full_tensor(), whole.grad / LEAVES)
+
+
 # -- steps -----------------------------------------------------------------------------------------
 
 
@@ -227,6 +295,7 @@ def test_what_cannot_hold_is_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"reproducible": 6}, r"reproducible=6: expected .* a power of two"),
         ({"reproducible": 0}, "reproducible=0: expected"),
+        ({"reproducible": True}, "reproducible=True: expected"),
         ({"reproducible": 1}, r"reproducible=1 on 2 ranks: .* divides 1"),
         ({"wire": sw.Wire(reduce="int8")}, "reproducible=8 with a Wire"),
         ({"wire": sw.Wire(gather="int8")}, "reproducible=8 with a Wire"),

@@ -38,8 +38,8 @@ class Summation:
     ) -> Run:
         """Prepare the sum over ``ranks`` of the parts for this rank.
 
-        Neighbors are added, then neighboring sums: (0 + 1) + (2 + 3). The order gives replicas the
-        same bits, and half as many ranks that each have the sum of two parts.
+        Neighbors are added, then neighboring sums: (0 + 1) + (2 + 3). One order gives replicas the
+        same bits.
 
         Args:
             ranks: the ranks.

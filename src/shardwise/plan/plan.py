@@ -54,7 +54,8 @@ class Plan:
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
 
     def _check_leaves(self, leaves: int) -> None:
-        if not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
+        is_count = isinstance(leaves, int) and not isinstance(leaves, bool) and leaves > 0
+        if not is_count or leaves & (leaves - 1):
             raise PlanError(
                 f"reproducible={leaves!r}: expected the number of micro-batches in a step, a power "
                 "of two, because they are summed in a binary tree"

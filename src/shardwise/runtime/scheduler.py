@@ -391,7 +391,7 @@ class Scheduler:
         if not leaves:
             return
         done = self.num_leaves_done
-        if not done:
+        if not done and self.sequencer.has_unreduced_gradients:  # ``zero_grad()`` dropped some
             self.drop_accumulated()
         for unit in self.units:
             unit.settings.reduce_grads = done + 1 == len(leaves)

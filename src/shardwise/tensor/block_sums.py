@@ -25,8 +25,8 @@ __all__ = ["Cuts", "Gather", "sums_in_blocks"]
 
 Cuts = tuple[Run, ...]  # the run of a parameter on each rank
 Gather = Callable[[Tensor, Sequence[Run], DataParallelMesh, str], Tensor]
-_ROWS = {"cpu": 256}  # blocks that are summed at once; on the CPU they stay in the cache
-_MANY_ROWS = 1 << 16
+# Blocks that are summed at once: on the CPU, as many as stay in the cache.
+_ROWS_ON_CPU, _ROWS_ON_DEVICE = 1 << 8, 1 << 13
 
 
 def sums_in_blocks(
@@ -82,7 +82,7 @@ def _block_sums(
     dtype = torch.promote_types(first.dtype, torch.float32)
     if not (first.is_floating_point() or first.is_complex()):
         dtype = torch.int64
-    num_rows = _ROWS.get(first.device.type, _MANY_ROWS)
+    num_rows = _ROWS_ON_CPU if first.device.type == "cpu" else _ROWS_ON_DEVICE
     num_rows = min(num_rows, max(1, sum(-(-len(run) // SUM_BLOCK) for run in runs)))
     rows, filled = first.new_empty((num_rows, SUM_BLOCK), dtype=dtype), 0
     for piece in chain.from_iterable(torch.split(run, num_rows * SUM_BLOCK) for run in runs):
