@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -149,6 +150,21 @@ def test_mixed_precision_has_the_same_bits(param: str, reduce: str) -> None:
     [expected] = run_on(1, _gradients, options)
     for size in (2, 8):
         assert run_on(size, _gradients, options) == [expected] * size
+
+
+def _on_a_permuted_mesh(strategy: str) -> str:
+    ranks = torch.tensor([[2, 0], [3, 1]])
+    place = ranks.flatten().tolist().index(dist.get_rank())
+    mesh = DeviceMesh("cpu", ranks if strategy != "fsdp" else ranks.flatten())
+    model = _model(strategy=strategy, mesh=mesh)
+    assert [*sw.leaves(model)] == [2 * place, 2 * place + 1]
+    return _gradients({"strategy": strategy, "mesh": mesh})
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "hfsdp"])
+def test_leaves_follow_the_order_of_the_mesh(strategy: str) -> None:
+    [expected] = run_on(1, _gradients, {})
+    assert run_on(4, _on_a_permuted_mesh, strategy) == [expected] * 4
 
 
 def _block_by_block() -> str:

@@ -1,5 +1,6 @@
 """``train.reproducible``: a run has the same bits on any number of ranks, by the exported file."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.loop import train
+from shardwise.train.loop import steps, train
 from shardwise.train.run_directory import RunDirectory
+from shardwise.train.trainer import Trainer
 from tests.ranks import run_on
 from tests.train.running import Document, Recorder, config_with, cpu_world
 
@@ -64,6 +66,30 @@ def test_losses_and_norms_have_the_same_bits(tmp_path: Path, options: dict[str, 
     ]
     assert len({loss for loss, *_ in found[0]}) == 4, "it trains"
     assert all(one == found[0] for one in found)
+
+
+def _part(config: Config, load: Path | None, last: int, save: Path | None) -> list[float]:
+    """Train until step ``last``; return the losses."""
+    trainer = Trainer(config, cpu_world())
+    if load is not None:
+        trainer.load(load)
+    records = itertools.islice(steps(trainer), last - trainer.step)
+    losses = [record.loss for record in records]
+    if save is not None:
+        trainer.save(save).wait()
+    return losses
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"train": {"steps": 6}})
+    expected = run_on(4, _part, config.with_ranks(4), None, 6, None)[0]
+    found: list[float] = []
+    load = None
+    for last, size in ((2, 8), (4, 2), (6, 1)):
+        save = tmp_path / f"step-{last}"
+        found += run_on(size, _part, config.with_ranks(size), load, last, save)[0]
+        load = save
+    assert found == expected
 
 
 @pytest.mark.parametrize(
