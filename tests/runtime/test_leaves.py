@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise import api
 from shardwise.comm import communicator as communicators
 from shardwise.errors import PlanError, ShardedTensorError, StepError
 from shardwise.fsdp import fully_shard as fully_shard_as_fsdp2
+from shardwise.replicas.elastic import check_replica
 from tests.ranks import on_ranks, run_on
 from tests.runtime.leaf_runs import (
     LEAVES,
@@ -124,6 +126,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "subgroups": {"reshard_after_forward": 2},
     "kept": {"reshard_after_forward": False, "prefetch": 3},
     "zeros": {"unused": "zeros"},
+    "one unit": {"units": None},
 }
 
 
@@ -334,6 +337,21 @@ def test_what_cannot_hold_is_refused() -> None:
         sw.leaves(sw.fully_shard(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"2 values: expected 4, .* the 8 in a step"):
         sw.leaf_mean(_model(), [torch.ones(())] * 2)
+
+
+@on_ranks(2)
+def test_replicas_that_come_and_go_are_refused() -> None:
+    model = _model()
+    with pytest.raises(PlanError, match="which replicas take part in a step is not"):
+        check_replica(model, optimizer_of(model, "adamw"), "sw.elastic")
+
+
+def test_kernels_with_other_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"first call torch\.use_deterministic_algorithms"):
+        api._check_deterministic(torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.warns(UserWarning, match="with 2 threads per rank"):
+        api._check_deterministic(torch.device("cpu"))
 
 
 @on_ranks(2)

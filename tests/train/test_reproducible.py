@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import steps, train
 from shardwise.train.run_directory import RunDirectory
@@ -90,6 +91,12 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
         found += run_on(size, _part, config.with_ranks(size), load, last, save)[0]
         load = save
     assert found == expected
+
+
+def test_replicas_that_come_and_go_are_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"replicas": {"lighthouse": "http://host:1", "count": 2}})
+    with pytest.raises(ConfigError, match=r"set train\.reproducible=0"):
+        check(config)
 
 
 @pytest.mark.parametrize(
