@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
@@ -362,7 +361,7 @@ class ShardingRequest:
 def _check_reproducible(root: nn.Module, mesh: DataParallelMesh) -> None:
     """Raise a PlanError if ``root`` has state that depends on the leaves of a rank."""
     for name, module in root.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
+        if getattr(module, "track_running_stats", False) is True:  # of BatchNorm, InstanceNorm
             raise PlanError(
                 f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
                 "the micro-batches of its own rank; use a norm without running statistics, such as "
