@@ -292,8 +292,7 @@ class ShardingRequest:
             granularity = _placement_granularities(module, self.place, Granularizer(granularity))
         check_not_renormalized(module, ignored)
         _check_init(module, self.init, ignored)
-        if mesh.leaves is not None:
-            _check_reproducible(module, mesh)
+        _check_reproducible(module, mesh, ignored)
         manual = _sharded_before(module, separate, mesh)
         plan = make_plan(
             module,
@@ -358,20 +357,35 @@ class ShardingRequest:
         return runtime
 
 
-def _check_reproducible(root: nn.Module, mesh: DataParallelMesh) -> None:
-    """Raise a PlanError if ``root`` has state that depends on the leaves of a rank."""
-    for name, module in root.named_modules():
-        if getattr(module, "track_running_stats", False) is True:  # of BatchNorm, InstanceNorm
-            raise PlanError(
-                f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
-                "the micro-batches of its own rank; use a norm without running statistics, such as "
-                "LayerNorm, GroupNorm, or track_running_stats=False"
-            )
+def _check_reproducible(
+    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
+) -> None:
+    """Raise a PlanError if calls differ, or if results depend on the leaves of a rank."""
     for name, handle in _handles_in(root).items():
         if handle.runtime.mesh.leaves != mesh.leaves:
             raise PlanError(
                 f"reproducible={mesh.leaves}, but {name} was sharded with "
                 f"reproducible={handle.runtime.mesh.leaves}; pass the same number to every call"
+            )
+    if mesh.leaves is None:
+        return
+    if any(parameter.requires_grad for parameter in ignored):
+        names = ", ".join(sorted(_names_of(root, [p for p in ignored if p.requires_grad])))
+        raise PlanError(
+            f"reproducible={mesh.leaves}: {names} in ignored_params are trainable, but the engine "
+            "does not sum their gradients; freeze them, or leave them out of ignored_params"
+        )
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlanError(
+                f"reproducible={mesh.leaves}: {name} (SyncBatchNorm) normalizes over as many "
+                "micro-batches as there are ranks; use a norm within a sample, such as LayerNorm"
+            )
+        if getattr(module, "track_running_stats", False) is True:  # of BatchNorm, InstanceNorm
+            raise PlanError(
+                f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
+                "the micro-batches of its own rank; use a norm without running statistics, such as "
+                "LayerNorm, GroupNorm, or track_running_stats=False"
             )
 
 

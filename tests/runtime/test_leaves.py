@@ -19,6 +19,7 @@ from shardwise.comm import communicator as communicators
 from shardwise.errors import PlanError, ShardedTensorError, StepError
 from shardwise.fsdp import fully_shard as fully_shard_as_fsdp2
 from shardwise.replicas.elastic import check_replica
+from shardwise.runtime.module import runtime_of_root
 from tests.ranks import on_ranks, run_on
 from tests.runtime.leaf_runs import (
     LEAVES,
@@ -257,12 +258,53 @@ def test_micro_batches_that_do_not_count_leave_the_others(
     assert run_on(2, _after, events) == [expected] * 2
 
 
+class FrozenFirst(nn.Module):
+    """Whose first micro-batches train nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.trained = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, share: float) -> Tensor:
+        y: Tensor = self.frozen(x)
+        return y + share * self.trained(y) if share else y
+
+
+def _with_leaves_that_train_nothing() -> tuple[str, list[int]]:
+    torch.manual_seed(0)
+    model = sw.fully_shard(FrozenFirst(), reproducible=4)
+    counts = []
+    for leaf in sw.leaves(model):
+        x = torch.full((2, 64), leaf + 1.0, requires_grad=True)
+        model(x, float(leaf % 2)).square().mean().backward()
+        counts.append(runtime_of_root(model).scheduler.num_leaves_done)
+    return bits([p.grad for p in model.parameters() if p.grad is not None]), counts
+
+
+def test_a_micro_batch_that_trains_nothing_counts() -> None:
+    [(expected, counts)] = run_on(1, _with_leaves_that_train_nothing)
+    assert counts == [1, 2, 3, 0]
+    for found, counts in run_on(2, _with_leaves_that_train_nothing):
+        assert (found, counts) == (expected, [1, 0])
+
+
 @on_ranks(2)
-def test_zero_grad_begins_the_step_anew() -> None:
+def test_means_are_summed_in_float64() -> None:
+    model = _model()
+    losses = [torch.tensor(3e4, dtype=torch.float16) for _ in sw.leaves(model)]
+    assert torch.equal(sw.leaf_mean(model, losses), losses[0])
+    with pytest.raises(ValueError, match="expected scalars"):
+        sw.leaf_mean(model, [torch.ones(2)] * 4)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_zero_grad_begins_the_step_anew(set_to_none: bool) -> None:
     model, other = _model(), _model()
     first, *_ = sw.leaves(model)
     _backward(model, first)
-    model.zero_grad()
+    model.zero_grad(set_to_none=set_to_none)
     for leaf in sw.leaves(model):
         _backward(model, leaf)
         _backward(other, leaf)
@@ -331,6 +373,14 @@ def test_what_cannot_hold_is_refused() -> None:
     sw.fully_shard(model[0], reproducible=2)
     with pytest.raises(PlanError, match="0 was sharded with reproducible=2"):
         sw.fully_shard(model, reproducible=4)
+    with pytest.raises(PlanError, match="reproducible=None, but 0 was sharded with"):
+        sw.fully_shard(model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"1.bias, 1.weight in ignored_params are trainable"):
+        sw.fully_shard(model, reproducible=2, ignored_params=[*model[1].parameters()])
+    for norm in (nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)):
+        with pytest.raises(PlanError, match="use a norm"):
+            sw.fully_shard(nn.Sequential(nn.Linear(4, 4), norm), reproducible=2)
     with pytest.raises(PlanError, match="different sharding plans"):
         sw.fully_shard(nn.Linear(4, 4), reproducible=2 << dist.get_rank())
     with pytest.raises(PlanError, match=r"sw.leaves: the model has none"):

@@ -49,19 +49,22 @@ def leaf_mean(model: nn.Module, values: Sequence[Tensor]) -> Tensor:
 
     Args:
         model: a reproducible model. All ranks must call this.
-        values: this rank's scalars, of one dtype, one for each of `sw.leaves`.
+        values: this rank's scalars, of one dtype, one for each of `sw.leaves`. They are summed in
+            float64.
 
     Raises:
         PlanError: the model is not reproducible.
-        ValueError: the number of values is not that of this rank's micro-batches.
+        ValueError: the number of values is not that of this rank's micro-batches, or they are no
+            scalars.
     """
     leaves(model)
     runtime = runtime_of_root(model)
     mesh, device = runtime.mesh, runtime.pools.device
     check_leaves(mesh, len(values), "values")
-    with torch.no_grad():
-        total = sum_over_leaves([value.detach().to(device).reshape(1) for value in values], mesh)
-        return total[0] / mesh.num_addends
+    if any(value.numel() != 1 for value in values):
+        raise ValueError(f"expected scalars, got shapes {[tuple(value.shape) for value in values]}")
+    exact = [value.detach().to(device, torch.float64).reshape(1) for value in values]
+    return (sum_over_leaves(exact, mesh)[0] / mesh.num_addends).to(values[0].dtype)
 
 
 def check_leaves(mesh: DataParallelMesh, number: int, what: str) -> None:

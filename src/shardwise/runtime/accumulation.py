@@ -208,11 +208,6 @@ class AccumulatedGradients:
         """Whether nothing awaits a reduction."""
         return self._partial is None and not any(any(one.written) for one in self._wholes)
 
-    @property
-    def num_backwards(self) -> int:
-        """In a reproducible model, the number of backwards that await the last one of the step."""
-        return sum(one.num_backwards for one in self._wholes)
-
     # -- in a backward ---------------------------------------------------------------------------
 
     def add_to(self, views: Sequence[Tensor], written: list[bool]) -> None:
@@ -400,6 +395,8 @@ class AccumulatedGradients:
         for whole in self._wholes:
             if whole.written[position]:
                 whole.views[position].zero_()
+            if self._in_tree:  # which also means zero; then `is_empty` may be true
+                whole.written[position] = False
         if self._partial is not None:
             row, layout = self._mesh.row, self._layout
             shards = self._partial.view(layout.world_size // row.size, -1)
