@@ -423,14 +423,14 @@ def test_random_numbers_depend_on_seed_step_and_micro_batch() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     drawn = set()
-    for numbers in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (10, 1, 1), (1, 0, 11)):
+    for numbers in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2), (10, 1, 1), (1, 0, 11)):
         with sw.leaf_rng(*numbers):
             first = torch.rand(())
         with contextlib.suppress(OSError), sw.leaf_rng(*numbers):
             assert torch.equal(torch.rand(()), first)
             raise OSError
         drawn.add(first.item())
-    assert len(drawn) == 6
+    assert len(drawn) == 7
     assert torch.equal(torch.get_rng_state(), before)
 
 
