@@ -84,6 +84,7 @@ def fully_shard(
     on_different_values: Literal["error", "warn"] = "error",
     communicators: Communicators = "separate",
     dp_mesh_dims: Any = None,
+    reproducible: int | None = None,
 ) -> M:
     """Shard ``module`` over the ranks of ``mesh`` and return the same object.
 
@@ -146,6 +147,9 @@ def fully_shard(
             while it runs. The call for the root decides. docs/options.md compares them.
         dp_mesh_dims: as in FSDP2, a `DataParallelMeshDims`: the dims of ``mesh`` to shard over and
             to replicate over. Parameters are then DTensors on the whole ``mesh``.
+        reproducible: the number of micro-batches in a step over all ranks, a power of two. Training
+            then gives the same bits on any number of ranks that divides it; docs/reproducible.md
+            describes the loop, `sw.leaves`, and what the promise requires.
 
     Raises:
         PlanError: the arguments do not fit the model or each other.
@@ -166,7 +170,9 @@ def fully_shard(
         strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
     resolved = resolve_strategy(strategy)
     request = ShardingRequest(
-        mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(dims, communicators),
+        mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(
+            dims, communicators, reproducible
+        ),
         strategy=resolved,
         units=units,
         options=UnitOptions(
@@ -286,6 +292,7 @@ class ShardingRequest:
             granularity = _placement_granularities(module, self.place, Granularizer(granularity))
         check_not_renormalized(module, ignored)
         _check_init(module, self.init, ignored)
+        _check_reproducible(module, mesh, ignored)
         manual = _sharded_before(module, separate, mesh)
         plan = make_plan(
             module,
@@ -302,6 +309,7 @@ class ShardingRequest:
             wire=options.wire,
             settled=_specs_before(module),
             ignored=_names_of(module, ignored),
+            leaves=mesh.leaves,
         )
         if plan.strategy.is_two_level and any(unit.chunked_bytes for unit in plan.units):
             raise PlanError(
@@ -325,6 +333,8 @@ class ShardingRequest:
         device = device_for(root, mesh, ignored, device)
         if mesh.accelerator is not None:
             make_current(device)
+        if mesh.leaves is not None:
+            _check_deterministic(device)
         check_same_plan(plan, mesh, warns=self.warns)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
@@ -345,6 +355,58 @@ class ShardingRequest:
             check_same_sums(materializer.checksums, mesh)
         fused_wgrad.offer_slots(runtime)
         return runtime
+
+
+def _check_reproducible(
+    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
+) -> None:
+    """Raise a PlanError if calls differ, or if results depend on the leaves of a rank."""
+    for name, handle in _handles_in(root).items():
+        if handle.runtime.mesh.leaves != mesh.leaves:
+            raise PlanError(
+                f"reproducible={mesh.leaves}, but {name} was sharded with "
+                f"reproducible={handle.runtime.mesh.leaves}; pass the same number to every call"
+            )
+    if mesh.leaves is None:
+        return
+    if any(parameter.requires_grad for parameter in ignored):
+        names = ", ".join(sorted(_names_of(root, [p for p in ignored if p.requires_grad])))
+        raise PlanError(
+            f"reproducible={mesh.leaves}: {names} in ignored_params are trainable, but the engine "
+            "does not sum their gradients; freeze them, or leave them out of ignored_params"
+        )
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlanError(
+                f"reproducible={mesh.leaves}: {name} (SyncBatchNorm) normalizes over as many "
+                "micro-batches as there are ranks; use a norm within a sample, such as LayerNorm"
+            )
+        if getattr(module, "track_running_stats", False) is True:  # of BatchNorm, InstanceNorm
+            raise PlanError(
+                f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
+                "the micro-batches of its own rank; use a norm without running statistics, such as "
+                "LayerNorm, GroupNorm, or track_running_stats=False"
+            )
+
+
+def _check_deterministic(device: torch.device) -> None:
+    """Check that the kernels of ``device`` give the same results in every run.
+
+    Raises:
+        PlanError: the device may use others.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads > 1:
+        warn_caller(
+            f"reproducible=... with {threads} threads per rank: results depend on their number, "
+            "and in bfloat16 on the number of ranks; first call torch.set_num_threads(1)"
+        )
+    if device.type not in ("cpu", "meta") and not torch.are_deterministic_algorithms_enabled():
+        raise PlanError(
+            f"reproducible=... on {device}: some kernels add in an order that changes from run to "
+            "run; first call torch.use_deterministic_algorithms(True), which raises an error where "
+            "an operation has no other kernel"
+        )
 
 
 def _offloaded_from(root: nn.Module) -> torch.device | None:

@@ -16,6 +16,7 @@ from benchmarks import (
     padding,
     publish,
     recording,
+    reproducible,
 )
 from benchmarks.forecast_page import BEGIN, END, table
 
@@ -46,6 +47,11 @@ SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
         publish.main,
         "--width 32 --layers 1 --rounds 1",
         {"full_tensors, one rank", "publish, only changed", "torch, all ranks"},
+    ),
+    "reproducible": (
+        reproducible.main,
+        "--width 32 --rounds 1",
+        {"fsdp", "zero2", "ddp"},
     ),
     "recording": (
         recording.main,

@@ -27,7 +27,9 @@ from shardwise.comm.api import (
 )
 from shardwise.comm.communicator import Collectives, Communicator, communicator
 from shardwise.comm.device import ThreadStream
+from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.queue import QueueState
+from shardwise.comm.tree import tree_sum
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.host import point_to_point
 from shardwise.host.peers import INLINE_BYTES
@@ -95,17 +97,42 @@ def test_results_equal_those_of_torch() -> None:
 
 
 @on_ranks(3, 4)
-def test_sums_are_taken_in_the_order_of_ranks() -> None:
+def test_sums_are_taken_in_a_tree_over_the_order_of_ranks() -> None:
     comm = _communicator()
     ranks = comm.num_ranks
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), (33, 20_001, WINDOWS)):
         everyone = torch.randn(ranks, ranks, size).to(dtype)  # the same on every rank
         pending, out = _reduce(comm, everyone[comm.rank].reshape(-1))
         comm.wait(pending)
-        expected = everyone[0, comm.rank].clone()
-        for rank in range(1, ranks):
-            expected += everyone[rank, comm.rank]
+        first, second, third, *fourth = everyone[:, comm.rank]
+        expected = (first + second) + (third + fourth[0] if fourth else third)
         assert torch.equal(out, expected), "bitwise equal"
+
+
+@pytest.mark.parametrize("preset", ["fsdp", "ddp", "hsdp", "hfsdp"])
+@on_ranks(4)
+def test_every_backend_sums_in_one_tree(preset: str) -> None:
+    """And sends as many bytes as when it sums in its own order."""
+    strategy = PRESETS[preset]
+    mesh = resolve_mesh(None, strategy, sharding_factor=2 if strategy.num_axes > 1 else None)
+    torch_queue = ProcessGroupCollectives(mesh.world, CPU, "gloo", f"tree {preset}")
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (3, 20_001)):
+        slots = mesh.shards.size if mesh.is_two_level else mesh.row.size
+        everyone = torch.randn(mesh.num_ranks, slots * size).to(dtype)  # the same on every rank
+        found = []
+        for queue in (_communicator().reduce, torch_queue):
+            flat = everyone[mesh.group_rank].clone()
+            out = torch.empty(size, dtype=dtype)
+            inner = flat.view(mesh.row.size, -1)[mesh.row.index] if mesh.is_two_level else out
+            reduction = Reduction(flat, inner, None, out, mesh.reduction, 0.25, in_tree=True)
+            work = queue.reduce(reduction, "reduce")
+            _communicator().wait(work)
+            found.append((out, mesh.axis_bytes([work])))
+        first, second, third, fourth = everyone.view(mesh.num_ranks, slots, size)
+        expected = ((first + second) + (third + fourth))[mesh.rank if slots > 1 else 0] * 0.25
+        for out, num_bytes in found:
+            assert torch.equal(out, expected)
+            assert num_bytes == found[0][1]
 
 
 @pytest.mark.parametrize(
@@ -488,9 +515,7 @@ def _check_cast(
     terms = [*parts, carried] if carried is not None else list(parts)
     what = f"{mesh.num_ranks} ranks, {of} to {to}, {size}"
     if carried is not None:
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total += term
+        total = tree_sum(parts) + carried
         assert torch.equal(out, total.to(to) * 0.3), f"bitwise equal, {what}"
     exact = torch.stack(terms).double().sum(0) * 0.3
     coarsest = max(torch.finfo(of).eps, torch.finfo(to).eps)

@@ -179,13 +179,13 @@ def _reduce(group: Group, own: Tensor, operator: Any) -> list[Tensor]:
 
 def _reduce_scatter(group: Group, own: Tensor, operator: Any) -> list[Tensor]:
     total = torch.zeros_like(own)
-    dist.reduce_scatter(total, [own + r for r in range(num_ranks())], operator, group)
+    dist.reduce_scatter(total, [own * 2**r for r in range(num_ranks())], operator, group)
     return [total]
 
 
 def _reduce_scatter_single(group: Group, own: Tensor, operator: Any) -> list[Tensor]:
     total = torch.zeros_like(own)
-    rows = torch.cat([own + r for r in range(num_ranks())])
+    rows = torch.cat([own * 2**r for r in range(num_ranks())])
     dist.reduce_scatter_tensor(total, rows, operator, group)
     return [total]
 
@@ -194,7 +194,7 @@ def _reduce_scatter_coalesced(group: Group, own: Tensor, operator: Any) -> list[
     totals = [torch.zeros_like(own) for _ in range(2)]
     with _coalescing_manager(group):
         for number, total in enumerate(totals):
-            rows = torch.cat([own + r + number for r in range(num_ranks())])
+            rows = torch.cat([own * 2 ** (r + number) for r in range(num_ranks())])
             dist.reduce_scatter_tensor(total, rows, operator, group)
     return totals
 
@@ -472,6 +472,6 @@ def test_mistakes_are_named_before_anything_is_sent() -> None:
 
 
 def _numbers(size: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers, so that sums are exact in every dtype and order."""
+    """1 to 3, so that sums and products of several are exact in every dtype and order."""
     generator = torch.Generator().manual_seed(rank())
     return torch.randint(1, 4, (size,), generator=generator).to(dtype)

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise._private import AsyncCollectiveTensor, current_graph_task
+from shardwise._private import AsyncCollectiveTensor, current_graph_task, new_empty_subclass
 from shardwise.comm import (
     communicator,
     device as comm_device,
@@ -31,7 +31,7 @@ from shardwise.comm import (
     registered_memory,
 )
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.runtime import memory as runtime_memory
+from shardwise.runtime import accumulation, memory as runtime_memory
 from shardwise.runtime.memory import Pool
 from shardwise.watch import ranks
 from shardwise.watch.monitor import Patience
@@ -253,6 +253,11 @@ def _install_tensors(installed: Simulated, patch: pytest.MonkeyPatch) -> None:
     for module in (clip_grad, torch_optimizer):
         name = "_group_tensors_by_device_and_dtype"
         patch.setattr(module, name, installed.grouping(getattr(module, name)))
+    patch.setattr(  # for gradients without elements
+        accumulation,
+        "new_empty_subclass",
+        lambda kind, shape, dtype, _device: new_empty_subclass(kind, shape, dtype, _CPU),
+    )
     for name in _FACTORIES:
         patch.setattr(torch, name, installed.factory(getattr(torch, name)))
 

@@ -1,8 +1,8 @@
 """Training on a simulated device, compared with one process."""
 
 import zlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,8 @@ class Program:
             "mesh": self.mesh(),
             **self.options,
         }
-        sharded = sw.fully_shard(model, **{k: v for k, v in options.items() if v is not None})
+        with _deterministic("reproducible" in self.options):
+            sharded = sw.fully_shard(model, **{k: v for k, v in options.items() if v is not None})
         assert isinstance(sharded, sw.FSDPModule)
         if self.memory is MemoryKind.SYMMETRIC:
             sharded.set_symm_mem_for_comm()
@@ -101,6 +102,17 @@ class Program:
         return DeviceMesh(
             "cuda", ranks.view(2, -1), mesh_dim_names=("replicate", "shard"), _init_backend=False
         )
+
+
+@contextmanager
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Use deterministic kernels, which a reproducible model on a device requires."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def train(

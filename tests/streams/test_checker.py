@@ -35,6 +35,10 @@ CLEAN = {
     "wire": Program(options={"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)}),
     "one communicator": Program(options={"communicators": "shared"}),
     "one communicator, hsdp": Program(strategy="hsdp", options={"communicators": "shared"}),
+    "reproducible": Program(accumulate=2, clip=0.5, options={"reproducible": 8}),
+    "reproducible ddp": Program(strategy="ddp", accumulate=2, options={"reproducible": 8}),
+    "reproducible hsdp": Program(strategy="hsdp", clip=0.5, options={"reproducible": 4}),
+    "reproducible hfsdp": Program(strategy="hfsdp", is_permuted=True, options={"reproducible": 4}),
     "gathered in vain": Program("alternating", prefetch=3, steps=4),
 }
 MODELS = ("stack", "gpt", "tied", "checkpointed", "checkpointed, reentrant", "unused and reused")

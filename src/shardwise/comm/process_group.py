@@ -43,6 +43,7 @@ from shardwise.comm.device import (
 from shardwise.comm.groups import becomes_true, new_group
 from shardwise.comm.queue import QueueState, Restart
 from shardwise.comm.registered_memory import MemoryKind
+from shardwise.comm.tree import tree_sum
 from shardwise.errors import PeerAborted, StepError
 
 __all__ = ["ProcessGroupCollectives"]
@@ -130,7 +131,8 @@ class ProcessGroupCollectives:
         last_sum, scale = self._last_sum(reduction)
         with self.stream.enqueue(timed=self.is_timed) as work:
             if first.group.size > 1:
-                self._sum_slots(inner, flat, first.group, SUM if rest else last_sum)
+                operator = SUM if rest else last_sum
+                self._sum_slots(inner, flat, first.group, operator, in_tree=reduction.in_tree)
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -149,7 +151,9 @@ class ProcessGroupCollectives:
             total = inner
             if second.operation is Operation.REDUCE_SCATTER:
                 total = reduction.scattered(second.group)
-                self._sum_slots(total, inner, second.group, last_sum)
+                self._sum_slots(total, inner, second.group, last_sum, in_tree=reduction.in_tree)
+            elif reduction.in_tree:
+                self._all_reduce_in_tree(inner, second.group)
             else:
                 dist.all_reduce(inner, last_sum, group=self._process_group(second.group))
             if out is not None:
@@ -287,19 +291,39 @@ class ProcessGroupCollectives:
         scale, size = reduction.scale, last.group.size
         is_whole = reduction.out is not None and (bool(before) or reduction.carried is None)
         is_exact = reduction.flat.dtype in _SCALED and math.frexp(scale)[0] == 0.5  # noqa: PLR2004
-        if size == 1 or scale == 1.0 or reduction.only_sums or not (is_whole and is_exact):
+        only_sums = reduction.only_sums or reduction.in_tree
+        if size == 1 or scale == 1.0 or only_sums or not (is_whole and is_exact):
             return SUM, scale
         if self._can.averages and scale * size == 1.0:
             return dist.ReduceOp.AVG, 1.0
         return (scaled_sum(scale), 1.0) if self._can.scales else (SUM, scale)
 
-    def _sum_slots(self, out: Tensor, flat: Tensor, group: RankGroup, operator: Any) -> None:
+    def _sum_slots(
+        self, out: Tensor, flat: Tensor, group: RankGroup, operator: Any, *, in_tree: bool
+    ) -> None:
         """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
+        if in_tree:  # sends the same bytes
+            rows = torch.empty_like(flat)
+            dist.all_to_all_single(rows, flat, group=self._process_group(group))
+            out.copy_(tree_sum(rows.view(group.size, -1)))
+            return
         if not self._can.in_place:
             flat = flat.clone()
         if flat.is_complex():  # in other collectives torch does this itself
             out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
         _reduce_scatter(out, flat, operator, group=self._process_group(group))
+
+    def _all_reduce_in_tree(self, tensor: Tensor, group: RankGroup) -> None:
+        made, size = self._process_group(group), len(tensor) // group.size * group.size
+        cut, rest = tensor[:size], tensor[size:]
+        if size:
+            own = torch.empty_like(cut.view(group.size, -1)[0])
+            self._sum_slots(own, cut, group, SUM, in_tree=True)
+            _all_gather(cut, own, group=made)
+        if rest.numel():
+            rows = rest.new_empty(group.size, len(rest))
+            _all_gather(rows.view(-1), rest.clone(), group=made)
+            rest.copy_(tree_sum(rows))
 
     def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
         if group.size == 1:

@@ -108,7 +108,7 @@ class HostCollectives:
         return self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
-        """As `Collectives.reduce`, in the order of the ranks."""
+        """As `Collectives.reduce`, always in a tree."""
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
         rows = reduction.flat.view(first.group.size, -1)

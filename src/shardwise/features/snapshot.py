@@ -58,14 +58,16 @@ class AccumulationSnapshot:
     """Gradients of earlier micro-batches that are not reduced yet."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._sequencer = scheduler.sequencer
+        self._scheduler = scheduler
+        self._num_leaves_done = scheduler.num_leaves_done
         self._awaiting = scheduler.sequencer.awaiting_reduction
         all_gradients = [gradients for unit in scheduler.units for gradients in unit.gradients]
         self._copies = [(one, one.snapshot()) for one in all_gradients]
 
     def restore(self) -> None:
         """Restore them, after `ModelSnapshot` has restored the others."""
-        self._sequencer.awaiting_reduction = self._awaiting
+        self._scheduler.sequencer.awaiting_reduction = self._awaiting
+        self._scheduler.num_leaves_done = self._num_leaves_done
         for gradients, copy_of_it in self._copies:
             gradients.restore(copy_of_it)
 

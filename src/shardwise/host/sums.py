@@ -1,4 +1,4 @@
-"""Sums over the ranks of a group, in the order of the ranks.
+"""Sums over the ranks of a group, in a binary tree over the order of the ranks.
 
 The thread that computes prepares them: to create a view, the thread of a stream would have to wait
 for the GIL. The stream then calls the result with the tag of an exchange.
@@ -36,9 +36,10 @@ class Summation:
         keeps_total: bool = False,
         add: Add = torch.add,
     ) -> Run:
-        """Prepare the sum over ``ranks`` of the parts for this rank, in the order of the ranks.
+        """Prepare the sum over ``ranks`` of the parts for this rank.
 
-        The order gives replicas the same bits.
+        Neighbors are added, then neighboring sums: (0 + 1) + (2 + 3). One order gives replicas the
+        same bits.
 
         Args:
             ranks: the ranks.
@@ -65,18 +66,21 @@ class Summation:
 
         def use(piece: slice) -> None:
             count = piece.stop - piece.start
-            terms = {i: window[:count] for i, window in received.items()}
-            # Half-precision numbers that are not in the processor's cache take three times as long
-            # to add.
-            last = windows[-1][:count]
-            terms[own_index] = last.copy_(own[piece]) if keeps_total else own[piece]
-            # The first sum includes the first window, whose memory may then be overwritten.
-            spare = windows[0][:count]
-            so_far = terms[0]
-            for i in range(1, len(ranks)):
-                is_last = i == len(ranks) - 1 and not keeps_total
-                so_far = add(so_far, terms[i], out=total[piece] if is_last else spare)
-            finish(so_far, piece)
+            mine = own[piece]
+            if keeps_total:
+                # Half-precision numbers that are not in the processor's cache take three times as
+                # long to add.
+                mine = windows[-1][:count].copy_(mine)
+            terms = [mine if i == own_index else received[i][:count] for i in range(len(ranks))]
+            while len(terms) > 1:
+                pairs = zip(terms[::2], terms[1::2], strict=False)
+                if len(terms) == 2 and not keeps_total:  # noqa: PLR2004
+                    terms = [add(*terms, out=total[piece])]
+                    break
+                # Windows may be overwritten; this rank's part may not.
+                sums = [add(a, b, out=b if a is mine else a) for a, b in pairs]
+                terms = sums + terms[2 * len(sums) :]
+            finish(terms[0], piece)
 
         pairs = {ranks[i]: (parts[i], received[i]) for i in others}
         return partial(self._peers.exchange, pairs, use=use)

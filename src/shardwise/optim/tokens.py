@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shardwise.optim.leaves import check_leaves
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, runtime_of_root
-from shardwise.tensor.reductions import across
+from shardwise.tensor.reductions import across, sum_over_leaves
 
 __all__ = ["backward", "token_weight"]
 
@@ -41,7 +42,8 @@ def backward(
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
             micro-batches.
-        micro_batches: this rank's micro-batches of one step.
+        micro_batches: this rank's micro-batches of one step; those of `sw.leaves` if the model is
+            reproducible.
         loss_sum: runs the model on a micro-batch and returns the *sum* of its tokens' losses, a
             scalar.
         num_tokens: returns the number of tokens in a micro-batch that count.
@@ -66,19 +68,26 @@ def backward(
         )
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
+    is_reproducible = runtime.mesh.leaves is not None  # then the engine reduces gradients once
+    if is_reproducible:
+        check_leaves(runtime.mesh, len(batches), "micro_batches")
     weight = _weight(runtime, [num_tokens(batch) for batch in batches])
-    total = torch.zeros((), dtype=torch.float64, device=runtime.pools.device)
+    losses = []
     try:
         for number, batch in enumerate(batches, start=1):
-            if accumulate == "whole":
+            if accumulate == "whole" and not is_reproducible:
                 model.set_requires_gradient_sync(number == len(batches))
             loss = loss_sum(batch)
             loss = (loss * weight).to(loss.dtype)
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            losses.append(loss.detach().to(runtime.pools.device, torch.float64))
     finally:
-        if accumulate == "whole":
+        if accumulate == "whole" and not is_reproducible:
             model.set_requires_gradient_sync(True)
+    if is_reproducible:
+        total = sum_over_leaves([loss.view(1) for loss in losses], runtime.mesh)[0]
+        return total / runtime.mesh.num_addends
+    total = torch.stack(losses).sum()
     return (
         across([total], runtime.mesh, runtime.mesh.world).mean()
         if runtime.mesh.num_ranks > 1
@@ -105,7 +114,8 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
         num_tokens: the number of tokens in all micro-batches of this rank.
 
     Returns:
-        The number of ranks divided by the number of tokens on all ranks; 0 if there are no tokens.
+        The number of ranks (in a reproducible model, of micro-batches in a step) divided by the
+        number of tokens on all ranks; 0 if there are no tokens.
 
     Raises:
         PlanError: the model is not sharded.
@@ -126,5 +136,5 @@ def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
             total = total + count.to(device, torch.int64, non_blocking=True).sum()
     if mesh.num_ranks > 1:
         total = across([total], mesh, mesh.world).sum()
-    weight = mesh.num_ranks / total.double()
+    weight = mesh.num_addends / total.double()
     return torch.where(total > 0, weight, torch.zeros_like(weight))

@@ -11,21 +11,25 @@ along dim 0: the weights of one output of a matrix [out, in], one expert of stac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
+from math import lcm, prod
 from typing import Literal, get_args
 
 from shardwise.errors import PlanError
 from shardwise.plan.spelling import did_you_mean
 
 __all__ = [
+    "SUM_BLOCK",
     "Block",
     "Dim",
     "Granularities",
     "Granularity",
     "Granularizer",
+    "WholeBlocks",
     "block",
     "granule_elements",
 ]
+
+SUM_BLOCK = 1024  # elements of a parameter that a reproducible model sums on one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,21 @@ class Dim:
         return "dim" if self.dim == 0 else f"dim {self.dim}"
 
 
+@dataclass(frozen=True, slots=True)
+class WholeBlocks:
+    """Granules of ``of`` such that `SUM_BLOCK` divides the place of every cut.
+
+    A block is a run of elements, counted from the first element of the parameter.
+    """
+
+    of: "Word | Block"
+
+    def __str__(self) -> str:
+        return f"{self.of} in blocks"
+
+
 Word = Literal["element", "row", "tensor"]
-Granularity = Word | Block | Dim
+Granularity = Word | Block | Dim | WholeBlocks
 # What users pass for a parameter; "dim" stands for `Dim` of dim 0.
 Choice = Granularity | Literal["dim"]
 # For all parameters, by `fnmatch` patterns of names, or by a function (None means "element").
@@ -82,6 +99,8 @@ def granule_elements(granularity: Granularity, shape: Sequence[int]) -> int:
             return max(1, prod(shape[1:]))
         case Block(rows):
             return rows * max(1, prod(shape[1:]))
+        case WholeBlocks(of):
+            return lcm(granule_elements(of, shape), SUM_BLOCK)
 
 
 class Granularizer:

@@ -31,12 +31,15 @@ class Plan:
     world_size: int  # ranks of the shard axis
     prefetch: int  # units gathered ahead of the one that computes
     replicas: int = 1  # size of the outer axis, which replicates the shards or shards them again
+    leaves: int | None = None  # micro-batches of a step, over all ranks, of a reproducible model
 
     def __post_init__(self) -> None:
         assert self.units, "the root is a unit"
         assert not self.units[0].name, "the root comes first"
         if self.prefetch < 0:
             raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+        if self.leaves is not None:
+            self._check_leaves(self.leaves)
 
     def __repr__(self) -> str:
         copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
@@ -49,6 +52,30 @@ class Plan:
     def unfrozen(self, names: Collection[str]) -> "Plan":
         """The same layouts, where buffers that contain any parameter in ``names`` are trainable."""
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))
+
+    def _check_leaves(self, leaves: int) -> None:
+        is_count = isinstance(leaves, int) and not isinstance(leaves, bool) and leaves > 0
+        if not is_count or leaves & (leaves - 1):
+            raise PlanError(
+                f"reproducible={leaves!r}: expected the number of micro-batches in a step, a power "
+                "of two, because they are summed in a binary tree"
+            )
+        if leaves % self.num_ranks:
+            raise PlanError(
+                f"reproducible={leaves} on {self.num_ranks} ranks: expected a number of ranks that "
+                f"divides {leaves}, because each rank runs equally many of its micro-batches"
+            )
+        for unit in self.units:
+            if unit.has_own_ranks:
+                raise PlanError(
+                    f"reproducible={leaves}: {unit.label} has other ranks than the model, so its "
+                    "gradients are summed in another tree; shard it over the ranks of the model"
+                )
+            if unit.wire != UNQUANTIZED:
+                raise PlanError(
+                    f"reproducible={leaves} with a Wire: expected none, because blocks of "
+                    "quantized numbers, and their errors, depend on the number of ranks"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -108,6 +135,7 @@ def make_plan(
     manual: Mapping[str, UnitOptions] | None = None,
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
+    leaves: int | None = None,
 ) -> Plan:
     """Plan ``root`` without touching its storage; it may be on the meta device.
 
@@ -121,6 +149,7 @@ def make_plan(
         manual: more units, by name, each with its own options.
         settled: the specs of parameters that were sharded before, by name.
         ignored: names of parameters that are not sharded.
+        leaves: ``reproducible`` of `fully_shard`.
 
     Raises:
         PlanError: an argument does not fit the model.
@@ -141,9 +170,18 @@ def make_plan(
     for name, one in options.items():
         one.check(name or "root")
     return Plan(
-        units=plan_units(root, options, granularity, settled, ignored, elsewhere),
+        units=plan_units(
+            root,
+            options,
+            granularity,
+            settled,
+            ignored,
+            elsewhere,
+            in_blocks=leaves is not None,
+        ),
         strategy=strategy,
         world_size=world_size,
         prefetch=prefetch,
         replicas=replicas,
+        leaves=leaves,
     )

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from shardwise.blockwise import Blocks
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
-from shardwise.plan.granularity import Dim, Granularities, Granularizer
+from shardwise.plan.granularity import (
+    Dim,
+    Granularities,
+    Granularity,
+    Granularizer,
+    WholeBlocks,
+)
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.options import UnitOptions
@@ -167,6 +173,8 @@ def plan_units(
     settled: Mapping[str, ParameterSpec] | None = None,
     ignored: Collection[str] = (),
     elsewhere: Collection[str] = (),
+    *,
+    in_blocks: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """Assign every parameter of ``root`` to a unit, and lay the units out over their ranks.
 
@@ -178,9 +186,10 @@ def plan_units(
             their granularity unless it was "element", and their room for gradients.
         ignored: names of parameters that are not sharded.
         elsewhere: names of units with other ranks than the model.
+        in_blocks: cut between blocks that a reproducible model sums on one rank.
 
     Raises:
-        PlanError: ``granularity`` is invalid or names no parameter.
+        PlanError: ``granularity`` is invalid, names no parameter, or does not fit ``in_blocks``.
     """
     chains = _chains(root, options)
     owned: dict[str, list[ParameterSpec]] = {name: [] for name in options}
@@ -200,6 +209,8 @@ def plan_units(
             )
         if spec.is_extended and not isinstance(chosen, Dim):
             chosen = Dim()  # torch cuts tensors of its class along a dim
+        if in_blocks:
+            chosen = _in_blocks(chosen, spec.name)
         # A float32 master does not show the original dtype, so the earlier cast applies, unless
         # half() or another conversion has changed the dtype since.
         keeps = options[owner].precision.master_dtype == "keep"
@@ -227,6 +238,19 @@ def plan_units(
         )
         for name, specs in owned.items()
     )
+
+
+def _in_blocks(granularity: Granularity, name: str) -> Granularity:
+    if isinstance(granularity, Dim):
+        raise PlanError(
+            f"{name}: reproducible=... with granularity='dim': expected 'element', 'row', "
+            "sw.block(n) or 'tensor', because chunks of a dim end inside the blocks that norms are "
+            "summed in; tensor-parallel parameters and tensor classes of other libraries are "
+            "always cut along a dim"
+        )
+    if granularity == "tensor" or isinstance(granularity, WholeBlocks):
+        return granularity
+    return WholeBlocks(granularity)
 
 
 def _chains(root: nn.Module, units: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -288,6 +288,11 @@ def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:
                 f"{caller} decides whether a step counts before the optimizer runs, and "
                 "sw.optimizer_in_backward runs it in backward; call remove() on its handle"
             )
+    if runtime.mesh.leaves is not None:
+        raise PlanError(
+            f"{caller}: the model is reproducible, but which replicas take part in a step is not; "
+            "leave out reproducible=... of fully_shard"
+        )
     if any(unit.settings.reduce_hook is not None for unit in runtime.units):
         raise PlanError(f"{caller}: communication hooks reduce gradients in their own way")
     return runtime

@@ -1,15 +1,15 @@
 """Gradients that wait for a reduction in a later backward of the same step.
 
-With ``set_requires_gradient_sync(False)`` or ``set_requires_all_reduce(False)``, a backward leaves
-gradients in memory of the engine. `AccumulatedGradients` owns them. In the meantime, ``p.grad`` is
-an `UnreducedGradient`. It has no elements, but it can be dropped or set to zero like any gradient:
-``zero_grad()`` and ``p.grad = None`` work as in one process.
+With ``set_requires_gradient_sync(False)`` or ``set_requires_all_reduce(False)``, or before the last
+micro-batch of a step of a reproducible model, a backward leaves gradients in memory of the engine.
+`AccumulatedGradients` owns them. In the meantime, ``p.grad`` is an `UnreducedGradient`. It has no
+elements, but it can be dropped or set to zero like any gradient: ``zero_grad()`` and
+``p.grad = None`` work as in one process.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -51,9 +51,12 @@ class UnreducedGradient(Tensor):
     reduced: Tensor | None
     _name: str
     _set_to_zero: Callable[[], None]
+    _reason: str
 
     @staticmethod
-    def make(parameter: FSDPParameter, set_to_zero: Callable[[], None]) -> "UnreducedGradient":
+    def make(
+        parameter: FSDPParameter, set_to_zero: Callable[[], None], reason: str
+    ) -> "UnreducedGradient":
         """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``."""
         sharded = parameter.sharded
         dtype = dtype_of_gradient(sharded)
@@ -61,6 +64,7 @@ class UnreducedGradient(Tensor):
             UnreducedGradient, sharded.shape, dtype, sharded.device
         )
         self._name, self._set_to_zero, self.reduced = parameter.name, set_to_zero, None
+        self._reason = reason
         return self
 
     @property
@@ -105,8 +109,7 @@ class UnreducedGradient(Tensor):
         """Raise the StepError of ``operation``, which needs the elements."""
         raise StepError(
             f"{self._name}.grad: {operation} needs the gradient, which is not reduced yet, because "
-            "set_requires_gradient_sync or set_requires_all_reduce was False in the last backward; "
-            "first run the last micro-batch with True, or drop the gradients with zero_grad()"
+            f"{self._reason}, or drop the gradients with zero_grad()"
         )
 
     @classmethod
@@ -158,8 +161,12 @@ def _first_in(arguments: Any) -> UnreducedGradient:
 class AccumulatedGradients:
     """The gradients of one layout that earlier backwards of the step have left::
 
-        whole    [world_size * S]         this rank's own, not reduced at all
+        wholes   [world_size * S] each    this rank's own, not reduced at all
         partial  [world_size * S / row]   summed over this rank's row, awaiting its column
+
+    There is one whole sum, to which each backward adds. In a reproducible model the backwards of a
+    step are summed in a binary tree, so there are several: a sum of 2**k for each bit k that is set
+    in the number of backwards, the largest first.
 
     They do not change until a backward ends: then `commit` adds the gradients that it leaves, and
     drops those that it has reduced. If it raises, `rollback` forgets it, so that a micro-batch that
@@ -180,7 +187,9 @@ class AccumulatedGradients:
         self._parameters = parameters
         self._mesh = mesh
         self._own_pool = pool
-        self._written = [False] * len(layout.extents)  # in `whole`
+        self._in_tree = mesh.leaves is not None
+        self._wholes: list[_Whole] = []
+        self._spare: list[FlatBuffer] = []  # without memory
         self._partial: Tensor | None = None
         self._gradients: list[UnreducedGradient | None] = [None] * len(layout.extents)
         self._is_held = [False] * len(layout.extents)  # ``p.grad`` was set to the one above
@@ -189,30 +198,24 @@ class AccumulatedGradients:
         # may have accumulated a gradient for it, even if it has been frozen since. All ranks agree.
         self.is_awaited = [False] * len(layout.extents)
         # Of the backward that is running:
-        self._is_taken = False  # a reduction includes `whole`
+        self._is_taken = False  # a reduction includes the wholes
         self._sums: Tensor | None = None  # the partial sums that the next reduction adds
         # By position: ``p.grad`` since a reduction has replaced an `UnreducedGradient`.
         self._handed_over: dict[int, Tensor | None] = {}
 
-    @cached_property
-    def _whole(self) -> FlatBuffer:
-        layout = self._layout
-        layout = layout.whole if isinstance(layout, ChunkedLayout) else layout
-        dtype = layout.cast.reduce_dtype
-        return FlatBuffer(layout, self._own_pool, dtype=dtype, suffix=" accumulated")
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing awaits a reduction."""
-        return self._partial is None and not any(self._written)
+        return self._partial is None and not any(any(one.written) for one in self._wholes)
 
     # -- in a backward ---------------------------------------------------------------------------
 
     def add_to(self, views: Sequence[Tensor], written: list[bool]) -> None:
         """Add the whole gradients to the ``views`` of a buffer that is about to be reduced."""
-        if not self._is_taken and any(self._written):
+        if not self._is_taken and self._wholes:
             self._is_taken = True
-            _add(views, written, self._whole.views, self._written)
+            for whole in reversed(self._wholes):  # the smallest first
+                self._add(views, written, whole)
 
     def take_sums(self) -> tuple[Tensor | None, bool]:
         """Return the sums over the row to add to a reduction, and whether to free them after it."""
@@ -262,11 +265,12 @@ class AccumulatedGradients:
             self.is_awaited = [awaited or one.sharded.requires_grad for awaited, one in pairs]
         elif any(self.is_awaited):
             self.is_awaited = [False] * len(self.is_awaited)
-        if fresh is None and self._sums is None and not self.is_active:
+        counts_zeros = self._in_tree and not is_complete
+        if fresh is None and self._sums is None and not self.is_active and not counts_zeros:
             return
-        if self._is_taken:
-            self._drop_whole()
-        if fresh is not None:
+        if self._is_taken or (self._in_tree and is_complete):
+            self._drop_wholes()
+        if fresh is not None or counts_zeros:
             self._add_fresh(fresh, written)
         if self._sums is not self._partial:
             self._free(self._partial)
@@ -295,7 +299,9 @@ class AccumulatedGradients:
         for position, parameter in enumerate(self._parameters):
             if self._is_held[position] and parameter.sharded.grad is not self._gradients[position]:
                 self._set_to_zero(position)
-                self._is_held[position] = self._written[position] = self.used[position] = False
+                self._is_held[position] = self.used[position] = False
+                for whole in self._wholes:
+                    whole.written[position] = False
         if not any(self._is_held):
             self._drop_all()
 
@@ -313,8 +319,7 @@ class AccumulatedGradients:
         if self.is_empty and not any(self.is_awaited):
             return None
         return Accumulated(
-            list(self._written),
-            self._whole.flat.clone() if any(self._written) else None,
+            [one.copy() for one in self._wholes],
             None if self._partial is None else self._partial.clone(),
             list(self.used),
             list(self._is_held),
@@ -330,15 +335,13 @@ class AccumulatedGradients:
         self.drop()
         if copy is None:
             return
-        if copy.whole is not None:
-            self._whole.acquire()
-            self._whole.flat.copy_(copy.whole)
+        self._wholes = [self._copy_of(one) for one in copy.wholes]
         if copy.partial is not None:
             size, dtype = copy.partial.numel(), copy.partial.dtype
             name = f"rows of {self._parameters[0].name} restored"
             self._sums = self.pool.allocate_tensor(size, dtype, name).copy_(copy.partial)
             self._partial = self._sums
-        self._written, self._is_held = list(copy.written), list(copy.is_held)
+        self._is_held = list(copy.is_held)
         self.is_awaited = list(copy.is_awaited)
         for position, parameter in enumerate(self._parameters):
             if copy.is_held[position]:
@@ -352,7 +355,8 @@ class AccumulatedGradients:
             # One that was frozen since keeps what it has.
             may_have = parameter.sharded.requires_grad or self._is_held[position]
             is_partial = self._partial is not None and may_have
-            self._is_held[position] = self._written[position] or is_partial
+            is_whole = any(one.written[position] for one in self._wholes)
+            self._is_held[position] = is_whole or is_partial
             if self._is_held[position]:
                 self._hold(position)
         self.is_active = any(self._is_held)
@@ -374,14 +378,25 @@ class AccumulatedGradients:
             if (this := owner()) is not None:
                 this._set_to_zero(position)
 
-        made = UnreducedGradient.make(self._parameters[position], set_to_zero)
+        parameter, leaves = self._parameters[position], len(self._mesh.own_leaves)
+        reason = (
+            f"the step of a reproducible model ends with the backward of the last of its {leaves} "
+            "micro-batches on this rank (sw.leaves); first run all of them"
+            if self._in_tree
+            else "set_requires_gradient_sync or set_requires_all_reduce was False in the last "
+            "backward; first run the last micro-batch with True"
+        )
+        made = UnreducedGradient.make(parameter, set_to_zero, reason)
         self._gradients[position] = made
         return made
 
     def _set_to_zero(self, position: int) -> None:
         """Set the gradient of a parameter to zero."""
-        if self._written[position]:
-            self._whole.views[position].zero_()
+        for whole in self._wholes:
+            if whole.written[position]:
+                whole.views[position].zero_()
+            if self._in_tree:  # which also means zero; then `is_empty` may be true
+                whole.written[position] = False
         if self._partial is not None:
             row, layout = self._mesh.row, self._layout
             shards = self._partial.view(layout.world_size // row.size, -1)
@@ -390,15 +405,64 @@ class AccumulatedGradients:
                 start = layout.offset_in_shard(extent, rank)
                 shard[start : start + layout.num_owned(extent, rank)].zero_()
 
-    def _add_fresh(self, fresh: FlatBuffer, written: Sequence[bool]) -> None:
-        if self._whole.is_acquired:
-            _add(self._whole.views, self._written, fresh.views, written)
-        else:
-            self._whole.take(fresh)
-            self._written = list(written)
+    def _add_fresh(self, fresh: FlatBuffer | None, written: Sequence[bool]) -> None:
+        new = _Whole(fresh, list(written))
+        if self._wholes and not self._in_tree:
+            self._add(self._wholes[0].views, self._wholes[0].written, new)
+            return
+        if fresh is not None:
+            new.buffer = self._new_buffer()
+            new.buffer.take(fresh)
+        while self._wholes and self._wholes[-1].num_backwards == new.num_backwards:
+            new = self._joined(self._wholes.pop(), new)
+        self._wholes.append(new)
+
+    def _joined(self, one: "_Whole", other: "_Whole") -> "_Whole":
+        """Return the sum of two sums of equally many backwards, and free the memory of one."""
+        if one.buffer is None:
+            one, other = other, one
+        self._add(one.views, one.written, other)
+        self._release(other)
+        one.num_backwards *= 2
+        return one
+
+    def _add(self, views: Sequence[Tensor], written: list[bool], whole: "_Whole") -> None:
+        """Add ``whole`` to ``views``, whose elements are undefined where not ``written``."""
+        for position, view in enumerate(views):
+            if not whole.written[position]:
+                if self._in_tree and written[position]:
+                    view.add_(0.0)  # as if it was added: -0.0 + 0.0 is 0.0
+            elif written[position]:
+                view.add_(whole.views[position])
+            else:
+                view.copy_(whole.views[position])
+                if self._in_tree:
+                    view.add_(0.0)
+                written[position] = True
+
+    def _new_buffer(self) -> FlatBuffer:
+        if self._spare:
+            return self._spare.pop()
+        layout = self._layout
+        layout = layout.whole if isinstance(layout, ChunkedLayout) else layout
+        dtype = layout.cast.reduce_dtype
+        return FlatBuffer(layout, self._own_pool, dtype=dtype, suffix=" accumulated")
+
+    def _copy_of(self, copy: "WholeCopy") -> "_Whole":
+        buffer = None
+        if copy.flat is not None:
+            buffer = self._new_buffer()
+            buffer.acquire()
+            buffer.flat.copy_(copy.flat)
+        return _Whole(buffer, list(copy.written), copy.num_backwards)
+
+    def _release(self, whole: "_Whole") -> None:
+        if whole.buffer is not None:
+            whole.buffer.release()
+            self._spare.append(whole.buffer)
 
     def _drop_all(self) -> None:
-        self._drop_whole()
+        self._drop_wholes()
         if self._sums is self._partial:
             self._free(self._partial)
         else:  # a reduction that failed may still read or write them
@@ -410,44 +474,53 @@ class AccumulatedGradients:
         self.is_active = False
         self.used = [False] * len(self.used)
 
-    def _drop_whole(self) -> None:
+    def _drop_wholes(self) -> None:
         self._is_taken = False
-        self._written = [False] * len(self._written)
-        if "_whole" in vars(self) and self._whole.is_acquired:  # it has been made
-            self._whole.release()
+        for whole in self._wholes:
+            self._release(whole)
+        self._wholes = []
 
     def _free(self, partial: Tensor | None) -> None:
         if partial is not None:
             self.pool.free(partial.untyped_storage())
 
 
+@dataclass(slots=True)
+class _Whole:
+    """A sum of whole gradients; gradients of parameters that are not ``written`` are zero."""
+
+    buffer: FlatBuffer | None  # None: none is written
+    written: list[bool]
+    num_backwards: int = 1  # counted in reproducible models only
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return () if self.buffer is None else self.buffer.views
+
+    def copy(self) -> "WholeCopy":
+        flat = None if self.buffer is None else self.buffer.flat.clone()
+        return WholeCopy(list(self.written), flat, self.num_backwards)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCopy:
+    """A copy of a sum of whole gradients."""
+
+    written: list[bool]
+    flat: Tensor | None  # [world_size * S]
+    num_backwards: int
+
+
 @dataclass(frozen=True, slots=True)
 class Accumulated:
     """A copy of what `AccumulatedGradients` have accumulated."""
 
-    written: list[bool]
-    whole: Tensor | None  # [world_size * S]
+    wholes: list[WholeCopy]
     partial: Tensor | None  # [world_size * S / row]
     used: list[bool]
     is_held: list[bool]
     is_awaited: list[bool]
     reduced: list[Tensor | None]  # of each `UnreducedGradient`
-
-
-def _add(
-    views: Sequence[Tensor],
-    written: list[bool],
-    addends: Sequence[Tensor],
-    has_addend: Sequence[bool],
-) -> None:
-    """Add ``addends`` to ``views``, whose elements are undefined where not ``written``."""
-    for position, view in enumerate(views):
-        if has_addend[position]:
-            if written[position]:
-                view.add_(addends[position])
-            else:
-                view.copy_(addends[position])
-            written[position] = True
 
 
 def dtype_of_gradient(parameter: Tensor) -> torch.dtype:

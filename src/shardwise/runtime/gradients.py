@@ -103,6 +103,7 @@ class Gradients:
         # By position: the gradient that is computed in memory from `claim`.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
+        self._was_reduced = False  # in this backward
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._host_scale = 1.0  # the part of the scale of sums that the host applies
         self._reduced: Tensor | None = None  # [S]
@@ -139,7 +140,7 @@ class Gradients:
     @property
     def _divisors(self) -> tuple[float, float]:
         """The divisors before the sum over ranks and after it."""
-        divisor = self._settings.gradient_divisor or self.mesh.num_ranks
+        divisor = self._settings.gradient_divisor or self.mesh.num_addends
         if self._settings.reduce_hook is not None:
             divisor = 1.0
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
@@ -206,6 +207,7 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Accumulate gradients that await a later reduction."""
+        self._was_reduced = False
         self.write_kept()
         is_left = self.state is GradientState.FILLING
         if is_left:
@@ -235,6 +237,13 @@ class Gradients:
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
+        if self._was_reduced and self.mesh.leaves is not None:
+            raise StepError(
+                f"{self.parameters[0].name}: a reproducible model was called several times before "
+                "one backward, which reduces the gradients of each call and so sums them in "
+                "another order than one rank would; call it once per micro-batch"
+            )
+        self._was_reduced = True
         join_streams(self._own_pool.device)  # on which autograd has written gradients
         self.write_kept()
         self._open()
@@ -275,6 +284,7 @@ class Gradients:
             scale / self._host_scale,
             self._settings.only_sums,
             within_flat,
+            in_tree=self.mesh.leaves is not None,
         )
         if self._quantized is None:
             work = collectives.reduce(reduction, label)
@@ -355,6 +365,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drop the gradients of the backward that raised."""
+        self._was_reduced = False
         self._forget_written()
         reduced, self._reduced = self._reduced, None
         if reduced is not None and self._shard.offloader is not None:  # it was not delivered

@@ -282,6 +282,7 @@ class FSDPModule(nn.Module):
         drops what has been accumulated; reading it raises a StepError. A micro-batch that raises
         adds nothing. Hooks of `torch.Tensor.register_hook` run at a reduction, on the sum.
         """
+        _check_not_reproducible(self, "set_requires_gradient_sync")
         for settings in _settings_in(self, recurse):
             settings.reduce_grads = requires_gradient_sync
 
@@ -291,6 +292,7 @@ class FSDPModule(nn.Module):
         If not, they add up in shards of the inner axis, and ``p.grad`` is as described in
         `set_requires_gradient_sync`. As in FSDP2.
         """
+        _check_not_reproducible(self, "set_requires_all_reduce")
         for settings in _settings_in(self, recurse):
             settings.all_reduce_grads = requires_all_reduce
 
@@ -305,6 +307,7 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
+        _check_not_reproducible(self, "set_gradient_divide_factor")
         settings_of(self).gradient_divisor = factor
 
     def set_all_reduce_hook(
@@ -322,6 +325,7 @@ class FSDPModule(nn.Module):
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: accepted, without effect.
         """
+        _check_not_reproducible(self, "set_all_reduce_hook")
         settings_of(self).reduced_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -546,6 +550,16 @@ def _drop_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
         parameter.grad = None
     elif parameter.grad is not None:
         parameter.grad.zero_()
+
+
+def _check_not_reproducible(module: nn.Module, method: str) -> None:
+    handle: Handle | None = vars(module).get(HANDLE)
+    if handle is not None and handle.runtime.mesh.leaves is not None:
+        raise PlanError(
+            f"{method}: the model is reproducible, so the engine sums the gradients of all "
+            f"{handle.runtime.mesh.leaves} micro-batches of a step, and divides by their number; "
+            "leave out the call, or reproducible=... of fully_shard"
+        )
 
 
 def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":

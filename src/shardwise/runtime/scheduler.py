@@ -28,6 +28,7 @@ from shardwise.comm.device import (
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
+from shardwise.runtime.accumulation import AccumulatedGradients
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, MemoryNotes, StepObserver
 from shardwise.runtime.unit import Unit
@@ -87,6 +88,10 @@ class Scheduler:
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
         self._offloading: Unit | None = None  # its gradients are on their way to the host
+        # Of a reproducible model: leaves of this step whose backward has run on this rank, and
+        # whether the last one has left gradients.
+        self.num_leaves_done = 0
+        self._leaves_hold_gradients = False
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
@@ -181,6 +186,7 @@ class Scheduler:
     def _begin_step(self) -> None:
         self.recover()
         self.drop_replaced_gradients()
+        self._begin_leaf()
         self._notes.forget()
         for unit in self.units:
             unit.expect_changes()
@@ -203,6 +209,7 @@ class Scheduler:
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
+            self._begin_leaf()
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
@@ -256,6 +263,8 @@ class Scheduler:
         for unit in self.units:
             unit.end_backward()
         self.sequencer.commit()
+        if self._mesh.leaves is not None:
+            self._end_leaf()
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
@@ -347,6 +356,12 @@ class Scheduler:
         """
         if not self.has_accumulated:
             return
+        if self._mesh.leaves is not None:
+            raise StepError(
+                f"after {self.num_leaves_done} of this rank's {len(self._mesh.own_leaves)} "
+                "micro-batches of a step, a reproducible model cannot be converted or sharded "
+                "again; do it between steps"
+            )
         self.recover()
         before = [(unit.settings, replace(unit.settings)) for unit in self.units]
         try:
@@ -367,9 +382,30 @@ class Scheduler:
                 for gradients in unit.gradients:
                     gradients.drop_replaced()
 
+    # -- reproducible models ---------------------------------------------------------------------
+
+    @property
+    def _accumulated(self) -> list[AccumulatedGradients]:
+        return [one.accumulated for unit in self.units for one in unit.gradients]
+
+    def _begin_leaf(self) -> None:
+        """Let the next backward reduce gradients if it is that of this rank's last leaf."""
+        leaves = self._mesh.own_leaves
+        if not leaves:
+            return
+        if self._leaves_hold_gradients and all(one.is_empty for one in self._accumulated):
+            self.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
+        for unit in self.units:
+            unit.settings.reduce_grads = self.num_leaves_done + 1 == len(leaves)
+
+    def _end_leaf(self) -> None:
+        self.num_leaves_done = (self.num_leaves_done + 1) % len(self._mesh.own_leaves)
+        self._leaves_hold_gradients = any(one.is_active for one in self._accumulated)
+
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
         self.sequencer.awaiting_reduction = [False] * len(self.units)
+        self.num_leaves_done, self._leaves_hold_gradients = 0, False
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.restore(None)

@@ -57,11 +57,12 @@ class DataParallelMesh:
     on_cpu: bool = False  # the user passed a mesh of CPUs
     mesh: DeviceMesh | None = None  # the user's mesh, if there is one
     dims: tuple[str, ...] = ()  # the dims of the parameters' mesh that these ranks cover
+    leaves: int | None = None  # micro-batches of a step, over all ranks, of a reproducible model
     _meshes: dict[tuple[str, bool], DeviceMesh] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         groups = self.world, self.row, self.column, self.shards, self.replicas
-        return DataParallelMesh, (*groups, self.on_cpu, self.mesh, self.dims)
+        return DataParallelMesh, (*groups, self.on_cpu, self.mesh, self.dims, self.leaves)
 
     def device_mesh(self, device_type: str, *, has_groups: bool = False) -> DeviceMesh:
         """The user's mesh, or one of all ranks; ``has_groups`` lets torch run collectives on it."""
@@ -127,6 +128,26 @@ class DataParallelMesh:
         in_column = Operation.REDUCE_SCATTER if self.is_two_level else Operation.ALL_REDUCE
         return over_row, Stage(in_column, self.column)
 
+    @cached_property
+    def in_order(self) -> RankGroup:
+        """All ranks row by row, in the order in which they divide the leaves of a step."""
+        ranks = [rank for replica in self.replicas for rank in replica]
+        if self.is_two_level:  # column by column
+            size = self.column.size
+            ranks = [rank for first in range(size) for rank in ranks[first::size]]
+        return self.world.select(*ranks)
+
+    @property
+    def own_leaves(self) -> range:
+        """The leaves of a step that this rank runs; none unless the model is reproducible."""
+        size = (self.leaves or 0) // self.num_ranks
+        return range(self.in_order.index * size, (self.in_order.index + 1) * size)
+
+    @property
+    def num_addends(self) -> int:
+        """The number of gradients in a sum over all ranks, of which each is the mean of a batch."""
+        return self.leaves or self.num_ranks
+
     def axis_bytes(self, works: Iterable[Work], inner_ranks: int = 1) -> AxisBytes:
         """The bytes that this rank sends in collectives of these ranks.
 
@@ -185,9 +206,12 @@ class DataParallelMesh:
             return [dist.get_rank() if dist.is_initialized() else 0]
         return dist.get_process_group_ranks(self.group)
 
-    def with_options(self, dims: tuple[str, ...], queues: Communicators) -> "DataParallelMesh":
-        """The same ranks with these `dims`, which gather and reduce in one queue if "shared"."""
-        return replace(self, dims=dims, world=replace(self.world, has_one_queue=queues == "shared"))
+    def with_options(
+        self, dims: tuple[str, ...], queues: Communicators, leaves: int | None
+    ) -> "DataParallelMesh":
+        """The same ranks with these options, which gather and reduce in one queue if "shared"."""
+        world = replace(self.world, has_one_queue=queues == "shared")
+        return replace(self, dims=dims, world=world, leaves=leaves)
 
     def with_one_shard_per_rank(self) -> "DataParallelMesh":
         """The same ranks with one shard per rank, in order of rank."""

@@ -4,7 +4,7 @@ Every function here is a collective: all ranks of the mesh must call it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,24 +12,31 @@ from torch import Tensor
 from shardwise._private import foreach_norm
 from shardwise.comm.api import RankGroup
 from shardwise.comm.communicator import communicator
+from shardwise.comm.tree import tree_sum
 from shardwise.plan.layout import Run
+from shardwise.tensor.block_sums import Cuts, sums_in_blocks
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["across", "combine", "gather_runs", "norms"]
+__all__ = ["across", "combine", "gather_runs", "norms", "sum_over_leaves"]
 
 
-def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -> Tensor:
+def combine(
+    kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh, cuts: Cuts
+) -> Tensor:
     """Reduce a tensor of ``num_elements``, of which this rank stores ``run``, to a scalar.
 
-    ``kind`` is "sum", "mean", "max", "min", "all" or "any".
+    ``kind`` is "sum", "mean", "max", "min", "all" or "any"; ``cuts`` are the runs of all ranks.
     """
     if kind in ("sum", "mean"):
-        total = across([run.sum()], mesh).sum()
+        if mesh.leaves is None:
+            total = across([run.sum()], mesh).sum()
+        else:
+            total = sums_in_blocks([run], [cuts], mesh, gather_runs)[0].to(run.sum().dtype)
         return total / num_elements if kind == "mean" else total
     if run.dtype is torch.bool or kind in ("all", "any"):
         # Sent as bytes, because not every backend sends booleans.
         kind = {"all": "min", "any": "max"}.get(kind, kind)
-        return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), mesh).bool()
+        return combine(kind, run.bool().to(torch.uint8), max(1, num_elements), mesh, cuts).bool()
     if not num_elements:
         raise ValueError(f"{kind} of a tensor without elements")
     pick, identity = (torch.amax, 0) if kind == "max" else (torch.amin, 1)
@@ -38,13 +45,53 @@ def combine(kind: str, run: Tensor, num_elements: int, mesh: DataParallelMesh) -
     return extreme
 
 
-def norms(runs: Sequence[Tensor], mesh: DataParallelMesh, order: float) -> list[Tensor]:
-    """Vector norms of tensors, with one exchange; ``runs`` are this rank's parts of them."""
+def norms(
+    runs: Sequence[Tensor],
+    mesh: DataParallelMesh,
+    order: float,
+    cuts: Sequence[Cuts] | None = None,
+) -> list[Tensor]:
+    """Vector norms of tensors, with one exchange.
+
+    Args:
+        runs: this rank's parts of the tensors.
+        mesh: the ranks.
+        order: of the norm.
+        cuts: the parts of all ranks, which a reproducible model needs.
+    """
+    if mesh.leaves is not None and math.isfinite(order):
+        assert cuts is not None, "no tensor of a reproducible model is cut into chunks"
+        return _norms_in_blocks(runs, mesh, order, cuts)
     local = _local_norms(runs, order)
     by_rank = across([norm.to(local[0].dtype) for norm in local], mesh)  # [ranks, tensors]
     # The norm of order 0 counts nonzero elements, so the ranks' counts add up.
     total = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
     return [norm.to(own.dtype) for norm, own in zip(total.unbind(), local, strict=True)]
+
+
+def _norms_in_blocks(
+    runs: Sequence[Tensor], mesh: DataParallelMesh, order: float, cuts: Sequence[Cuts]
+) -> list[Tensor]:
+    real = [run.abs() if run.is_complex() else run for run in runs]
+    totals = torch.stack(sums_in_blocks(real, cuts, mesh, gather_runs, _power_of(order)))
+    if order not in (0.0, 1.0):
+        totals = totals.sqrt() if order == 2.0 else totals.pow(1 / order)  # noqa: PLR2004
+    return list(totals.to(real[0].dtype).unbind())
+
+
+def _power_of(order: float) -> Callable[[Tensor], object]:
+    """The function that changes elements in place to the addends of a norm of ``order``."""
+    if order == 2.0:  # noqa: PLR2004
+        return lambda x: x.mul_(x)
+    if order == 0.0:
+        return lambda x: x.ne_(0)
+    return lambda x: x.abs_() if order == 1.0 else x.abs_().pow_(order)
+
+
+def sum_over_leaves(values: Sequence[Tensor], mesh: DataParallelMesh) -> Tensor:
+    """Sum tensors [n] over all micro-batches of a step; ``values`` are those of this rank."""
+    own = tree_sum(torch.stack(list(values)))
+    return tree_sum(across(own.unbind(), mesh, mesh.in_order))
 
 
 def across(

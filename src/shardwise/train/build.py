@@ -35,6 +35,11 @@ def check(config: Config) -> None:
     check_optimizer(config.train)
     check_tensor_parallel(config)
     open_corpus(config).check_length(config.model.context)
+    if config.train.reproducible and config.replicas.lighthouse:
+        raise ConfigError(
+            f"train.reproducible={config.train.reproducible} with [replicas]: which replicas take "
+            "part in a step is not reproducible; set train.reproducible=0"
+        )
     check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
@@ -49,7 +54,7 @@ def _check_step_in_backward(config: Config) -> None:
     if config.precision.compute == "float16":
         remedy = "precision.compute=bfloat16"
         raise ConfigError(message.format("the loss scale of float16", remedy))
-    if config.accumulates and config.memory.accumulate == "shards":
+    if config.accumulates and configuration_of(config).accumulate == "shards":
         remedy = "memory.accumulate=whole"
         raise ConfigError(message.format("the sum over all micro-batches", remedy))
 
@@ -83,7 +88,10 @@ def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = No
         arguments |= {"mesh": ranks.data_mesh, "sharding_factor": None}
         ranks.divide(model)
     sw.fully_shard(
-        model, **arguments, init=sw.Initialization(config.train.seed, source.filler(model))
+        model,
+        **arguments,
+        reproducible=config.train.reproducible or None,
+        init=sw.Initialization(config.train.seed, source.filler(model)),
     )
     source.load(model)
 

@@ -4,6 +4,7 @@ Every key has a default, so an empty file is valid: it trains on the source of P
 library with two local ranks.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -100,6 +101,9 @@ class TrainConfig(Section):
     steps: Positive = 200  # optimizer steps
     global_batch: Positive = 16  # sequences per step, over all ranks
     micro_batch: NonNegative = 0  # sequences per forward of a rank; 0: no accumulation
+    # Micro-batches per step over all ranks, a power of two: the run has the same bits on any number
+    # of ranks that divides it; 0: it may not.
+    reproducible: NonNegative = 0
     optimizer: str = "adamw"  # or "muon", "soap", another of torch's, "package.module:Class"
     optimizer_options: dict[str, Any] = {}  # such as `{momentum = 0.9}`
     schedule: str = "cosine"  # or "linear", "constant", "wsd", "package.module:function"
@@ -121,6 +125,24 @@ class TrainConfig(Section):
             raise ValueError(
                 f"patience={self.patience} counts validations, but validate_every=0 validates only "
                 "after the last step; set validate_every"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_reproducible(self) -> Self:
+        leaves = self.reproducible
+        if leaves & (leaves - 1):
+            raise ValueError(f"reproducible={leaves}: expected a power of two, or 0")
+        if leaves and self.global_batch % leaves:
+            raise ValueError(
+                f"reproducible={leaves}: expected a number that divides "
+                f"global_batch={self.global_batch}, such as {math.gcd(self.global_batch, leaves)}"
+            )
+        if leaves and self.micro_batch not in (0, self.global_batch // leaves):
+            raise ValueError(
+                f"micro_batch={self.micro_batch} with reproducible={leaves}: a step of "
+                f"{self.global_batch} sequences has {leaves} micro-batches of "
+                f"{self.global_batch // leaves}; leave out micro_batch"
             )
         return self
 
@@ -267,6 +289,8 @@ class Config(Section):
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward of a rank."""
+        if self.train.reproducible:
+            return self.train.global_batch // self.train.reproducible
         return self.train.micro_batch or self.rank_batch
 
     @property
@@ -300,6 +324,11 @@ class Config(Section):
 
 def check_batch(train: TrainConfig, num_ranks: int) -> None:
     """Raise a ConfigError if a rank would get a fraction of a micro-batch."""
+    if train.reproducible and train.reproducible % num_ranks:
+        raise ConfigError(
+            f"train.reproducible={train.reproducible} is not divisible by {num_ranks} ranks; set "
+            "--nproc to a power of two up to that number"
+        )
     multiple = num_ranks * max(train.micro_batch, 1)
     if train.global_batch % multiple == 0:
         return

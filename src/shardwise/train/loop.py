@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint.stores import folder_at
+from shardwise.comm.tree import tree_sum
 from shardwise.launch.world import World
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.train.config import Config
@@ -120,21 +122,22 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
 
 def _step(trainer: Trainer, batch: Batch) -> StepResult:
     model, memory = trainer.model, trainer.config.memory
-    total = torch.zeros((), device=trainer.world.device)
+    losses: list[Tensor] = []
     weight = trainer.weight_of(batch)
     parts = trainer.micro_batches(batch)
+    is_reproducible = trainer.config.train.reproducible > 0  # then the engine reduces once
     for number, part in enumerate(parts, start=1):
-        if memory.accumulate == "whole":
+        if memory.accumulate == "whole" and not is_reproducible:
             assert isinstance(model, sw.FSDPModule)
             model.set_requires_gradient_sync(number == len(parts))
         if trainer.recorder is not None:
             trainer.recorder.count_tokens(part.targets.numel())
-        with trainer.offloaded_activations():
+        with trainer.offloaded_activations(), trainer.random_numbers_of(number - 1):
             loss = trainer.loss_sum(part) * weight
         trainer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+        losses.append(loss.detach())
     norm = trainer.update()
-    result = trainer.exchange(total, norm)
+    result = trainer.exchange(tree_sum(torch.stack(losses)), norm)
     _check_finite(trainer, result)
     trainer.optimizer.zero_grad()  # after the check, whose error names gradients
     return result

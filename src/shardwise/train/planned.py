@@ -43,7 +43,7 @@ def configuration_of(config: Config) -> Configuration:
         units=config.shard.units,
         micro_batch=config.micro_batch,
         accumulation=config.num_micro_batches,
-        accumulate=config.memory.accumulate,
+        accumulate="whole" if config.train.reproducible else config.memory.accumulate,
         sequence=config.model.context,
         checkpointing=_checkpointing(config),
         activation_offload=config.memory.activations == "host",

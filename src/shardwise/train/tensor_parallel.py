@@ -149,6 +149,7 @@ def check_tensor_parallel(config: Config) -> None:
         ("shard", "strategy", config.shard.strategy == "hfsdp", "hsdp"),
         ("train", "optimizer", needs_rows, "adamw"),
         ("train", "compile", config.train.compile, False),
+        ("train", "reproducible", config.train.reproducible > 0, 0),
         ("precision", "compute", config.precision.compute == "float16", "bfloat16"),
         ("replicas", "lighthouse", bool(config.replicas.lighthouse), ""),
     )

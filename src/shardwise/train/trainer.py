@@ -17,12 +17,13 @@ import shardwise as sw
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.comm.device import random_states, set_random_states
+from shardwise.comm.tree import tree_sum
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import is_timed
 from shardwise.runtime.module import runtime_of_root
-from shardwise.tensor.reductions import across
+from shardwise.tensor.reductions import across, sum_over_leaves
 from shardwise.train.build import shard_model
 from shardwise.train.config import Config, to_toml
 from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus
@@ -61,6 +62,8 @@ class Trainer:
         self.config = config
         self.world = world
         self.ranks = TensorRanks(config, world)
+        if config.train.reproducible and world.device.type == "cpu":
+            torch.set_num_threads(1)  # results depend on the number
         self.corpus = open_corpus(config)
         self.source = source_of(config)
         self.model = self.source.build()
@@ -216,9 +219,12 @@ class Trainer:
         return [Batch(*part) for part in parts]
 
     def weight_of(self, batch: Batch) -> float:
-        """The factor that makes the ranks' mean of loss sums the mean over all targets."""
+        """The factor that makes the mean of loss sums the mean over all targets.
+
+        It is a mean over ranks or, in a reproducible run, over all micro-batches.
+        """
         if batch.positions is None:  # every target counts
-            return 1 / batch.targets.numel()
+            return max(1, len(self.runtime.mesh.own_leaves)) / batch.targets.numel()
         return sw.token_weight(self.model, int((batch.targets != IGNORED).sum()))
 
     # -- a step ----------------------------------------------------------------------------------
@@ -232,6 +238,13 @@ class Trainer:
             ignore_index=IGNORED,
             reduction="sum",
         )
+
+    def random_numbers_of(self, number: int) -> AbstractContextManager[None]:
+        """Seed the generators for this rank's ``number``-th micro-batch of a reproducible run."""
+        leaves = self.runtime.mesh.own_leaves
+        if not leaves:
+            return nullcontext()
+        return sw.leaf_rng(self.config.train.seed, self.step, leaves[number])
 
     def offloaded_activations(self) -> AbstractContextManager[None]:
         """Keep activations in host memory until backward, if [memory] sets it."""
@@ -263,9 +276,9 @@ class Trainer:
         measured = RankFigures.measure(self.world.device, exposed)
         own = loss.new_tensor([self.stop.number, *astuple(measured)])
         mesh, norms = self.runtime.mesh, [] if norm is None else [norm.to(loss)]
-        values = across([loss, *own.unbind(), *norms], mesh, mesh.world)  # [data ranks, values]
+        values = across([loss, *own.unbind(), *norms], mesh, mesh.in_order)  # [data ranks, values]
+        values[:, 0] = tree_sum(values[:, 0]) / mesh.num_addends
         values = self.ranks.gather(values)  # [ranks, values]
-        values[:, 0] = values[:, 0].mean()
         rows = values.tolist()  # the only point of a step where the host waits for the device
         ledger = self.runtime.scheduler.ledger
         if is_timed(ledger.records()):
@@ -286,13 +299,13 @@ class Trainer:
 
     def _validate(self) -> float:
         self.model.eval()
-        total = torch.zeros(2, device=self.world.device)  # sum of losses, number of targets
+        # By micro-batch: sum of losses, number of targets.
+        totals = torch.zeros(self.config.num_micro_batches, 2, device=self.world.device)
         data = self._sequences(self.corpus.validation, VALIDATION_SEED)
         for number in range(self.config.train.validation_batches):
-            for part in self.micro_batches(data[number]):
+            for total, part in zip(totals, self.micro_batches(data[number]), strict=True):
                 total[0] += self.loss_sum(part)
                 total[1] += (part.targets != IGNORED).sum()
         self.model.train()
-        mesh = self.runtime.mesh
-        losses, count = across(list(total.unbind()), mesh, mesh.world).sum(0).tolist()
+        losses, count = sum_over_leaves(totals.unbind(), self.runtime.mesh).tolist()
         return float(losses / max(count, 1))
