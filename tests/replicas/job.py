@@ -1,6 +1,7 @@
 """Replicas in processes of their own, with a lighthouse: started, killed and started again."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -80,6 +81,11 @@ class Seat:
         if place == chosen:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def last_step(self) -> float:
+        """The number of steps to train, once the test has called ``job.end_after``."""
+        path = self.folder / "steps"
+        return int(path.read_text()) if path.exists() else math.inf
+
     def wait_for(self, name: str) -> None:
         """Wait until the test has called ``job.allow(name)``."""
         until = time.monotonic() + DEADLINE_SECONDS
@@ -120,12 +126,18 @@ class Replica:
     store: Any
     ranks: list[BaseProcess]
     folder: Path
+    may_fail: bool = False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all of its ranks."""
         for rank in self.ranks:
             if rank.pid is not None and rank.exitcode is None:
                 os.kill(rank.pid, number)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill one of its ranks; the others fail."""
+        self.may_fail = True
+        self.ranks[rank].kill()
 
     def join(self) -> list[int | None]:
         """Wait for the end of its ranks; their exit codes, None for one that does not end."""
@@ -149,6 +161,7 @@ class Job:
     num_ranks: int = 2
     min_replicas: int = 1
     replicas: list[Replica] = field(default_factory=list)
+    _read: dict[Path, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self._directory = tempfile.TemporaryDirectory()
@@ -208,15 +221,26 @@ class Job:
     def lines(self, number: int, rank: int = 0, event: str = "") -> list[dict[str, Any]]:
         """What a rank has logged, in all lives of its replica."""
         path = self.folder / f"{number}-{rank}.jsonl"
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        every = [json.loads(line) for line in lines]
+        offset, every = self._read.setdefault(path, (0, []))
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                new = file.read()
+            every += map(json.loads, new.splitlines())
+            self._read[path] = offset + len(new), every
         return [line for line in every if not event or line["event"] == event]
+
+    def end_after(self, steps: int) -> None:
+        """Let ranks end that train up to ``Seat.last_step()``; none of them has reached it."""
+        (self.folder / "new").write_text(str(steps))
+        (self.folder / "new").rename(self.folder / "steps")
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``, and fail with the output of the ranks if it does not come."""
         until = time.monotonic() + DEADLINE_SECONDS
         while not condition():
-            failed = [r for r in self.replicas for rank in r.ranks if rank.exitcode == 1]
+            expected = [replica for replica in self.replicas if not replica.may_fail]
+            failed = [r for r in expected for rank in r.ranks if rank.exitcode == 1]
             if time.monotonic() > until or failed:
                 raise AssertionError(self.output.read_text("utf-8")[-20_000:])
             time.sleep(0.01)

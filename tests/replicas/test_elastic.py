@@ -3,13 +3,15 @@
 import contextlib
 import copy
 import itertools
-import random
+import math
 import signal
 import time
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import write
+from shardwise.checkpoint.directory import MANIFEST, MARKER, latest
 from shardwise.tensor.sharding import local_of
 from tests.models import WIDTH, Block, Stack
 from tests.replicas.job import Job, Seat
@@ -59,6 +63,23 @@ class Branches(nn.Module):
         return x
 
 
+class Noisy(Stack):
+    """Each forward draws a random number, and counts in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) + torch.rand(())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"": Stack, "branches": Branches, "noisy": Noisy}
+
+
 class DiesHealing:
     """Stands for a scheduler, and kills its process when it gets a state."""
 
@@ -75,23 +96,26 @@ class DiesHealing:
 def program(
     seat: Seat,
     *,
-    steps: int,
+    steps: float = math.inf,  # or those of `Job.end_after`
     dies: tuple[int, str] = (-1, ""),  # in this step, at this place
-    raises: int = -1,  # in this step, on rank 1
+    raises: tuple[int, str] = (-1, ""),  # in this step, at this place, on rank 1
     waits: int = -1,  # before this step, until the test allows it
     seed: int = SEED,
     strategy: str = "fsdp",
     is_async: bool = True,
     init_sync: bool = False,
-    branches: bool = False,
+    kind: str = "",  # of model
+    tokens: bool = False,  # a mean over all tokens, of which each rank has another number
     norm: float = 0.5,
     retries: int = 0,  # of a lighthouse that does not answer
     dies_healing: bool = False,
     pause: float = 0.0,  # seconds before a step, for processes that start meanwhile
+    saves: int = 0,  # a checkpoint after so many steps
+    retention: sw.Retention | None = None,
 ) -> None:
     torch.manual_seed(seed)
-    model = Branches().double() if branches else Stack().double()
-    units = None if branches else Block
+    model = MODELS[kind]().double()
+    units = None if kind == "branches" else Block
     sw.fully_shard(model, units=units, strategy=strategy)
     optimizer, scheduler = adamw(model)
     manager = seat.manager(use_async_quorum=is_async, init_sync=init_sync, quorum_retries=retries)
@@ -99,14 +123,18 @@ def program(
     replicas.register("scheduler", DiesHealing(seat) if dies_healing else scheduler)
     seat.log("ready")
     seat.wait_for("start")
-    while (step := manager.current_step()) < steps:
+    repeats: list[int] = []
+    while (step := manager.current_step()) < min(steps, seat.last_step()):
         time.sleep(pause)
         if step == waits:
             seat.wait_for("go on")
-        places = iter(["forward", "backward", "optimizer", "end"])
+        places = iter(["forward", "backward", "clip", "optimizer", "end"])
 
         def reach(step: int = step, places: Any = places) -> None:
-            seat.die_at(f"{step} {next(places)}", " ".join(map(str, dies)))
+            place = next(places)
+            seat.die_at(f"{step} {place}", " ".join(map(str, dies)))
+            if (step, place) == raises and seat.rank == 1 and not repeats:
+                raise ZeroDivisionError
 
         def committed(*_: object, reach: Any = reach) -> None:
             step = manager.current_step() - 1
@@ -119,17 +147,20 @@ def program(
             reach()
             step = manager.current_step()  # of another replica, if this one has healed
             seat.log("begins", step=step)
-            arguments = [seat.number % 3] if branches else []
-            loss = model(batch_of(seat.number, seat.rank, step), *arguments).square().mean()
-            reach()
+            batch = batch_of(seat.number, seat.rank, step)
             if dies == (step, "reduction"):
                 first: Any = next(model.parameters())
                 first.register_post_accumulate_grad_hook(lambda _: seat.die_at("", ""))
-            loss.backward()
+            if tokens:
+                rows = some_of(batch, seat.number, seat.rank)
+                loss = sw.backward(model, [rows], lambda x: model(x).square().sum(), len)
+            else:
+                arguments = [seat.number % 3] if kind == "branches" else []
+                loss = model(batch, *arguments).square().mean()
+                reach()
+                loss.backward()
             sw.clip_grad_norm_(model.parameters(), norm)
-            if step == raises and seat.rank == 1:
-                raises = -1
-                raise ZeroDivisionError
+            reach()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -143,11 +174,44 @@ def program(
                 digest=digest(model, optimizer),
                 num_replicas=replicas.num_replicas,
                 lr=optimizer.param_groups[0]["lr"],
+                loss=float(loss) if tokens else None,
+                calls=float(getattr(model, "calls", 0)),
+                random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
             )
+            if saves and (step + 1) % saves == 0:
+                path = saves_of(seat.folder, seat.number) / f"step-{step}"
+                with dying(seat) if dies == (step, "save") else contextlib.nullcontext():
+                    sw.save(path, model=model, optimizer=optimizer, retention=retention)
         else:
             seat.log("repeats", step=step)
+            repeats.append(step)
     save(seat, model)
     manager.shutdown(wait=False)
+
+
+def some_of(batch: Tensor, number: int, rank: int) -> Tensor:
+    """As many rows as no other rank of 2 x 2 has, except for one."""
+    return batch[: 1 + (number + rank) % 3]
+
+
+def saves_of(folder: Path, number: int) -> Path:
+    return folder / f"saves-{number}"
+
+
+@contextlib.contextmanager
+def dying(seat: Seat) -> Iterator[None]:
+    """Kill this process in a save, when a part of its bytes is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write._FlushedFile, "flush", lambda _: seat.die_at("", ""))
+        yield
+
+
+def saved_in(path: Path) -> tuple[int, dict[str, Tensor]]:
+    """The step of a checkpoint, and its parameters."""
+    model = sw.fully_shard(Stack().double(), units=Block)
+    sw.load(path, model=model)
+    whole = {name: one.full_tensor() for name, one in model.state_dict().items()}
+    return int(path.name.removeprefix("step-")), whole
 
 
 def save(seat: Seat, model: nn.Module) -> None:
@@ -156,8 +220,17 @@ def save(seat: Seat, model: nn.Module) -> None:
             torch.save(model.state_dict(), seat.folder / f"{seat.number}.pt")
 
 
-def assert_equal_to_one_process(job: Job, steps: int, numbers: range, **options: Any) -> None:
-    """All replicas have the bits of each other, and the values of one process."""
+def assert_equal_to_one_process(
+    job: Job,
+    steps: int,
+    numbers: range,
+    checkpoints: Iterable[tuple[int, dict[str, Tensor]]] = (),
+    **options: Any,
+) -> None:
+    """All replicas have the bits of each other, and the values of one process.
+
+    So have ``checkpoints``, after their steps.
+    """
     counted: dict[int, set[int]] = defaultdict(set)  # replicas whose samples count, by step
     begun: dict[int, set[int]] = defaultdict(set)
     sizes: dict[int, int] = {}  # how many replicas counted, by step
@@ -174,16 +247,21 @@ def assert_equal_to_one_process(job: Job, steps: int, numbers: range, **options:
     for step, size in sizes.items():  # a replica may have died after its gradients were averaged
         counted[step] = begun[step] if len(counted[step]) < size else counted[step]
         assert len(counted[step]) == size, step
-    expected = one_process(counted, job.num_ranks, **options)
-    for number in numbers:
-        found = torch.load(job.folder / f"{number}.pt", weights_only=True)
-        for name, parameter in expected.named_parameters():
+    last = [(steps - 1, torch.load(job.folder / f"{n}.pt", weights_only=True)) for n in numbers]
+    due = defaultdict(list)
+    for step, found in [*last, *checkpoints]:
+        due[step].append(found)
+    for step, expected in one_process(counted, job.num_ranks, **options):
+        for found, (name, parameter) in itertools.product(
+            due.pop(step, []), expected.named_parameters()
+        ):
             torch.testing.assert_close(found[name], parameter.data, rtol=1e-10, atol=1e-10)
+    assert not due
 
 
 def assert_same_bits(lines: dict[int, dict[str, Any]], others: list[dict[str, Any]]) -> None:
     for line in others:
-        for key in ("digest", "num_replicas", "lr"):
+        for key in ("digest", "num_replicas", "lr", "loss", "calls", "random"):
             own = lines.get(line["step"], line)  # one of them may not have run this step
             assert own[key] == line[key], (line["step"], key)
 
@@ -193,39 +271,47 @@ def one_process(
     num_ranks: int,
     *,
     seed: int = SEED,
-    branches: bool = False,
+    kind: str = "",
+    tokens: bool = False,
     norm: float = 0.5,
-) -> nn.Module:
+) -> Iterator[tuple[int, nn.Module]]:
+    """Each step, and the model after it."""
     torch.manual_seed(seed)
-    model = Branches().double() if branches else Stack().double()
+    model = MODELS[kind]().double()
     optimizer, scheduler = adamw(model)
     for step in sorted(counted):
-        for number, rank in itertools.product(sorted(counted[step]), range(num_ranks)):
-            arguments = [number % 3] if branches else []
-            loss = model(batch_of(number, rank, step), *arguments).square().mean()
-            (loss / (num_ranks * len(counted[step]))).backward()
+        places = list(itertools.product(sorted(counted[step]), range(num_ranks)))
+        num_tokens = sum(len(some_of(torch.empty(3), *place)) for place in places)
+        for number, rank in places:
+            batch = batch_of(number, rank, step)
+            if tokens:
+                loss = model(some_of(batch, number, rank)).square().sum() / num_tokens
+            else:
+                arguments = [number % 3] if kind == "branches" else []
+                loss = model(batch, *arguments).square().mean() / len(places)
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return model
+        yield step, model
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_async", "branches"),
+    ("strategy", "is_async", "kind"),
     [
-        ("fsdp", True, False),
-        ("zero2", False, True),
-        pytest.param("ddp", True, False, marks=pytest.mark.thorough),
-        pytest.param("fsdp", True, True, marks=pytest.mark.thorough),
-        pytest.param("zero1", False, False, marks=pytest.mark.thorough),
+        ("fsdp", True, ""),
+        ("zero2", False, "branches"),
+        pytest.param("ddp", True, "", marks=pytest.mark.thorough),
+        pytest.param("fsdp", True, "branches", marks=pytest.mark.thorough),
+        pytest.param("zero1", False, "", marks=pytest.mark.thorough),
     ],
 )
-def test_replicas_equal_one_process(strategy: str, is_async: bool, branches: bool) -> None:
-    options: dict[str, Any] = {"strategy": strategy, "is_async": is_async, "branches": branches}
+def test_replicas_equal_one_process(strategy: str, is_async: bool, kind: str) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "is_async": is_async, "kind": kind}
     with Job(num_ranks=2, min_replicas=2) as job:
         job.finish(*job.begin(2, program, steps=6, **options))
-        assert_equal_to_one_process(job, 6, range(2), branches=branches)
+        assert_equal_to_one_process(job, 6, range(2), kind=kind)
         assert [line["num_replicas"] for line in job.lines(0, 0, "step")] == [2] * 6
 
 
@@ -254,18 +340,24 @@ def test_replicas_that_begin_with_different_values_are_refused(init_sync: bool) 
 
 
 def kill_and_return(
-    job: Job, dies: tuple[int, str], back_at: int, steps: int, num_replicas: int = 2
+    job: Job,
+    dies: tuple[int, str],
+    back_at: int,
+    steps: int,
+    num_replicas: int = 2,
+    **options: Any,
 ) -> None:
     """The last replica dies, the others train on to step ``back_at``, and it comes back."""
     last = num_replicas - 1
-    stay = [job.start(n, program, steps=steps, waits=back_at) for n in range(last)]
-    died = job.start(last, program, steps=steps, dies=dies)
+    options["steps"] = steps
+    stay = [job.start(n, program, waits=back_at, **options) for n in range(last)]
+    died = job.start(last, program, dies=dies, **options)
     job.allow_when_ready(num_replicas)
-    died.join()
+    assert died.join() == [-signal.SIGKILL] * job.num_ranks
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
     begun = len(job.lines(last, 1, "begins"))
-    back = job.start(last, program, steps=steps)
+    back = job.start(last, program, **options)
     job.wait_until(lambda: len(job.lines(last, 1, "begins")) > begun)
     job.allow("go on")
     job.finish(*stay, back)
@@ -277,10 +369,6 @@ def _last_step(job: Job, number: int) -> int:
 
 def _has_reached(job: Job, number: int, step: int) -> bool:
     return _last_step(job, number) >= step
-
-
-def _lives(job: Job, number: int, times: int) -> bool:
-    return len(job.lines(number, 0, "ready")) == times
 
 
 PLACES = ["forward", "backward", "reduction", "optimizer", "end"]
@@ -305,12 +393,58 @@ def test_a_killed_replica_returns_with_the_bits_of_the_others(
         assert returned[-2:] == [7, 8], "within two steps after its return"
 
 
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_a_replica_that_is_killed_in_a_save_leaves_the_last_checkpoint_whole(
+    num_replicas: int,
+) -> None:
+    last = num_replicas - 1
+    with Job(num_ranks=2, min_replicas=1) as job:
+        kill_and_return(job, (2, "save"), 5, 9, num_replicas, saves=1)
+        assert (saves_of(job.folder, last) / "step-2" / MARKER).exists(), "killed in the save"
+        assert not (saves_of(job.folder, last) / "step-2" / MANIFEST).exists()
+        before = saves_of(job.folder, last) / "step-1"
+        newest = [latest(saves_of(job.folder, number)) for number in range(num_replicas)]
+        assert [path and path.name for path in newest] == ["step-8"] * num_replicas
+        paths = [before, *filter(None, newest)]
+        assert_equal_to_one_process(job, 9, range(num_replicas), map(saved_in, paths))
+
+
+def test_all_tokens_of_all_replicas_have_the_same_weight() -> None:
+    """While a replica is away, and takes a state, its tokens do not count."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        kill_and_return(job, (2, "optimizer"), back_at=5, steps=9, tokens=True)
+        assert_equal_to_one_process(job, 9, range(2), tokens=True)
+        assert {line["num_replicas"] for line in job.lines(0, 0, "step")} == {1, 2}
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_replica_takes_buffers_and_random_states(is_async: bool) -> None:
+    """With an asynchronous quorum in a step that does not count, and is repeated."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        options: dict[str, Any] = {"steps": 9, "kind": "noisy", "is_async": is_async}
+        stays = job.start(0, program, waits=4, raises=(4, "backward"), **options)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, **options)
+        event = "begins" if is_async else "ready"
+        job.wait_until(lambda: all(job.lines(1, rank, event) for rank in range(2)))
+        job.allow("go on")
+        job.finish(stays, joins)
+        for rank in range(2):
+            own = {line["step"]: line for line in job.lines(0, rank, "step")}
+            assert_same_bits(own, job.lines(1, rank, "step"))
+            assert [own[step]["calls"] for step in range(9)] == list(range(1, 10))
+        if is_async:
+            assert [line["step"] for line in job.lines(1, 0, "step")] == [4, 5, 6, 7, 8]
+            assert job.lines(1, 0, "repeats")
+
+
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_an_exception_of_one_rank_is_undone_and_the_others_repeat_the_step(
     is_async: bool,
 ) -> None:
     with Job(num_ranks=2, min_replicas=2) as job:
-        job.finish(*job.begin(2, program, steps=5, raises=2, is_async=is_async))
+        job.finish(*job.begin(2, program, steps=5, raises=(2, "clip"), is_async=is_async))
         assert_equal_to_one_process(job, 5, range(2))
         assert [line["num_replicas"] for line in job.lines(0, 0, "step")] == [2] * 5
         for number, rank in itertools.product(range(2), range(2)):
@@ -334,31 +468,6 @@ def test_a_stopped_replica_is_left_out_and_heals(monkeypatch: pytest.MonkeyPatch
         job.finish(stays, stopped)
         assert_equal_to_one_process(job, 9, range(2))
         assert _last_step(job, 1) == 8
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_kills_at_random_moments(num_replicas: int) -> None:
-    """Each replica in turn is killed and started again, while the others train on."""
-    random_, steps = random.Random(5), 400
-    with Job(num_ranks=2, min_replicas=1) as job:
-        replicas = job.begin(num_replicas, program, steps=steps, pause=0.02)
-        for turn in range(2 * num_replicas):
-            number = turn % num_replicas
-            at = max(_last_step(job, n) for n in range(num_replicas))
-            for one in range(num_replicas):
-                job.wait_until(partial(_has_reached, job, one, at))
-            time.sleep(random_.random())  # the moment
-            replicas[number].kill()
-            replicas[number].join()
-            replicas[number] = job.start(number, program, steps=steps, pause=0.02)
-            lives = 2 + turn // num_replicas
-            job.wait_until(partial(_lives, job, number, lives))
-            other = (number + 1) % num_replicas
-            before = _last_step(job, other)
-            job.wait_until(partial(_has_reached, job, other, before + 5))
-        job.finish(*replicas)
-        assert_equal_to_one_process(job, steps, range(num_replicas))
 
 
 class Unasked:

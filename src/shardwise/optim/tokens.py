@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
 from shardwise.tensor.reductions import across
 
 __all__ = ["backward", "token_weight"]
@@ -79,11 +79,9 @@ def backward(
     finally:
         if accumulate == "whole":
             model.set_requires_gradient_sync(True)
-    return (
-        across([total], runtime.mesh, runtime.mesh.world).mean()
-        if runtime.mesh.num_ranks > 1
-        else total
-    )
+    if runtime.mesh.num_ranks > 1:
+        total = across([total], runtime.mesh, runtime.mesh.world).mean()
+    return mean_over_replicas(runtime, total)
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:
@@ -126,5 +124,6 @@ def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
             total = total + count.to(device, torch.int64, non_blocking=True).sum()
     if mesh.num_ranks > 1:
         total = across([total], mesh, mesh.world).sum()
-    weight = mesh.num_ranks / total.double()
+    total = mean_over_replicas(runtime, total.double())
+    weight = mesh.num_ranks / total
     return torch.where(total > 0, weight, torch.zeros_like(weight))

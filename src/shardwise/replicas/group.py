@@ -174,10 +174,11 @@ class ReplicaGroup:
 
     def leave(self, error: BaseException) -> None:
         """Fail the step after an error of this rank, so that no replica waits for it."""
-        self._log("failed in this replica: %r", error)
         with contextlib.suppress(Exception):
             self.manager.wait_quorum()
-        self.manager.report_error(error)
+        if not self.manager.errored():
+            self._log("failed in this replica: %r", error)
+            self.manager.report_error(error)
         self._close_if_failed()
 
     def vote_against(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
@@ -30,7 +31,7 @@ from shardwise.replicas.elastic import check_replica, description_of
 from shardwise.replicas.exchange import NONE, Exchange, GroupExchange, ManagerExchange
 from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import checksum_of, load_state, state_of
+from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
@@ -124,7 +125,7 @@ class OuterOptimizer(Optimizer):
         counts = {"local_steps": 0, "rounds": 0, "history": 0}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
-        self._optimizer = optimizer
+        self._state = ReplicaState(model, optimizer, self)
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
             self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
@@ -147,6 +148,14 @@ class OuterOptimizer(Optimizer):
         raise StepError(
             "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
         )
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Copy the state of ``stateful`` to replicas that join, as it is after a step.
+
+        Raises:
+            PlanError: there is another object with this name.
+        """
+        self._state.register(name, stateful)
 
     def remove(self) -> None:
         """Leave the other replicas; ``optimizer.step()`` no longer synchronizes."""
@@ -309,11 +318,12 @@ class OuterOptimizer(Optimizer):
 
     def _save(self) -> dict[str, Any]:
         """A copy of the state of this rank: it trains on while another replica takes it."""
-        return copy.deepcopy(state_of(self.state, self._optimizer, self))
+        self._state.mark()
+        return copy.deepcopy(self._state.save())
 
     def _load(self, state: dict[str, Any]) -> None:
         self.exchange.counts = False
-        load_state(state, list(self.state), self._optimizer, self)
+        self._state.load(state)
         for one in self.state.values():  # differences that the other replica has in transit
             one.pop(_SENT, None)
 

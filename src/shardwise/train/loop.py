@@ -57,7 +57,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
                 callback(trainer, record)
             if every and (trainer.is_done or record.step % every == 0):
                 pending = trainer.save((last / f"step-{record.step:08}").target)
-            if config.checkpoint.best and trainer.best_step == record.step:
+            if config.checkpoint.best and trainer.best.step == record.step:
                 pending = trainer.save((best / f"step-{record.step:08}").target, keep=1)
         if pending is not None:
             pending.wait()
@@ -133,6 +133,7 @@ def _step(trainer: Trainer, batch: Batch) -> StepResult:
             loss = trainer.loss_sum(part) * weight
         trainer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
+    total = trainer.replicas.mean(total)
     norm = trainer.update()
     result = trainer.exchange(total, norm)
     _check_finite(trainer, result)

@@ -11,8 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 import shardwise as sw
@@ -72,6 +73,17 @@ class Replicas:
             self.outer = sw.outer_optimizer(model, optimizer, settings, manager=self._manager)
         else:
             self._elastic = sw.elastic(model, optimizer, self._manager)
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Copy the state of ``stateful`` to replicas that join."""
+        if self.outer is not None:
+            self.outer.register(name, stateful)
+        elif self._elastic is not None:
+            self._elastic.register(name, stateful)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the replicas of this step; ``value`` if replicas train alone."""
+        return value if self._elastic is None else self._elastic.mean(value)
 
     @contextmanager
     def step(self) -> Iterator[None]:
