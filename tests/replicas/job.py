@@ -76,10 +76,9 @@ class Seat:
         os.write(file, line.encode())
         os.close(file)
 
-    def die_at(self, place: str, chosen: str | None) -> None:
-        """Kill this process if ``place`` was ``chosen``."""
-        if place == chosen:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die(self) -> None:
+        """Kill this process."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def last_step(self) -> float:
         """The number of steps to train, once the test has called ``job.end_after``."""
@@ -116,6 +115,21 @@ def _run(seat: Seat, program: Program, options: dict[str, Any], output: str) -> 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # servers of torchft have threads that do not end
+
+
+def _serve(file: Path, port: int, min_replicas: int) -> None:
+    """Serve as a lighthouse, whose port is in ``file``, until this process is killed."""
+    server = LighthouseServer(
+        bind=f"[::]:{port}",
+        min_replicas=min_replicas,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=2_000,
+    )
+    new = file.with_suffix(".new")
+    new.write_text(server.address().rpartition(":")[2])
+    new.rename(file)
+    signal.pause()
 
 
 @dataclass
@@ -168,28 +182,26 @@ class Job:
         self.folder = Path(self._directory.name)
         self.output = self.folder / "output.txt"
         self.output.touch()
-        self.lighthouse = self._start_lighthouse()
+        self.start_lighthouse()
         return self
 
-    def _start_lighthouse(self, port: int = 0) -> LighthouseServer:
-        return LighthouseServer(
-            bind=f"[::]:{port}",
-            min_replicas=self.min_replicas,
-            join_timeout_ms=10_000,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=2_000,
-        )
+    def start_lighthouse(self) -> None:
+        """Start the lighthouse, at the same address if there was one."""
+        file = self.folder / "port"
+        port = int(file.read_text()) if file.exists() else 0
+        file.unlink(missing_ok=True)
+        self._lighthouse = start_forked(_serve, file, port, self.min_replicas)
+        self.wait_until(file.exists)
+
+    def kill_lighthouse(self) -> None:
+        """Kill the process of the lighthouse."""
+        self._lighthouse.kill()
+        self._lighthouse.join()
 
     @property
     def address(self) -> str:
-        """Of the lighthouse; its own contains the name of the host."""
-        return f"http://{LOOPBACK}:{self.lighthouse.address().rpartition(':')[2]}"
-
-    def restart_lighthouse(self) -> None:
-        """End the lighthouse, and start another one at the same address."""
-        port = int(self.address.rpartition(":")[2])
-        self.lighthouse.shutdown()
-        self.lighthouse = self._start_lighthouse(port)
+        """Of the lighthouse."""
+        return f"http://{LOOPBACK}:{(self.folder / 'port').read_text()}"
 
     def start(self, number: int, program: Program, **options: Any) -> Replica:
         """Start replica ``number``, whose ranks call ``program(seat, **options)``."""
@@ -260,5 +272,5 @@ class Job:
         for replica in self.replicas:
             replica.kill(signal.SIGCONT)
             replica.end()
-        self.lighthouse.shutdown()
+        self.kill_lighthouse()
         self._directory.cleanup()

@@ -20,7 +20,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.checkpoint.directory import MANIFEST, MARKER, latest
 from tests.replicas.job import Job, Replica
-from tests.replicas.test_elastic import (
+from tests.replicas.training import (
     assert_equal_to_one_process,
     program,
     saved_in,

@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwise.diagnose import page, terminal
+from shardwise.diagnose.attendance import changes_of_replicas
 from shardwise.diagnose.findings import find
-from shardwise.diagnose.page.metrics import read_charts
+from shardwise.diagnose.page.metrics import read_charts, read_metrics
 from shardwise.diagnose.recording import RecordingError, read_recording
 from shardwise.diagnose.summary import summarize
 from shardwise.diagnose.trace import write_trace
@@ -45,6 +46,8 @@ def report(
     title = directory.resolve().name
     target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
     terminal.show(console, summary, found)
+    for line in changes_of_replicas(read_metrics(directory)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     if trace is None:
         return [target]
     write_trace(ranks, trace)

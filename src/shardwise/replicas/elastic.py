@@ -79,6 +79,7 @@ class Elastic:
 
     Attributes:
         is_committed: whether the last step counts.
+        group: the replicas of the last step, and what was different in it.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, manager: Any) -> None:
@@ -97,8 +98,8 @@ class Elastic:
         self._reducing = threading.Lock()  # held by a reduction of `_step`
         self._is_broken = self._has_voted = self._has_begun = False
         is_first = runtime.mesh.world.own_rank == 0
-        self._group = ReplicaGroup(manager, checksum_of(self._state.parameters), logs=is_first)
-        self._group.share(description_of(model, optimizer), self._state.save, self._state.load)
+        self.group = ReplicaGroup(manager, checksum_of(self._state.parameters), logs=is_first)
+        self.group.share(description_of(model, optimizer), self._state.save, self._state.load)
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -123,7 +124,7 @@ class Elastic:
     @property
     def num_replicas(self) -> int:
         """The number of replicas whose gradients were averaged in the last step that counts."""
-        return self._group.num_replicas
+        return self.group.num_replicas
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -150,17 +151,17 @@ class Elastic:
         self.is_committed = self._has_voted = False
         self._state.mark()
         if not self._has_begun:  # they may have been loaded since
-            self._group.history = checksum_of(self._state.parameters)
+            self.group.history = checksum_of(self._state.parameters)
             self._has_begun = True
         try:
-            self._group.begin()
+            self.group.begin()
             with undoable(self.model) as self._step:
                 yield from self._guarded(self._step)
         except DiscardedError:
             pass
         except Exception as error:
             if not (self._has_voted or isinstance(error, PeerLost)):
-                self._group.vote_against()
+                self.group.vote_against()
             raise
         finally:
             with self._reducing:
@@ -188,7 +189,7 @@ class Elastic:
                 self._is_broken = True
                 runtime_of_root(self.model).scheduler.abandon(error)
             else:  # before the step is undone, which waits for the averages
-                self._group.leave(error)
+                self.group.leave(error)
             raise
 
     def _vote(self, _optimizer: object, args: Any, kwargs: Any) -> None:
@@ -203,7 +204,7 @@ class Elastic:
                 "outside of it"
             )
         self._has_voted = True
-        if not self._group.commit(self._device):
+        if not self.group.commit(self._device):
             self._step.meet()  # raises if an exception on a rank of this replica is the reason
             raise DiscardedError("the step does not count")
         self.is_committed = self._step.is_decided = True
@@ -220,7 +221,7 @@ class Elastic:
         step = self._step
         if step is None:
             raise StepError("sw.elastic: call backward inside `with replicas.step()`")
-        reduce = partial(self._maximum if is_max else self._group.average, values)
+        reduce = partial(self._maximum if is_max else self.group.average, values)
         if isinstance(self._stream, ThreadStream):
             made = self._stream.submit(partial(self._continue, step, work, reduce))
         else:
@@ -237,13 +238,13 @@ class Elastic:
             if step is not self._step:
                 raise StepError("the step has ended")
             if work is not None and work.error is not None:
-                self._group.leave(work.error)  # later reductions would be the other replicas' next
+                self.group.leave(work.error)  # later reductions would be the other replicas' next
                 raise work.error
             reduce()
 
     def _maximum(self, flags: Tensor) -> None:
-        if self._group.meet(flags.device) is not None:
-            self._group.all_reduce(flags, dist.ReduceOp.MAX)
+        if self.group.meet(flags.device) is not None:
+            self.group.all_reduce(flags, dist.ReduceOp.MAX)
 
 
 def _check_stepped(step: Step) -> None:

@@ -100,7 +100,7 @@ def outer_optimizer(
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     is_first = runtime.mesh.world.own_rank == 0
-    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first)
+    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first, is_continuous=True)
     exchange = ManagerExchange(replicas, runtime.pools.device)
     return OuterOptimizer(model, optimizer, outer, exchange)
 

@@ -100,7 +100,10 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         trainer.step_seconds.append(time.perf_counter() - step_began)
         validates = config.validate_every and trainer.step % config.validate_every == 0
         is_validated = validates or trainer.step == config.steps
-        speed, share = step_tokens / trainer.step_seconds[-1], trainer.share_of_peak
+        replicas = trainer.replicas.metrics()
+        count = trainer.config.replicas.count
+        trained = step_tokens * replicas.get("replicas", count) / count
+        speed, share = trained / trainer.step_seconds[-1], trainer.share_of_peak
         yield StepMetrics(
             step=trainer.step,
             loss=result.loss,
@@ -115,6 +118,7 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
             free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
             **({} if trainer.recorder is None else wait_metrics(result.ranks)),
+            **replicas,
         )
 
 

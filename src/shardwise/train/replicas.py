@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.errors import ConfigError, PackageMissing, PlanError
 from shardwise.launch.world import World
+from shardwise.replicas.exchange import ManagerExchange
+from shardwise.replicas.group import ReplicaGroup
 from shardwise.train.config import Config
 
 __all__ = ["Replicas", "check_replicas"]
@@ -60,6 +63,7 @@ class Replicas:
         self.outer: sw.OuterOptimizer | None = None
         self._elastic: sw.Elastic | None = None
         self._manager: Any = None
+        self._count = config.replicas.count
         if not config.replicas.lighthouse:
             if config.outer.every:
                 raise ConfigError(
@@ -84,6 +88,26 @@ class Replicas:
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the replicas of this step; ``value`` if replicas train alone."""
         return value if self._elastic is None else self._elastic.mean(value)
+
+    @property
+    def group(self) -> ReplicaGroup | None:
+        """The replicas of the last step, or of the last round of local steps."""
+        if self._elastic is not None:
+            return self._elastic.group
+        exchange = None if self.outer is None else self.outer.exchange
+        return exchange.group if isinstance(exchange, ManagerExchange) else None
+
+    def metrics(self) -> dict[str, Any]:
+        """What `StepMetrics` says about the replicas of the last step."""
+        group = self.group
+        if group is None or not group.members:
+            return {}
+        change, group.change = group.change, None
+        return {
+            "replicas": group.num_replicas,
+            "goodput": group.useful_seconds / (group.seconds * self._count),
+            **({} if change is None else asdict(change)),
+        }
 
     @contextmanager
     def step(self) -> Iterator[None]:
