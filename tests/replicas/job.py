@@ -149,7 +149,7 @@ class Replica:
                 os.kill(rank.pid, number)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill one of its ranks; the others fail."""
+        """Kill one of its ranks; the others may fail."""
         self.may_fail = True
         self.ranks[rank].kill()
 

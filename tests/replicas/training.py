@@ -175,7 +175,7 @@ class Training:
             arguments = [self.seat.number % 3] if self.kind == "branches" else []
             loss = self.model(batch, *arguments).square().mean()
             self._reach("backward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         sw.clip_grad_norm_(self.model.parameters(), self.norm)
         self._reach("clip")
         self.optimizer.step()
