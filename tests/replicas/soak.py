@@ -1,10 +1,10 @@
 """``python -m tests.replicas.soak --kills 100``: kill replicas at random moments, again and again.
 
 Replicas train with `sw.elastic` in float64 and save checkpoints. One after the other is killed at a
-random moment, all its ranks at once or one before the other, and started again. The others must train every step,
-and the killed one must come back. At the end, all steps of all replicas must have the same bits,
-and equal one process that saw the samples of the steps that count; so must the last complete
-checkpoint of each replica at its death.
+random moment, all its ranks at once or one before the other, and started again. The others must
+train every step, and the killed one must come back. At the end, all steps of all replicas must have
+the same bits, and equal one process that saw the samples of the steps that count; so must the last
+complete checkpoint of each replica at its death.
 """
 
 import argparse
@@ -130,8 +130,8 @@ def main() -> None:
         counts = run(options.kills, num_replicas, options.seed)
         sys.stdout.write(
             f"{num_replicas} x 2 ranks, seed {options.seed}: {counts.kills} kills in "
-            f"{counts.steps} steps and {time.monotonic() - began:.0f} s, {counts.single_ranks} rank "
-            f"by rank, {counts.in_save} in a save; the bits of all replicas are the same, and "
+            f"{counts.steps} steps and {time.monotonic() - began:.0f} s, {counts.single_ranks} "
+            f"rank by rank, {counts.in_save} in a save; the bits of all replicas are the same, and "
             f"their values and those of {len(counts.checkpoints)} checkpoints equal one process\n"
         )
         sys.stdout.flush()
