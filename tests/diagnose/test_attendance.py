@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.diagnose.attendance import changes_of_replicas
-from shardwise.replicas.group import Change
+from shardwise.replicas.attendance import Change
 
 
 def test_each_change_has_a_line_and_all_of_them_have_one() -> None:

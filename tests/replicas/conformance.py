@@ -15,13 +15,13 @@ import tempfile
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.forked import start_forked
 
@@ -121,7 +121,7 @@ def _redirect(output: str) -> None:
 
 def _shard_models_of(module: Any, engine: str) -> None:
     """Replace what makes the models of ``module``, so that they are sharded."""
-    store = dist.HashStore()
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def sharding(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -169,8 +169,6 @@ def run_fsdp_test(engine: str, name: str, output: str) -> bool:
 def _run_fsdp_rank(engine: str, rank: int, options: dict[str, int], output: str) -> None:
     _redirect(output)
     module = imported("fsdp_test")
-    engine_module = Path(sys.modules[fully_shard_of(engine).__module__].__file__ or "")
-    sys.stdout.write(f"fully_shard of {engine_module}\n")
     if engine == "shardwise":
         drop_in = importlib.import_module("shardwise.fsdp")
         module.fully_shard, module.FSDPModule = drop_in.fully_shard, drop_in.FSDPModule

@@ -52,7 +52,8 @@ def batch_of(number: int, rank: int, step: int) -> Tensor:
 
 def adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
-    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    # Another rate in each step, which does not vanish in a long run.
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9 ** (n % 40))
 
 
 class Branches(nn.Module):

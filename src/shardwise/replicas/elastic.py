@@ -79,7 +79,7 @@ class Elastic:
 
     Attributes:
         is_committed: whether the last step counts.
-        group: the replicas of the last step, and what was different in it.
+        group: the replicas of the step; ``group.attendance`` tells who came and went.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, manager: Any) -> None:
@@ -124,7 +124,7 @@ class Elastic:
     @property
     def num_replicas(self) -> int:
         """The number of replicas whose gradients were averaged in the last step that counts."""
-        return self.group.num_replicas
+        return self.group.attendance.num_replicas
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

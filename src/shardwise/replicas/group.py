@@ -4,11 +4,7 @@ import contextlib
 import logging
 import re
 import secrets
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,49 +14,14 @@ from torch import Tensor
 
 from shardwise._private import AllgatherOptions, AllreduceOptions
 from shardwise.errors import PackageMissing, PlanError, StepError
+from shardwise.replicas.attendance import Attendance
 
-__all__ = ["Change", "ReplicaGroup", "check_manager"]
+__all__ = ["ReplicaGroup", "check_manager"]
 
 logger = logging.getLogger("shardwise.replicas")
 
-_TYPICAL = 20  # steps, whose median duration is that of an undisturbed step
-_MOMENT_SECONDS = 1.0  # longer waits for a quorum are logged
 _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
 _COUNTS, _HISTORY, _NEXT, _NUMBER = range(4)  # the columns of the table of `ReplicaGroup`
-
-
-@dataclass(frozen=True)
-class Change:
-    """What was different in a step that counts.
-
-    Attributes:
-        left: numbers of the other replicas that were there in the step before, and no longer are.
-        joined: numbers of those that are there again; they may take a state in this step.
-        repeats: how many times the step had not counted before.
-        waited_seconds: how long the replica waited for a quorum; 0.0 if only for a moment.
-        lost_seconds: how much longer the step took in this replica than the steps before.
-    """
-
-    left: tuple[int, ...]
-    joined: tuple[int, ...]
-    repeats: int
-    waited_seconds: float
-    lost_seconds: float
-
-    def __str__(self) -> str:
-        changes = [(self.left, "left"), (self.joined, "joined")]
-        words = [f"{_named(numbers)} {verb}" for numbers, verb in changes if numbers]
-        if self.repeats:
-            words.append(f"repeated {'once' if self.repeats == 1 else f'{self.repeats} times'}")
-        if self.waited_seconds:
-            words.append(
-                f"waited {self.waited_seconds:.1f} s for the lighthouse and other replicas"
-            )
-        return f"{', '.join(words)}; {self.lost_seconds:.1f} s lost"
-
-
-def _named(numbers: Iterable[int]) -> str:
-    return " and ".join(f"replica {number}" for number in numbers)
 
 
 def check_manager(manager: Any, caller: str) -> None:
@@ -86,11 +47,7 @@ class ReplicaGroup:
     then closed, so that the other replicas do not wait for this one.
 
     Attributes:
-        members: numbers of the replicas that were there in the last step that counts.
-        num_replicas: the number of those whose values counted.
-        change: what was different in it from the step before.
-        seconds: duration of all steps that count, from the first attempt of each.
-        useful_seconds: the same without lost seconds, added up over the replicas that counted.
+        attendance: which replicas were there, and what it cost that others were not.
     """
 
     def __init__(
@@ -98,16 +55,8 @@ class ReplicaGroup:
     ) -> None:
         self.manager = manager
         self.history = history
-        self.members: set[int] = set()
-        self.num_replicas = 0
-        self.change: Change | None = None
-        self.seconds = self.useful_seconds = 0.0
-        self._is_continuous = is_continuous  # a step begins where the one before has ended
+        self.attendance = Attendance(is_continuous=is_continuous)
         self._number = _number_of(str(manager._replica_id))
-        self._seconds: deque[float] = deque(maxlen=_TYPICAL)  # of the last undisturbed steps
-        self._began = time.monotonic()  # the first attempt of this step
-        self._repeats = 0
-        self._waited = 0.0  # seconds, in this step
         self._table: Tensor | None = None  # [replicas, 4 or more]
         self._own_history: tuple[int, ...] = ()
         self.takes_part = self._counts = True
@@ -120,9 +69,8 @@ class ReplicaGroup:
             StepError: there is no quorum.
         """
         self._table, self.takes_part = None, True
-        if not (self._repeats or self._is_continuous):
-            self._began = time.monotonic()
-        with self._awaited():
+        self.attendance.begin()
+        with self.attendance.waiting(), self._explained():
             self.manager.start_quorum()
 
     def meet(self, device: torch.device, extra: tuple[int, ...] = ()) -> Tensor | None:
@@ -137,7 +85,7 @@ class ReplicaGroup:
         """
         if self._table is not None:
             return self._table
-        with self._awaited():
+        with self.attendance.waiting(), self._explained():
             self.manager.wait_quorum()
         # In the first step, the manager has all ranks but one "heal" from it, a different one for
         # each number of a rank. All replicas have the same values then (see `share`).
@@ -220,14 +168,15 @@ class ReplicaGroup:
             is_committed = bool(self.manager.should_commit())
         if is_committed:
             self.history = [*counted, *rows][0][_NEXT]
-            self._count({row[_NUMBER] for row in rows}, len(counted))
+            change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
+            if change is not None:
+                self._log("%s (replicas that count: %d)", change, len(counted))
         elif differs and self._own_history != histories[0]:
             self._leave_history()
         else:
             reason = self.manager.errored()
             why = "too few replicas" if reason is None else str(reason.original_exception)
             self._log("does not count, and is repeated: %s", why)
-        self._repeats = 0 if is_committed else self._repeats + 1
         return is_committed
 
     @property
@@ -292,33 +241,6 @@ class ReplicaGroup:
         """Make this replica heal from one with the history that goes on."""
         self._log("was cut off from replicas that trained on, and takes the state of one of them")
         self.manager.load_state_dict({"step": 0, "batches_committed": 0})
-
-    def _count(self, members: set[int], num_replicas: int) -> None:
-        """Note a step that counts, and log what was different in it."""
-        now = time.monotonic()
-        seconds, self._began = now - self._began, now
-        known = self.members or members  # this replica has just come
-        left, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
-        waited, self._waited = self._waited, 0.0
-        waited = waited if waited > _MOMENT_SECONDS and self.members else 0.0
-        lost, self.change = 0.0, None
-        if left or joined or self._repeats or waited:
-            usual = statistics.median(self._seconds) if self._seconds else seconds
-            lost = max(0.0, seconds - usual)
-            self.change = Change(left, joined, self._repeats, waited, lost)
-            self._log("%s (replicas that count: %d)", self.change, num_replicas)
-        else:
-            self._seconds.append(seconds)
-        self.members, self.num_replicas = members, num_replicas
-        self.seconds += seconds
-        self.useful_seconds += (seconds - lost) * num_replicas
-
-    @contextlib.contextmanager
-    def _awaited(self) -> Any:
-        began = time.monotonic()
-        with self._explained():
-            yield
-        self._waited += time.monotonic() - began
 
     @contextlib.contextmanager
     def _explained(self) -> Any:

@@ -99,13 +99,13 @@ class Replicas:
 
     def metrics(self) -> dict[str, Any]:
         """What `StepMetrics` says about the replicas of the last step."""
-        group = self.group
-        if group is None or not group.members:
+        attendance = None if self.group is None else self.group.attendance
+        if attendance is None or not attendance.members:
             return {}
-        change, group.change = group.change, None
+        change, attendance.change = attendance.change, None
         return {
-            "replicas": group.num_replicas,
-            "goodput": group.useful_seconds / (group.seconds * self._count),
+            "replicas": attendance.num_replicas,
+            "goodput": attendance.useful_seconds / (attendance.seconds * self._count),
             **({} if change is None else asdict(change)),
         }
 
