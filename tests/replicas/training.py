@@ -22,6 +22,7 @@ from tests.models import WIDTH, Block, Stack
 from tests.replicas.job import Job, Seat
 
 __all__ = [
+    "MODELS",
     "SEED",
     "assert_equal_to_one_process",
     "assert_same_bits",
