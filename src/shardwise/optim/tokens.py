@@ -34,8 +34,8 @@ def backward(
             lambda b: (b.y != -100).sum(),
         )
 
-    Every token has the same weight, regardless of its rank and micro-batch. A rank may have no
-    tokens. All tokens are counted before the first forward, so gradients need no correction
+    Every token has the same weight, regardless of its rank, its micro-batch and, with `elastic`,
+    its replica. A rank may have no tokens. All tokens are counted before the first forward, so gradients need no correction
     afterwards.
 
     Args:
@@ -50,8 +50,8 @@ def backward(
         scaler: scales the losses, for gradients in float16.
 
     Returns:
-        The mean loss over all tokens of all ranks: a scalar, the same on every rank. 0 if there are
-        no tokens.
+        The mean loss over all tokens of all ranks and replicas: a scalar, the same on every rank. 0
+        if there are no tokens.
 
     Raises:
         PlanError: the model is not sharded.
@@ -91,7 +91,7 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
 
     Gradients are averaged over ranks. If losses are means, tokens of short batches (with much
     padding, for example) therefore weigh more than others. With sums and this weight, all tokens
-    weigh the same, regardless of their rank and micro-batch::
+    weigh the same, regardless of their rank, micro-batch and, with `elastic`, replica::
 
         weight = sw.token_weight(model, sum(int(mask.sum()) for mask in masks))
         for tokens, mask in zip(batches, masks):
