@@ -35,8 +35,8 @@ def backward(
         )
 
     Every token has the same weight, regardless of its rank, its micro-batch and, with `elastic`,
-    its replica. A rank may have no tokens. All tokens are counted before the first forward, so gradients need no correction
-    afterwards.
+    its replica. A rank may have no tokens. All tokens are counted before the first forward, so
+    gradients need no correction afterwards.
 
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
