@@ -132,6 +132,7 @@ class OuterOptimizer(Optimizer):
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._begun: set[int] = set()  # fragments whose rounds this process has begun
+        self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
         self._has_met = False
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if isinstance(exchange, ManagerExchange):
@@ -210,16 +211,26 @@ class OuterOptimizer(Optimizer):
             due = self._begin(fragment)
             if due == fragment:
                 self._begun.add(fragment)
+                self._joined.discard(fragment)  # of a state before the last one
             else:  # this replica has taken the state of another one, in another round
-                self._receive(due)
+                self._join(due)
         if not self.outer.delay:
             self._finish(self.outer.applied_after(step))
         if not self._has_met and self.exchange.is_elastic:
-            self._receive(self._begin(NONE))  # it may have come back: take the others' state now
+            self._join(self._begin(NONE))  # it may have come back: take the others' state now
+
+    def _join(self, fragment: int) -> None:
+        """End the round in which this replica has taken a state; the others may end it later."""
+        self._receive(fragment)
+        if self.outer.delay and fragment != NONE:
+            self._joined.add(fragment)
 
     def _finish(self, fragments: Iterable[int]) -> None:
         """End the rounds of ``fragments``."""
         for fragment in fragments:
+            if fragment in self._joined:
+                self._joined.discard(fragment)
+                continue
             is_begun = fragment in self._begun  # if not, a checkpoint was loaded meanwhile
             self._begun.discard(fragment)
             self._receive(fragment if is_begun else self._begin(fragment))
