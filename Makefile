@@ -42,8 +42,9 @@ fuzz: $(READY)  ## random models and programs against one process, until one dif
 gpu: $(READY)  ## what a GPU has to show, in less than nine minutes; DEVICE=cpu or simulated without one
 	$(BIN)/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE))
 
-soak: $(READY)  ## kill training runs again and again, and look at their checkpoints
+soak: $(READY)  ## kill training runs and replicas again and again, and look at what is left
 	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.replicas.soak
 
 journey: $(READY)  ## from a bare environment and the wheel to a trained model that transformers generates with
 	$(BIN)/python -m tests.journey

@@ -7,6 +7,7 @@ and the median of the ratios of neighboring blocks of steps.
 """
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import time
@@ -14,6 +15,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ import shardwise as sw
 from shardwise.train.model import GPT, Block, gpt_shape
 
 REPLICAS, RANKS = 2, 2
+RESULTS = Path(__file__).parent / "results" / "replicas.json"
 TIMEOUT = timedelta(minutes=2)
 
 
@@ -139,6 +142,9 @@ def _print(seconds: dict[str, list[float]]) -> None:
     pairs = zip(seconds["elastic"], seconds["hsdp"], strict=True)
     ratios = sorted(elastic / hsdp for elastic, hsdp in pairs)
     middle = statistics.median(ratios)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    report = {"seconds": medians, "ratio": middle, "ratios": ratios}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     print(f"ratio    {middle:8.3f} (from {ratios[0]:.3f} to {ratios[-1]:.3f})")  # noqa: T201
 
 

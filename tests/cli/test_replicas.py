@@ -73,6 +73,10 @@ def test_a_killed_replica_comes_back(tiny: Path, tmp_path: Path, every: int) -> 
         if finished is None:
             command.finish(kill=True)
     assert finished.code == 0, finished
+    assert "replica 1 left" in finished.stderr, "while it happens"
+    assert "it starts again in" in finished.stderr
+    for text in ("replica 1 left", "replica 1 came back after", "; goodput "):
+        assert text in finished.stdout, "in the report of the first replica"
     own, others = _steps(first), _steps(again)
     # The replica that has started last may take the state of the other one first.
     assert own == list(range(own[0], own[-1] + 1)), "the other replica trains every step"

@@ -1,6 +1,7 @@
 """Replicas in processes of their own, with a lighthouse: started, killed and started again."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -75,10 +76,14 @@ class Seat:
         os.write(file, line.encode())
         os.close(file)
 
-    def die_at(self, place: str, chosen: str | None) -> None:
-        """Kill this process if ``place`` was ``chosen``."""
-        if place == chosen:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die(self) -> None:
+        """Kill this process."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def last_step(self) -> float:
+        """The number of steps to train, once the test has called ``job.end_after``."""
+        path = self.folder / "steps"
+        return int(path.read_text()) if path.exists() else math.inf
 
     def wait_for(self, name: str) -> None:
         """Wait until the test has called ``job.allow(name)``."""
@@ -112,6 +117,21 @@ def _run(seat: Seat, program: Program, options: dict[str, Any], output: str) -> 
     os._exit(code)  # servers of torchft have threads that do not end
 
 
+def _serve(file: Path, port: int, min_replicas: int) -> None:
+    """Serve as a lighthouse, whose port is in ``file``, until this process is killed."""
+    server = LighthouseServer(
+        bind=f"[::]:{port}",
+        min_replicas=min_replicas,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=2_000,
+    )
+    new = file.with_suffix(".new")
+    new.write_text(server.address().rpartition(":")[2])
+    new.rename(file)
+    signal.pause()
+
+
 @dataclass
 class Replica:
     """The processes of one life of a replica."""
@@ -120,12 +140,18 @@ class Replica:
     store: Any
     ranks: list[BaseProcess]
     folder: Path
+    may_fail: bool = False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all of its ranks."""
         for rank in self.ranks:
             if rank.pid is not None and rank.exitcode is None:
                 os.kill(rank.pid, number)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill one of its ranks; the others may fail."""
+        self.may_fail = True
+        self.ranks[rank].kill()
 
     def join(self) -> list[int | None]:
         """Wait for the end of its ranks; their exit codes, None for one that does not end."""
@@ -149,34 +175,33 @@ class Job:
     num_ranks: int = 2
     min_replicas: int = 1
     replicas: list[Replica] = field(default_factory=list)
+    _read: dict[Path, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self._directory = tempfile.TemporaryDirectory()
         self.folder = Path(self._directory.name)
         self.output = self.folder / "output.txt"
         self.output.touch()
-        self.lighthouse = self._start_lighthouse()
+        self.start_lighthouse()
         return self
 
-    def _start_lighthouse(self, port: int = 0) -> LighthouseServer:
-        return LighthouseServer(
-            bind=f"[::]:{port}",
-            min_replicas=self.min_replicas,
-            join_timeout_ms=10_000,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=2_000,
-        )
+    def start_lighthouse(self) -> None:
+        """Start the lighthouse, at the same address if there was one."""
+        file = self.folder / "port"
+        port = int(file.read_text()) if file.exists() else 0
+        file.unlink(missing_ok=True)
+        self._lighthouse = start_forked(_serve, file, port, self.min_replicas)
+        self.wait_until(file.exists)
+
+    def kill_lighthouse(self) -> None:
+        """Kill the process of the lighthouse."""
+        self._lighthouse.kill()
+        self._lighthouse.join()
 
     @property
     def address(self) -> str:
-        """Of the lighthouse; its own contains the name of the host."""
-        return f"http://{LOOPBACK}:{self.lighthouse.address().rpartition(':')[2]}"
-
-    def restart_lighthouse(self) -> None:
-        """End the lighthouse, and start another one at the same address."""
-        port = int(self.address.rpartition(":")[2])
-        self.lighthouse.shutdown()
-        self.lighthouse = self._start_lighthouse(port)
+        """Of the lighthouse."""
+        return f"http://{LOOPBACK}:{(self.folder / 'port').read_text()}"
 
     def start(self, number: int, program: Program, **options: Any) -> Replica:
         """Start replica ``number``, whose ranks call ``program(seat, **options)``."""
@@ -208,15 +233,26 @@ class Job:
     def lines(self, number: int, rank: int = 0, event: str = "") -> list[dict[str, Any]]:
         """What a rank has logged, in all lives of its replica."""
         path = self.folder / f"{number}-{rank}.jsonl"
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        every = [json.loads(line) for line in lines]
+        offset, every = self._read.setdefault(path, (0, []))
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                new = file.read()
+            every += map(json.loads, new.splitlines())
+            self._read[path] = offset + len(new), every
         return [line for line in every if not event or line["event"] == event]
+
+    def end_after(self, steps: int) -> None:
+        """Let ranks end that train up to ``Seat.last_step()``; none of them has reached it."""
+        (self.folder / "new").write_text(str(steps))
+        (self.folder / "new").rename(self.folder / "steps")
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``, and fail with the output of the ranks if it does not come."""
         until = time.monotonic() + DEADLINE_SECONDS
         while not condition():
-            failed = [r for r in self.replicas for rank in r.ranks if rank.exitcode == 1]
+            expected = [replica for replica in self.replicas if not replica.may_fail]
+            failed = [r for r in expected for rank in r.ranks if rank.exitcode == 1]
             if time.monotonic() > until or failed:
                 raise AssertionError(self.output.read_text("utf-8")[-20_000:])
             time.sleep(0.01)
@@ -236,5 +272,5 @@ class Job:
         for replica in self.replicas:
             replica.kill(signal.SIGCONT)
             replica.end()
-        self.lighthouse.shutdown()
+        self.kill_lighthouse()
         self._directory.cleanup()

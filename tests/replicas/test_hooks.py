@@ -64,7 +64,7 @@ def program(
         manager.start_quorum()
         loss = model(batch_of(seat, step)).square().mean()
         if dies and step == DIES_AT:
-            seat.die_at("backward", "backward")
+            seat.die()
         loss.backward()
         if manager.should_commit():
             optimizer.step()

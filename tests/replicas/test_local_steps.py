@@ -15,6 +15,7 @@ from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
 from tests.replicas.diloco import Simulation, train
 from tests.replicas.job import Job, Seat
+from tests.replicas.training import MODELS
 
 DILOCO = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 ROWS = {
@@ -41,9 +42,10 @@ def program(
     waits: int = -1,
     seed: int = 3,
     raises: int = -1,
+    kind: str = "",  # of model
 ) -> None:
     torch.manual_seed(seed)
-    model = sw.fully_shard(Stack().double(), units=Block)
+    model = sw.fully_shard(MODELS[kind]().double(), units=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     manager = seat.manager(use_async_quorum=False, init_sync=False)
     outer = sw.outer_optimizer(model, optimizer, ROWS[row], manager=manager)
@@ -54,7 +56,7 @@ def program(
         if step == waits:
             seat.wait_for("go on")
         if step == dies:
-            seat.die_at("", "")
+            seat.die()
         if step == raises and seat.rank == 1:
             local_of(next(model.parameters())).data.fill_(torch.nan)
         before = outer.sent_bytes
@@ -68,6 +70,8 @@ def program(
             shared=checksum(shared),
             sent=outer.sent_bytes - before,
             planned=outer.planned_bytes(step + 1),
+            calls=float(getattr(model, "calls", 0)),
+            random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         )
     whole = [tensor.full_tensor() for tensor in (*model.parameters(), *shared)]
     if seat.rank == 0:
@@ -123,13 +127,14 @@ def test_replicas_of_a_manager_equal_diloco_in_one_process(row: str) -> None:
 def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas: int) -> None:
     last = num_replicas - 1
     with Job(num_ranks=2, min_replicas=1) as job:
-        stay = [job.start(n, program, row=row, steps=40, waits=24) for n in range(last)]
-        died = job.start(last, program, row=row, steps=40, dies=9)
+        options: dict[str, Any] = {"row": row, "steps": 40, "kind": "noisy"}
+        stay = [job.start(n, program, waits=24, **options) for n in range(last)]
+        died = job.start(last, program, dies=9, **options)
         job.allow_when_ready(num_replicas)
         died.join()
         for number in range(last):
             job.wait_until(partial(_has_reached, job, number, 24))
-        back = job.start(last, program, row=row, steps=40)
+        back = job.start(last, program, **options)
         job.wait_until(lambda: len(job.lines(last, 1, "ready")) == 2)
         job.allow("go on")
         job.finish(*stay, back)
@@ -140,6 +145,9 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         returned = [line for line in job.lines(last, 0, "step") if line["step"] > 9]
         assert returned[0]["first"] == 0
         assert 24 <= returned[0]["step"] <= 24 + 4, "it takes the others' state in its first step"
+        own = {line["step"]: line for line in job.lines(0, 0, "step")}
+        for line, key in itertools.product(returned, ("calls", "random")):
+            assert line[key] == own[line["step"]][key], (line["step"], key)
 
 
 def _has_reached(job: Job, number: int, step: int) -> bool:

@@ -185,6 +185,24 @@ def test_the_command_writes_the_page_and_prints_tables_of_100_columns(
     assert other.exists()
 
 
+def test_the_report_names_replicas_that_left_and_came_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, RANKS)
+    left = {"step": 2, "seconds": 4.0, "goodput": 0.5, "left": [1], "lost_seconds": 3.0}
+    joined = {"step": 5, "seconds": 8.0, "goodput": 0.75, "joined": [1], "lost_seconds": 0.5}
+    charts = read(
+        tmp_path, {"step": 1, "seconds": 1.0, "goodput": 1.0, "replicas": 2}, left, joined
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    total = "replicas: 1 left, 1 joined; 3.5 s and 0 repeated steps lost; goodput 75.0%"
+    assert "step 2: replica 1 left; 3.0 s lost" in lines
+    assert "step 5: replica 1 came back after 3 steps, 4 s; 0.5 s lost" in lines
+    assert total in lines
+    assert charts["Goodput"].note == total
+
+
 @pytest.mark.parametrize("option", ["--output", "--trace"])
 @pytest.mark.parametrize("name", ["missing/file", "recording"])
 def test_an_output_that_cannot_be_written_is_a_usage_error(

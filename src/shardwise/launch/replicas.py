@@ -74,6 +74,10 @@ def run_replicas(
                     raise RankError(f"replica {number} ended with code {code}")
                 if until == math.inf:
                     again = f"{directory}/{number}-{lives[number]}"
+                    sys.stderr.write(
+                        f"shardwise: replica {number} ended with code {code}; it starts again in "
+                        f"{again}\n"
+                    )
                     running[number] = _start(main, common, number, again)
         if stopped:
             raise SystemExit(128 + stopped[0])

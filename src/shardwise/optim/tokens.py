@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.optim.leaves import check_leaves
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
 from shardwise.tensor.reductions import across, sum_over_leaves
 
 __all__ = ["backward", "token_weight"]
@@ -35,9 +35,9 @@ def backward(
             lambda b: (b.y != -100).sum(),
         )
 
-    Every token has the same weight, regardless of its rank and micro-batch. A rank may have no
-    tokens. All tokens are counted before the first forward, so gradients need no correction
-    afterwards.
+    Every token has the same weight, regardless of its rank, its micro-batch and, with `elastic`,
+    its replica. A rank may have no tokens. All tokens are counted before the first forward, so
+    gradients need no correction afterwards.
 
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
@@ -52,8 +52,8 @@ def backward(
         scaler: scales the losses, for gradients in float16.
 
     Returns:
-        The mean loss over all tokens of all ranks: a scalar, the same on every rank. 0 if there are
-        no tokens.
+        The mean loss over all tokens of all ranks and replicas: a scalar, the same on every rank. 0
+        if there are no tokens.
 
     Raises:
         PlanError: the model is not sharded.
@@ -88,11 +88,9 @@ def backward(
         total = sum_over_leaves([loss.view(1) for loss in losses], runtime.mesh)[0]
         return total / runtime.mesh.num_addends
     total = torch.stack(losses).sum()
-    return (
-        across([total], runtime.mesh, runtime.mesh.world).mean()
-        if runtime.mesh.num_ranks > 1
-        else total
-    )
+    if runtime.mesh.num_ranks > 1:
+        total = across([total], runtime.mesh, runtime.mesh.world).mean()
+    return mean_over_replicas(runtime, total)
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:
@@ -102,7 +100,7 @@ def token_weight(model: nn.Module, num_tokens: int) -> float:
 
     Gradients are averaged over ranks. If losses are means, tokens of short batches (with much
     padding, for example) therefore weigh more than others. With sums and this weight, all tokens
-    weigh the same, regardless of their rank and micro-batch::
+    weigh the same, regardless of their rank, micro-batch and, with `elastic`, replica::
 
         weight = sw.token_weight(model, sum(int(mask.sum()) for mask in masks))
         for tokens, mask in zip(batches, masks):
@@ -136,5 +134,6 @@ def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
             total = total + count.to(device, torch.int64, non_blocking=True).sum()
     if mesh.num_ranks > 1:
         total = across([total], mesh, mesh.world).sum()
-    weight = mesh.num_addends / total.double()
+    total = mean_over_replicas(runtime, total.double())
+    weight = mesh.num_addends / total
     return torch.where(total > 0, weight, torch.zeros_like(weight))

@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from shardwise.recording.attendance import changes_of_replicas
 from shardwise.recording.format import RankRecording
 
-__all__ = ["Chart", "read_charts"]
+__all__ = ["Chart", "read_charts", "read_metrics"]
 
 MAX_POINTS = 2000  # points per line; longer runs are averaged in chunks
 _CHARTS = (
@@ -18,6 +19,8 @@ _CHARTS = (
     ("Throughput", "tokens/s", {"tokens_per_second": "tokens/s"}),
     ("MFU", "%", {"mfu": "MFU"}),
     ("Gradient norm", "", {"grad_norm": "norm"}),
+    ("Replicas", "", {"replicas": "in the step"}),
+    ("Goodput", "%", {"goodput": "so far"}),
 )
 
 
@@ -48,16 +51,19 @@ class Chart:
 
 def read_charts(directory: Path, ranks: Sequence[RankRecording]) -> list[Chart]:
     """Make charts of the metrics that `shardwise train` logged, if any, and of step times."""
-    records = list(_read_metrics(directory / "metrics.jsonl"))
+    records = list(read_metrics(directory))
+    note = "; ".join(changes_of_replicas(records)[-1:])
     charts = []
     for title, unit, names in _CHARTS:
         lines = [_line(label, _points(records, name)) for name, label in names.items()]
         if lines := [line for line in lines if line.x]:
-            charts.append(Chart(title, unit, lines))
+            charts.append(Chart(title, unit, lines, note=note if title == "Goodput" else ""))
     return [*charts, *_recorded(ranks)]
 
 
-def _read_metrics(path: Path) -> Iterable[Mapping[str, Any]]:
+def read_metrics(directory: Path) -> Iterator[Mapping[str, Any]]:
+    """The records of the run in ``directory`` that `shardwise train` logged, if any."""
+    path = directory / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             record = json.loads(line)

@@ -8,13 +8,12 @@
 """
 
 import contextlib
-import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,10 +24,10 @@ from shardwise.comm.device import DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.features.transaction import DiscardedError, Step, undoable
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import checksum_of, load_state, state_of
+from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
@@ -80,13 +79,14 @@ class Elastic:
 
     Attributes:
         is_committed: whether the last step counts.
+        group: the replicas of the step; ``group.attendance`` tells who came and went.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, manager: Any) -> None:
         self.is_committed = False
         self.model = model
         self.manager = manager
-        self._optimizer = optimizer
+        self._state = ReplicaState(model, optimizer)
         runtime = runtime_of_root(model)
         self._device = runtime.pools.device
         self._stream: ThreadStream | DeviceStream = (
@@ -94,30 +94,37 @@ class Elastic:
             if is_accelerator(self._device)
             else ThreadStream("shardwise-replicas")
         )
-        self._registered: dict[str, Stateful] = {}
-        self._begun: dict[str, Any] = {}  # the states at the beginning of the step
         self._step: Step | None = None
+        self._reducing = threading.Lock()  # held by a reduction of `_step`
         self._is_broken = self._has_voted = self._has_begun = False
         is_first = runtime.mesh.world.own_rank == 0
-        self._group = ReplicaGroup(manager, checksum_of(self._parameters), logs=is_first)
-        self._group.share(description_of(model, optimizer), self._save, self._load)
+        self.group = ReplicaGroup(manager, checksum_of(self._state.parameters), logs=is_first)
+        self.group.share(description_of(model, optimizer), self._state.save, self._state.load)
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Copy the state of ``stateful`` to replicas that join, as it is before a step.
 
+        A step that does not count restores it.
+
         Raises:
             PlanError: there is another object with this name.
         """
-        if name in self._registered:
-            raise PlanError(f"register({name!r}): there is another object with this name")
-        self._registered[name] = stateful
+        self._state.register(name, stateful)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a floating-point ``value`` over the replicas that count in this step.
+
+        All replicas must call it at the same place of the block, before ``optimizer.step()``; the
+        result is the same in all of them.
+        """
+        return mean_over_replicas(runtime_of_root(self.model), value)
 
     @property
     def num_replicas(self) -> int:
         """The number of replicas whose gradients were averaged in the last step that counts."""
-        return self._group.num_replicas
+        return self.group.attendance.num_replicas
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -125,9 +132,9 @@ class Elastic:
 
         ``optimizer.step()`` first decides whether the step counts on all ranks of this replica. It
         does not if another replica has died in it. Then the block ends at once, without an error
-        and as if it had not begun: gradients, buffers and random states are restored, and
-        `is_committed` is False. Run the same step again. Loop on ``manager.current_step()``, which
-        counts the steps that count.
+        and as if it had not begun: gradients, buffers, random states and registered objects are
+        restored, and `is_committed` is False. Run the same step again. Loop on
+        ``manager.current_step()``, which counts the steps that count.
 
         An exception of the block is raised on all ranks of this replica, as in `sw.transaction`,
         and the other replicas repeat the step.
@@ -142,22 +149,25 @@ class Elastic:
                 "replica, and it takes the state of another one"
             )
         self.is_committed = self._has_voted = False
+        self._state.mark()
+        if not self._has_begun:  # they may have been loaded since
+            self.group.history = checksum_of(self._state.parameters)
+            self._has_begun = True
         try:
-            self._begun = self._states_of_step()
-            if not self._has_begun:  # they may have been loaded since
-                self._group.history = checksum_of(self._parameters)
-                self._has_begun = True
-            self._group.begin()
+            self.group.begin()
             with undoable(self.model) as self._step:
                 yield from self._guarded(self._step)
         except DiscardedError:
             pass
         except Exception as error:
             if not (self._has_voted or isinstance(error, PeerLost)):
-                self._group.vote_against()
+                self.group.vote_against()
             raise
         finally:
-            self._step = None
+            with self._reducing:
+                self._step = None
+            if not self.is_committed:  # the state that it has taken in this step, if it has
+                self._state.restore()
 
     def remove(self) -> None:
         """Average no longer; the manager stays as it is."""
@@ -179,7 +189,7 @@ class Elastic:
                 self._is_broken = True
                 runtime_of_root(self.model).scheduler.abandon(error)
             else:  # before the step is undone, which waits for the averages
-                self._group.leave(error)
+                self.group.leave(error)
             raise
 
     def _vote(self, _optimizer: object, args: Any, kwargs: Any) -> None:
@@ -194,7 +204,7 @@ class Elastic:
                 "outside of it"
             )
         self._has_voted = True
-        if not self._group.commit(self._device):
+        if not self.group.commit(self._device):
             self._step.meet()  # raises if an exception on a rank of this replica is the reason
             raise DiscardedError("the step does not count")
         self.is_committed = self._step.is_decided = True
@@ -208,49 +218,33 @@ class Elastic:
 
     def _across(self, work: Work | None, values: Tensor, *, is_max: bool = False) -> Work:
         """Continue ``work``, which reduces ``values`` in this replica, over all replicas."""
-        if self._step is None:
+        step = self._step
+        if step is None:
             raise StepError("sw.elastic: call backward inside `with replicas.step()`")
-        reduce = partial(self._maximum if is_max else self._group.average, values)
+        reduce = partial(self._maximum if is_max else self.group.average, values)
         if isinstance(self._stream, ThreadStream):
-            made = self._stream.submit(partial(_after, work, reduce))
+            made = self._stream.submit(partial(self._continue, step, work, reduce))
         else:
             with self._stream.enqueue(after=work) as made:
-                _after(work, reduce)
+                self._continue(step, work, reduce)
         if work is not None:  # a rank that waits for other replicas is not stuck in its own
             made.collective, made.sent = work.collective, work.sent
         return made
 
+    def _continue(self, step: Step, work: Work | None, reduce: Callable[[], None]) -> None:
+        if work is not None:
+            work.wait()  # after an exception, until the ranks of this replica synchronize again
+        with self._reducing:
+            if step is not self._step:
+                raise StepError("the step has ended")
+            if work is not None and work.error is not None:
+                self.group.leave(work.error)  # later reductions would be the other replicas' next
+                raise work.error
+            reduce()
+
     def _maximum(self, flags: Tensor) -> None:
-        if self._group.meet(flags.device) is not None:
-            self._group.all_reduce(flags, dist.ReduceOp.MAX)
-
-    # -- states ----------------------------------------------------------------------------------
-
-    @property
-    def _parameters(self) -> list[Tensor]:
-        units = runtime_of_root(self.model).units
-        sharded = (p.sharded for unit in units for p in unit.parameters)
-        return [p for p in sharded if p.requires_grad]
-
-    def _states_of_step(self) -> dict[str, Any]:
-        """What the step changes before it is decided, while another thread may send it."""
-        return {
-            "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],
-            "registered": {
-                name: copy.deepcopy(one.state_dict()) for name, one in self._registered.items()
-            },
-        }
-
-    def _save(self) -> dict[str, Any]:
-        return state_of(self._parameters, self._optimizer) | self._begun
-
-    @torch.no_grad()
-    def _load(self, state: dict[str, Any]) -> None:
-        load_state(state, self._parameters, self._optimizer)
-        for buffer, values in zip(self.model.buffers(), state["buffers"], strict=True):
-            buffer.copy_(values)
-        for name, values in state["registered"].items():
-            self._registered[name].load_state_dict(values)
+        if self.group.meet(flags.device) is not None:
+            self.group.all_reduce(flags, dist.ReduceOp.MAX)
 
 
 def _check_stepped(step: Step) -> None:
@@ -259,14 +253,6 @@ def _check_stepped(step: Step) -> None:
             "a step of replicas has ended without optimizer.step(); call it inside `with "
             "replicas.step()` (a GradScaler that skips steps is not supported: use bfloat16)"
         )
-
-
-def _after(work: Work | None, reduce: Any) -> None:
-    if work is not None:
-        work.wait()
-        if work.error is not None:
-            raise work.error
-    reduce()
 
 
 def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:

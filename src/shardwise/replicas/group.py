@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from shardwise._private import AllgatherOptions, AllreduceOptions
 from shardwise.errors import PackageMissing, PlanError, StepError
+from shardwise.replicas.attendance import Attendance
 
 __all__ = ["ReplicaGroup", "check_manager"]
 
 logger = logging.getLogger("shardwise.replicas")
 
 _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
-_COUNTS, _HISTORY, _NEXT = range(3)  # the columns of the table of `ReplicaGroup`
+_COUNTS, _HISTORY, _NEXT, _NUMBER = range(4)  # the columns of the table of `ReplicaGroup`
 
 
 def check_manager(manager: Any, caller: str) -> None:
@@ -35,20 +37,27 @@ class ReplicaGroup:
     """The ranks with this rank's number in all replicas of a step.
 
     In each step they exchange a table with a row per replica: whether its values count, a number
-    that stands for the history of its parameters, and a random number. If the step is committed,
-    the history of all of them becomes the random number of the first one. So replicas whose
-    parameters may differ have different histories: those that were cut off from each other and
-    trained on, or began with different values.
+    that stands for the history of its parameters, a random number, and the number of the replica
+    (at the end of its ``replica_id``). If the step is committed, the history of all of them becomes
+    the random number of the first one. So replicas whose parameters may differ have different
+    histories: those that were cut off from each other and trained on, or began with different
+    values.
 
     An error of a collective is reported to the manager, and fails the step. The connections are
     then closed, so that the other replicas do not wait for this one.
+
+    Attributes:
+        attendance: which replicas were there, and what it cost that others were not.
     """
 
-    def __init__(self, manager: Any, history: int, *, logs: bool) -> None:
+    def __init__(
+        self, manager: Any, history: int, *, logs: bool, is_continuous: bool = False
+    ) -> None:
         self.manager = manager
         self.history = history
-        self.num_replicas = 0  # whose values counted in the last step
-        self._table: Tensor | None = None  # [replicas, 3 or more]
+        self.attendance = Attendance(is_continuous=is_continuous)
+        self._number = _number_of(str(manager._replica_id))
+        self._table: Tensor | None = None  # [replicas, 4 or more]
         self._own_history: tuple[int, ...] = ()
         self.takes_part = self._counts = True
         self._log_level = logging.WARNING if logs else logging.DEBUG  # one rank of the replica logs
@@ -60,11 +69,12 @@ class ReplicaGroup:
             StepError: there is no quorum.
         """
         self._table, self.takes_part = None, True
-        with self._explained():
+        self.attendance.begin()
+        with self.attendance.waiting(), self._explained():
             self.manager.start_quorum()
 
     def meet(self, device: torch.device, extra: tuple[int, ...] = ()) -> Tensor | None:
-        """Exchange the table [replicas, 3 or more], once in a step; None if this fails.
+        """Exchange the table [replicas, 4 or more], once in a step; None if this fails.
 
         Args:
             device: of the table.
@@ -75,14 +85,14 @@ class ReplicaGroup:
         """
         if self._table is not None:
             return self._table
-        with self._explained():
+        with self.attendance.waiting(), self._explained():
             self.manager.wait_quorum()
         # In the first step, the manager has all ranks but one "heal" from it, a different one for
         # each number of a rank. All replicas have the same values then (see `share`).
         heals = not self.manager.is_participating() and self.step > 0
         is_spare = self.manager.participating_rank() is None
         self._counts = self.takes_part and not (heals or is_spare)
-        row = [int(self._counts), self.history, secrets.randbits(62), *extra]
+        row = [int(self._counts), self.history, secrets.randbits(62), self._number, *extra]
         self._own_history = _history_of(row)
         rows = self.all_gather(torch.tensor(row, device=device))
         if rows is not None:
@@ -157,8 +167,10 @@ class ReplicaGroup:
         with self._explained():
             is_committed = bool(self.manager.should_commit())
         if is_committed:
-            self._log_changes(len(counted))
-            self.history, self.num_replicas = [*counted, *rows][0][_NEXT], len(counted)
+            self.history = [*counted, *rows][0][_NEXT]
+            change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
+            if change is not None:
+                self._log("%s (replicas that count: %d)", change, len(counted))
         elif differs and self._own_history != histories[0]:
             self._leave_history()
         else:
@@ -174,10 +186,11 @@ class ReplicaGroup:
 
     def leave(self, error: BaseException) -> None:
         """Fail the step after an error of this rank, so that no replica waits for it."""
-        self._log("failed in this replica: %r", error)
         with contextlib.suppress(Exception):
             self.manager.wait_quorum()
-        self.manager.report_error(error)
+        if not self.manager.errored():
+            self._log("failed in this replica: %r", error)
+            self.manager.report_error(error)
         self._close_if_failed()
 
     def vote_against(self) -> None:
@@ -229,12 +242,6 @@ class ReplicaGroup:
         self._log("was cut off from replicas that trained on, and takes the state of one of them")
         self.manager.load_state_dict({"step": 0, "batches_committed": 0})
 
-    def _log_changes(self, num_replicas: int) -> None:
-        before = self.num_replicas
-        if before and num_replicas != before:
-            change = "left" if num_replicas < before else "joined"
-            self._log("%d replicas; %d %s", num_replicas, abs(num_replicas - before), change)
-
     @contextlib.contextmanager
     def _explained(self) -> Any:
         """Raise what a call of the manager raises as a StepError."""
@@ -249,6 +256,12 @@ class ReplicaGroup:
             ) from error
 
 
+def _number_of(replica_id: str) -> int:
+    """The number in "replica7:<random>", as torchft finds it; 0 if there is none."""
+    found = re.search(r"\d+$", replica_id.split(":", maxsplit=1)[0])
+    return int(found[0]) if found else 0
+
+
 def _history_of(row: list[int]) -> tuple[int, ...]:
     """What is equal in all replicas that count, unless their values differ."""
-    return (row[_HISTORY], *row[_NEXT + 1 : _NEXT + 2])
+    return (row[_HISTORY], *row[_NUMBER + 1 : _NUMBER + 2])

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
@@ -30,7 +31,7 @@ from shardwise.replicas.elastic import check_replica, description_of
 from shardwise.replicas.exchange import NONE, Exchange, GroupExchange, ManagerExchange
 from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import checksum_of, load_state, state_of
+from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
@@ -99,7 +100,7 @@ def outer_optimizer(
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     is_first = runtime.mesh.world.own_rank == 0
-    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first)
+    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first, is_continuous=True)
     exchange = ManagerExchange(replicas, runtime.pools.device)
     return OuterOptimizer(model, optimizer, outer, exchange)
 
@@ -124,13 +125,14 @@ class OuterOptimizer(Optimizer):
         counts = {"local_steps": 0, "rounds": 0, "history": 0}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
-        self._optimizer = optimizer
+        self._state = ReplicaState(model, optimizer, self)
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
             self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._begun: set[int] = set()  # fragments whose rounds this process has begun
+        self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
         self._has_met = False
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if isinstance(exchange, ManagerExchange):
@@ -147,6 +149,14 @@ class OuterOptimizer(Optimizer):
         raise StepError(
             "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
         )
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Copy the state of ``stateful`` to replicas that join, as it is after a step.
+
+        Raises:
+            PlanError: there is another object with this name.
+        """
+        self._state.register(name, stateful)
 
     def remove(self) -> None:
         """Leave the other replicas; ``optimizer.step()`` no longer synchronizes."""
@@ -201,16 +211,26 @@ class OuterOptimizer(Optimizer):
             due = self._begin(fragment)
             if due == fragment:
                 self._begun.add(fragment)
+                self._joined.discard(fragment)  # of a state before the last one
             else:  # this replica has taken the state of another one, in another round
-                self._receive(due)
+                self._join(due)
         if not self.outer.delay:
             self._finish(self.outer.applied_after(step))
         if not self._has_met and self.exchange.is_elastic:
-            self._receive(self._begin(NONE))  # it may have come back: take the others' state now
+            self._join(self._begin(NONE))  # it may have come back: take the others' state now
+
+    def _join(self, fragment: int) -> None:
+        """End the round in which this replica has taken a state; the others may end it later."""
+        self._receive(fragment)
+        if self.outer.delay and fragment != NONE:
+            self._joined.add(fragment)
 
     def _finish(self, fragments: Iterable[int]) -> None:
         """End the rounds of ``fragments``."""
         for fragment in fragments:
+            if fragment in self._joined:
+                self._joined.discard(fragment)
+                continue
             is_begun = fragment in self._begun  # if not, a checkpoint was loaded meanwhile
             self._begun.discard(fragment)
             self._receive(fragment if is_begun else self._begin(fragment))
@@ -309,11 +329,12 @@ class OuterOptimizer(Optimizer):
 
     def _save(self) -> dict[str, Any]:
         """A copy of the state of this rank: it trains on while another replica takes it."""
-        return copy.deepcopy(state_of(self.state, self._optimizer, self))
+        self._state.mark()
+        return copy.deepcopy(self._state.save())
 
     def _load(self, state: dict[str, Any]) -> None:
         self.exchange.counts = False
-        load_state(state, list(self.state), self._optimizer, self)
+        self._state.load(state)
         for one in self.state.values():  # differences that the other replica has in transit
             one.pop(_SENT, None)
 

@@ -1,18 +1,94 @@
 """This rank's shards of a model and its optimizers as plain data, which another replica loads."""
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.comm.device import random_states, set_random_states
 from shardwise.errors import PlanError
+from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of, sharding_of
 
-__all__ = ["checksum_of", "load_state", "state_of"]
+__all__ = ["ReplicaState", "checksum_of", "load_state", "state_of"]
+
+
+class ReplicaState:
+    """What the same rank of a replica that joins takes from this one.
+
+    Parameters and states of optimizers are those of the moment, which only a step that counts
+    changes. Buffers, random states and registered objects are those of the last `mark`.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._device = runtime_of_root(model).pools.device
+        self._registered: dict[str, Stateful] = {}
+        self._marked: dict[str, Any] = {}
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trainable parameters, which are all sharded."""
+        sharded = (
+            p.sharded for unit in runtime_of_root(self._model).units for p in unit.parameters
+        )
+        return [p for p in sharded if p.requires_grad]
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Add an object that has a state.
+
+        Raises:
+            PlanError: there is another object with this name.
+        """
+        if name in self._registered:
+            raise PlanError(f"register({name!r}): there is another object with this name")
+        self._registered[name] = stateful
+
+    def mark(self) -> None:
+        """Copy what a step changes before it is decided, while another thread may `save`."""
+        self._marked = {
+            "buffers": [buffer.detach().clone() for buffer in self._model.buffers()],
+            "random": random_states(self._device),
+            "registered": {
+                name: copy.deepcopy(one.state_dict()) for name, one in self._registered.items()
+            },
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Load what the last `mark` has copied, or the last `load`."""
+        for buffer, values in zip(self._model.buffers(), self._marked["buffers"], strict=True):
+            buffer.copy_(values)
+        set_random_states(self._device, self._marked["random"])
+        for name, state in self._marked["registered"].items():
+            self._registered[name].load_state_dict(copy.deepcopy(state))
+
+    def save(self) -> dict[str, Any]:
+        """Plain data, which shares memory with the model."""
+        return state_of(self.parameters, *self._optimizers) | self._marked
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `save` returned on the same rank of another replica.
+
+        Raises:
+            PlanError: the replica has other objects or other shards. Nothing was loaded.
+        """
+        names, own = sorted(state["registered"]), sorted(self._registered)
+        if names != own:
+            raise PlanError(
+                f"the other replica has registered {names}, this one {own}; register the same "
+                "objects in all replicas"
+            )
+        load_state(state, self.parameters, *self._optimizers)
+        self._marked = {key: state[key] for key in ("buffers", "random", "registered")}
+        self.restore()
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> int:

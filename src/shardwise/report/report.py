@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.page.charts import read_charts
+from shardwise.page.charts import read_charts, read_metrics
+from shardwise.recording.attendance import changes_of_replicas
 from shardwise.recording.format import RecordingError, read_recording
 from shardwise.report import page, terminal
 from shardwise.report.findings import find
@@ -45,6 +46,8 @@ def report(
     title = directory.resolve().name
     target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
     terminal.show(console, summary, found)
+    for line in changes_of_replicas(read_metrics(directory)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     if trace is None:
         return [target]
     write_trace(ranks, trace)

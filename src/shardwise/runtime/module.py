@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _private
+from shardwise.comm.communicator import communicator
 from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.options import UnitSettings
@@ -38,6 +39,7 @@ __all__ = [
     "keeping_gradients",
     "ledger",
     "make_room_for_unfrozen",
+    "mean_over_replicas",
     "normal_tensors",
     "register_forward_method",
     "runtime_of_root",
@@ -68,6 +70,17 @@ def runtime_of_root(module: nn.Module) -> Runtime:
         name = handle.runtime.plan.units[handle.index].name
         raise PlanError(f"{name} is a unit inside a sharded model; pass the whole model")
     return handle.runtime
+
+
+@torch.no_grad()
+def mean_over_replicas(runtime: Runtime, value: Tensor) -> Tensor:
+    """The mean of ``value`` over the replicas of this step; ``value`` without replicas."""
+    across = runtime.units[0].settings.across_replicas if runtime.units else None
+    if across is None:
+        return value
+    mean = value.detach().clone()
+    communicator(runtime.mesh.world, runtime.pools.device).wait(across(None, mean))
+    return mean
 
 
 @contextlib.contextmanager

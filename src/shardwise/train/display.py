@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.recording.attendance import changes_of_replicas
 from shardwise.errors import PackageMissing
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
@@ -47,7 +48,7 @@ class Display:
         if self._run.checkpoint is not None:
             self.print_line(f"resuming after step {self._run.step}: {self._run.checkpoint}")
 
-    def show_end(self, summary: Summary) -> None:
+    def show_end(self, summary: Summary, records: Sequence[StepMetrics]) -> None:
         self.print_line(
             f"training loss {summary.loss:.3f} (mean of the last {summary.loss_steps} steps), "
             f"validation loss {summary.validation_loss:.3f}, in nats per {self._corpus.unit}"
@@ -66,6 +67,8 @@ class Display:
         if num_ranks > 1 and share is not None:
             overlap = f"; {share:.0%} of the gather time overlapped with compute"
         self.print_line(speed + overlap)
+        for line in changes_of_replicas(record.known() for record in records):
+            self.print_line(line)
 
     def show_files(self) -> None:
         files = ", ".join(sorted(file.name for file in self._run.path.iterdir()))
@@ -122,6 +125,9 @@ def _formatted(record: StepMetrics) -> Iterator[str]:
     yield f"{record.tokens_per_second:,.0f} tokens/s"
     if record.grad_norm is not None:
         yield f"grad norm {record.grad_norm:.2f}"
+    if record.replicas is not None:
+        yield f"replicas {record.replicas}"
+        yield f"goodput {record.goodput:.0%}"
     if record.mfu is not None:
         yield f"MFU {record.mfu:.1%}"
     if record.exposed_seconds is not None:

@@ -59,7 +59,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
                 callback(trainer, record)
             if every and (trainer.is_done or record.step % every == 0):
                 pending = trainer.save((last / f"step-{record.step:08}").target)
-            if config.checkpoint.best and trainer.best_step == record.step:
+            if config.checkpoint.best and trainer.best.step == record.step:
                 pending = trainer.save((best / f"step-{record.step:08}").target, keep=1)
         if pending is not None:
             pending.wait()
@@ -102,7 +102,10 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         trainer.step_seconds.append(time.perf_counter() - step_began)
         validates = config.validate_every and trainer.step % config.validate_every == 0
         is_validated = validates or trainer.step == config.steps
-        speed, share = step_tokens / trainer.step_seconds[-1], trainer.share_of_peak
+        replicas = trainer.replicas.metrics()
+        count = trainer.config.replicas.count
+        trained = step_tokens * replicas.get("replicas", count) / count
+        speed, share = trained / trainer.step_seconds[-1], trainer.share_of_peak
         yield StepMetrics(
             step=trainer.step,
             loss=result.loss,
@@ -117,6 +120,7 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
             free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
             **({} if trainer.recorder is None else wait_metrics(result.ranks)),
+            **replicas,
         )
 
 
@@ -136,8 +140,9 @@ def _step(trainer: Trainer, batch: Batch) -> StepResult:
             loss = trainer.loss_sum(part) * weight
         trainer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
+    total = trainer.replicas.mean(tree_sum(torch.stack(losses)))
     norm = trainer.update()
-    result = trainer.exchange(tree_sum(torch.stack(losses)), norm)
+    result = trainer.exchange(total, norm)
     _check_finite(trainer, result)
     trainer.optimizer.zero_grad()  # after the check, whose error names gradients
     return result

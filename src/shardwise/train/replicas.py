@@ -5,19 +5,23 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PackageMissing, PlanError
 from shardwise.launch.world import World
+from shardwise.replicas.exchange import ManagerExchange
+from shardwise.replicas.group import ReplicaGroup
 from shardwise.train.config import Config
 
 __all__ = ["Replicas", "check_replicas"]
@@ -59,6 +63,7 @@ class Replicas:
         self.outer: sw.OuterOptimizer | None = None
         self._elastic: sw.Elastic | None = None
         self._manager: Any = None
+        self._count = config.replicas.count
         if not config.replicas.lighthouse:
             if config.outer.every:
                 raise ConfigError(
@@ -72,6 +77,37 @@ class Replicas:
             self.outer = sw.outer_optimizer(model, optimizer, settings, manager=self._manager)
         else:
             self._elastic = sw.elastic(model, optimizer, self._manager)
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Copy the state of ``stateful`` to replicas that join."""
+        if self.outer is not None:
+            self.outer.register(name, stateful)
+        elif self._elastic is not None:
+            self._elastic.register(name, stateful)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the replicas of this step; ``value`` if replicas train alone."""
+        return value if self._elastic is None else self._elastic.mean(value)
+
+    @property
+    def group(self) -> ReplicaGroup | None:
+        """The replicas of the last step, or of the last round of local steps."""
+        if self._elastic is not None:
+            return self._elastic.group
+        exchange = None if self.outer is None else self.outer.exchange
+        return exchange.group if isinstance(exchange, ManagerExchange) else None
+
+    def metrics(self) -> dict[str, Any]:
+        """What `StepMetrics` says about the replicas of the last step."""
+        attendance = None if self.group is None else self.group.attendance
+        if attendance is None or not attendance.members:
+            return {}
+        change, attendance.change = attendance.change, None
+        return {
+            "replicas": attendance.num_replicas,
+            "goodput": attendance.useful_seconds / (attendance.seconds * self._count),
+            **({} if change is None else asdict(change)),
+        }
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -135,11 +135,11 @@ def _train_and_report(config: Config, world: World, directory: RunDirectory) -> 
             sink.close()
     if result.summary is None:
         return result
-    display.show_end(result.summary)
+    records = read_history(directory.metrics, config.train.steps)
+    display.show_end(result.summary, records)
     _export(config, directory, corpus, display)
     replace_text(directory.summary, json.dumps(asdict(result.summary), indent=2) + "\n")
     title = f"{config.run.name}, {config.shard.nproc} ranks"
-    records = read_history(directory.metrics, config.train.steps)
     try:
         draw_losses(directory.loss_plot, title, records)
     except PackageMissing as missing:

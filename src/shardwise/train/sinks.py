@@ -1,10 +1,10 @@
 """Destinations of the metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from shardwise.errors import PackageMissing
 from shardwise.train.config import Config
@@ -41,10 +41,22 @@ class StepMetrics:
     slowest_rank: int | None = None  # the rank that the others wait for
     peak_memory_bytes: int | None = None  # maximum over ranks, since the process began
     free_memory_bytes: int | None = None  # minimum over ranks
+    # The others describe the replicas of [replicas]; see `shardwise.replicas.attendance.Change`.
+    replicas: int | None = None  # how many counted in this step
+    goodput: float | None = None  # share of the time of all replicas that was useful so far
+    left: Sequence[int] = ()
+    joined: Sequence[int] = ()
+    repeats: int | None = None
+    waited_seconds: float | None = None
+    lost_seconds: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """All values that are not None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """All numbers that are known."""
+        return {name: v for name, v in asdict(self).items() if isinstance(v, int | float)}
+
+    def known(self) -> dict[str, Any]:
+        """All values that are known."""
+        return {name: v for name, v in asdict(self).items() if v is not None and v != ()}
 
 
 class Sink(Protocol):
@@ -64,7 +76,7 @@ class JsonLines:
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, record: StepMetrics) -> None:
-        self._file.write(json.dumps(record.metrics()) + "\n")
+        self._file.write(json.dumps(record.known()) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,20 @@ class StepResult:
     ranks: list[RankFigures]
 
 
+@dataclass
+class Best:
+    """The step with the lowest validation loss so far; replicas that join take it."""
+
+    step: int = 0
+    loss: float = math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.loss = state_dict["step"], state_dict["loss"]
+
+
 class Trainer:
     """The state of one rank, and the parts of a step.
 
@@ -79,7 +93,8 @@ class Trainer:
         self.stop = StopSignal()
         self.stopped_by = 0  # number of the signal after which all ranks stop; 0 if none
         self.ends_early = False  # set by a callback, on all ranks
-        self.best_step, self.best_loss = 0, math.inf  # lowest validation loss so far
+        self.best = Best()
+        self.replicas.register("best", self.best)
         self.step_seconds: list[float] = []  # steps of this process, without validation
         self.overlapped_shares: list[float] = []  # overlapped share of the gather time, by step
         self.recorder: sw.Recorder | None = None
@@ -94,8 +109,8 @@ class Trainer:
     def is_done(self) -> bool:
         """Whether training ends: at the last step, after a signal, or without progress."""
         config = self.config.train
-        waited = self.step - self.best_step >= config.patience * config.validate_every
-        gives_up = config.patience and self.best_step and waited
+        waited = self.step - self.best.step >= config.patience * config.validate_every
+        gives_up = config.patience and self.best.step and waited
         return bool(self.step >= config.steps or self.stopped_by or self.ends_early or gives_up)
 
     @contextmanager
@@ -159,7 +174,7 @@ class Trainer:
                 run={
                     "step": self.step,
                     "shared": identity(self.config, self.corpus),
-                    "best": [self.best_step, self.best_loss],
+                    "best": [self.best.step, self.best.loss],
                 },
                 config=to_toml(self.config),
                 random=self.world.gather(random_states(self.world.device)),
@@ -174,7 +189,7 @@ class Trainer:
         state = sw.load(path, model=self.model, optimizer=self.optimizer, outer=outer).state
         self.step = state["run"]["step"]
         self.replicas.continue_after(self.step, has_outer=has_outer)
-        self.best_step, self.best_loss = state["run"].get("best", (0, math.inf))
+        self.best.step, self.best.loss = state["run"].get("best", (0, math.inf))
         self.scheduler = build_scheduler(self.optimizer, self.config.train, after=self.step)
         random, device = state["random"], self.world.device
         if len(random) == self.world.size and len(random[0]) == len(random_states(device)):
@@ -293,8 +308,8 @@ class Trainer:
         """Return the mean loss on the validation text, and record the step with the lowest one."""
         with self.runtime.scheduler.ledger.span("validation"), torch.no_grad():
             loss = self._validate()
-        if loss < self.best_loss:
-            self.best_step, self.best_loss = self.step, loss
+        if loss < self.best.loss:
+            self.best.step, self.best.loss = self.step, loss
         return loss
 
     def _validate(self) -> float:

@@ -1,0 +1,105 @@
+"""Which replicas were there in each step that counts, and what it cost that others were not."""
+
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["Attendance", "Change"]
+
+_TYPICAL = 20  # steps, whose median duration is that of an undisturbed step
+_MOMENT_SECONDS = 1.0  # longer waits for a quorum are told
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was different in a step that counts.
+
+    Attributes:
+        left: numbers of the other replicas that were there in the step before, and no longer are.
+        joined: numbers of those that are there again; they may take a state in this step.
+        repeats: how many times the step had not counted before.
+        waited_seconds: how long the replica waited for a quorum; 0.0 if only for a moment.
+        lost_seconds: how much longer the step took in this replica than the steps before.
+    """
+
+    left: tuple[int, ...]
+    joined: tuple[int, ...]
+    repeats: int
+    waited_seconds: float
+    lost_seconds: float
+
+    def __str__(self) -> str:
+        changes = [(self.left, "left"), (self.joined, "joined")]
+        words = [f"{_named(numbers)} {verb}" for numbers, verb in changes if numbers]
+        if self.repeats:
+            words.append(f"repeated {'once' if self.repeats == 1 else f'{self.repeats} times'}")
+        if self.waited_seconds:
+            waited = f"waited {self.waited_seconds:.1f} s"
+            words.append(f"{waited} for the lighthouse and other replicas")
+        return f"{', '.join(words)}; {self.lost_seconds:.1f} s lost"
+
+
+def _named(numbers: Iterable[int]) -> str:
+    return " and ".join(f"replica {number}" for number in numbers)
+
+
+class Attendance:
+    """The replicas and the durations of steps, in one replica.
+
+    A step begins with its first attempt or, if it ``is_continuous``, where the one before ended.
+
+    Attributes:
+        members: numbers of the replicas that were there in the last step that counts.
+        num_replicas: the number of those whose values counted.
+        change: what was different in it from the step before.
+        seconds: duration of all steps that count.
+        useful_seconds: the same without lost seconds, added up over the replicas that counted.
+    """
+
+    def __init__(self, *, is_continuous: bool) -> None:
+        self.members: set[int] = set()
+        self.num_replicas = 0
+        self.change: Change | None = None
+        self.seconds = self.useful_seconds = 0.0
+        self._is_continuous = is_continuous
+        self._undisturbed: deque[float] = deque(maxlen=_TYPICAL)  # durations
+        self._began = time.monotonic()
+        self._attempts = 0
+        self._waited = 0.0  # seconds, in this step
+
+    def begin(self) -> None:
+        """Note an attempt of a step."""
+        if not (self._attempts or self._is_continuous):
+            self._began = time.monotonic()
+        self._attempts += 1
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note the time in the block as that of a wait for a quorum."""
+        began = time.monotonic()
+        yield
+        self._waited += time.monotonic() - began
+
+    def count(self, members: set[int], num_replicas: int) -> Change | None:
+        """Note that the step counts; what was different in it, if anything."""
+        now = time.monotonic()
+        seconds, self._began = now - self._began, now
+        waited, self._waited = self._waited, 0.0
+        repeats, self._attempts = self._attempts - 1, 0
+        known = self.members or members  # in the first step, this replica has just come
+        left, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
+        waited = waited if waited > _MOMENT_SECONDS and self.members else 0.0
+        lost, self.change = 0.0, None
+        if left or joined or repeats or waited:
+            usual = statistics.median(self._undisturbed) if self._undisturbed else seconds
+            lost = max(0.0, seconds - usual)
+            self.change = Change(left, joined, repeats, waited, lost)
+        else:
+            self._undisturbed.append(seconds)
+        self.members, self.num_replicas = members, num_replicas
+        self.seconds += seconds
+        self.useful_seconds += (seconds - lost) * num_replicas
+        return self.change
