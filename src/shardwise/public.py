@@ -33,6 +33,7 @@ from shardwise.features.transaction import transaction
 from shardwise.forecast.fit import Fit, fit
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
+from shardwise.optim.join import join
 from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
@@ -89,6 +90,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "initialize",
+    "join",
     "latest",
     "ledger",
     "load",

@@ -186,6 +186,8 @@ class Communicator:
     is the same on all ranks: half as many process groups.
     """
 
+    refusal = ""  # why ranks cannot exchange values between steps now
+
     def __init__(
         self,
         world: RankGroup,

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shardwise.features.agreement import Action
+from shardwise.features.join import JoinedRanks
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.tensor.reductions import across
@@ -40,7 +42,7 @@ def backward(
 
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
-            micro-batches.
+            micro-batches; inside `sw.join`, with any number.
         micro_batches: this rank's micro-batches of one step.
         loss_sum: runs the model on a micro-batch and returns the *sum* of its tokens' losses, a
             scalar.
@@ -79,6 +81,10 @@ def backward(
     finally:
         if accumulate == "whole":
             model.set_requires_gradient_sync(True)
+    joined = runtime.scheduler.call_observer
+    if isinstance(joined, JoinedRanks):
+        agreed = joined.announce(Action.SUM_LOSSES, amount=float(total))
+        return torch.full_like(total, agreed.total / agreed.num_computing)
     return (
         across([total], runtime.mesh, runtime.mesh.world).mean()
         if runtime.mesh.num_ranks > 1
@@ -124,7 +130,12 @@ def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
     for count in num_tokens:
         if isinstance(count, Tensor):
             total = total + count.to(device, torch.int64, non_blocking=True).sum()
-    if mesh.num_ranks > 1:
+    num_computing = mesh.num_ranks
+    joined = runtime.scheduler.call_observer
+    if isinstance(joined, JoinedRanks):
+        agreed = joined.announce(Action.COUNT_TOKENS, amount=float(total))
+        total, num_computing = torch.full_like(total, int(agreed.total)), agreed.num_computing
+    elif mesh.num_ranks > 1:
         total = across([total], mesh, mesh.world).sum()
-    weight = mesh.num_ranks / total.double()
+    weight = num_computing / total.double()
     return torch.where(total > 0, weight, torch.zeros_like(weight))

@@ -1,0 +1,141 @@
+"""Exchanges of a few numbers, by which the ranks inside `sw.join` agree on what they do next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from shardwise.comm.api import Operation, Reduction, Stage, Work
+from shardwise.comm.communicator import communicator
+from shardwise.comm.device import wait_for_device
+from shardwise.plan.layout import Run
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.ledger import count_sent
+from shardwise.tensor.reductions import gather_runs
+
+__all__ = [
+    "FORWARDS",
+    "MAY_WAIT",
+    "MODULUS",
+    "NAMES",
+    "Action",
+    "Exchange",
+    "Row",
+    "are_equal",
+    "with_square",
+]
+
+MODULUS = 1 << 20  # of numbers whose squares are summed in float64, exactly
+
+
+class Action(IntEnum):
+    """What a rank does next. Of several, the ranks do the first, and those with others wait."""
+
+    ACCUMULATE = 0  # a forward whose gradients are not reduced yet
+    BACKWARD = 1
+    FORWARD = 2
+    COUNT_TOKENS = 3
+    CLIP = 4
+    STEP = 5
+    SUM_LOSSES = 6
+    LEAVE = 7  # nothing
+
+
+NAMES = {
+    Action.ACCUMULATE: "runs a forward",
+    Action.BACKWARD: "runs a backward",
+    Action.FORWARD: "runs a forward",
+    Action.COUNT_TOKENS: "calls sw.backward",
+    Action.CLIP: "clips gradients",
+    Action.STEP: "steps an optimizer",
+    Action.SUM_LOSSES: "ends sw.backward",
+    Action.LEAVE: "has left its loop",
+}
+# Not those that other ranks cannot do before, in the same program.
+MAY_WAIT = {Action.FORWARD, Action.CLIP, Action.STEP, Action.SUM_LOSSES, Action.LEAVE}
+FORWARDS = {Action.ACCUMULATE, Action.FORWARD}
+
+
+@dataclass
+class Row:
+    """The numbers of one rank in an exchange, and their sums over all ranks."""
+
+    num: list[float] = field(default_factory=lambda: [0.0] * len(Action))
+    values: list[float] = field(default_factory=lambda: [0.0] * len(Action))
+    squares: list[float] = field(default_factory=lambda: [0.0] * len(Action))
+    steps: tuple[float, float] = (0.0, 0.0)  # a number and its square
+    recordings: tuple[float, float] = (0.0, 0.0)
+    num_computing: float = 0.0
+    has_gradients: float = 0.0
+    has_nonzero: float = 0.0
+    amount: float = 0.0
+
+    def pack(self) -> list[float]:
+        pairs = (*self.steps, *self.recordings)
+        rest = (self.num_computing, self.has_gradients, self.has_nonzero, self.amount)
+        return [*self.num, *self.values, *self.squares, *pairs, *rest]
+
+    @staticmethod
+    def unpack(numbers: Sequence[float]) -> "Row":
+        n = len(Action)
+        num, values, squares = (list(numbers[i * n : (i + 1) * n]) for i in range(3))
+        a, b, c, d, *rest = numbers[3 * n :]
+        return Row(num, values, squares, (a, b), (c, d), *rest)
+
+
+class Exchange:
+    """Collectives of all ranks of a model. The host waits for their results."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._mesh = runtime.mesh
+        self._device = runtime.pools.device
+        self._comm = communicator(runtime.mesh.world, self._device)
+        self.num_ranks, self.rank = self._comm.num_ranks, self._comm.rank
+
+    def refuse_others(self, refusal: str) -> None:
+        """Refuse all exchanges of values between steps, if there is a reason for it."""
+        self._comm.refusal = refusal
+
+    def sum(self, row: Row) -> Row:
+        """The sums over all ranks of the numbers of each row."""
+        numbers = torch.tensor(row.pack(), dtype=torch.float64, device=self._device)
+        if self.num_ranks > 1:
+            world = self._comm.world
+            stages = (
+                Stage(Operation.REDUCE_SCATTER, world.select(self.rank)),
+                Stage(Operation.ALL_REDUCE, world),
+            )
+            reduction = Reduction(numbers, numbers, None, numbers, stages)
+            self._wait(self._comm.reduce.reduce(reduction, "join"))
+        return Row.unpack(numbers.tolist())
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """The maxima over all ranks of ``values``."""
+        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        self._wait(self._comm.reduce.all_reduce_max(numbers, self._comm.world, "follow"))
+        return list(numbers.tolist())
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The ``values`` of each rank."""
+        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        runs = [Run(0, len(values))] * self.num_ranks
+        rows = gather_runs(own, runs, self._mesh, "options", self._comm.world)
+        return list(rows.tolist())
+
+    def _wait(self, work: Work) -> None:
+        self._comm.wait(work)
+        count_sent(self._mesh, work)
+        wait_for_device(self._device)
+        self._comm.watch.raise_found()
+
+
+def with_square(number: int) -> tuple[float, float]:
+    """The numbers whose sums `are_equal` takes."""
+    number %= MODULUS
+    return float(number), float(number**2)
+
+
+def are_equal(num: float, total: float, squares: float) -> bool:
+    """Whether ``num`` whole numbers with this sum, and this sum of squares, are equal."""
+    return int(num) * int(squares) == int(total) ** 2
