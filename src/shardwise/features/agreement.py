@@ -99,7 +99,7 @@ class Exchange:
 
     def sum(self, row: Row) -> Row:
         """The sums over all ranks of the numbers of each row."""
-        numbers = torch.tensor(row.pack(), dtype=torch.float64, device=self._device)
+        numbers = torch.tensor(row.pack(), dtype=torch.float64).to(self._device)
         if self.num_ranks > 1:
             world = self._comm.world
             stages = (
@@ -112,13 +112,13 @@ class Exchange:
 
     def maxima(self, values: Sequence[int]) -> list[int]:
         """The maxima over all ranks of ``values``."""
-        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        numbers = torch.tensor(values, dtype=torch.int64).to(self._device)
         self._wait(self._comm.reduce.all_reduce_max(numbers, self._comm.world, "follow"))
         return list(numbers.tolist())
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """The ``values`` of each rank."""
-        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        own = torch.tensor(values, dtype=torch.float64).to(self._device)
         runs = [Run(0, len(values))] * self.num_ranks
         rows = gather_runs(own, runs, self._mesh, "options", self._comm.world)
         return list(rows.tolist())
