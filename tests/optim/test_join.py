@@ -165,6 +165,21 @@ def test_a_rank_without_any_batch(name: str) -> None:
     assert_equal(joined, alone)
 
 
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "options", [{"granularity": "dim"}, {"offload_policy": sw.CPUOffloadPolicy()}], ids=str
+)
+def test_other_shards(options: dict[str, Any]) -> None:
+    alone, joined = (
+        Alone("unused and reused", clip=0.1),
+        Joined("unused and reused", 0.1, **options),
+    )
+    batches = of_sizes([2, 1, 1], [], [3])
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
 @on_ranks(2)
 def test_no_rank_has_batches() -> None:
     alone, joined = Alone(), Joined()
@@ -289,6 +304,39 @@ def test_steps_in_backward() -> None:
     assert_equal(joined, alone)
 
 
+class CallsItsBase(torch.optim.SGD):
+    """torch calls the hooks of its step twice."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+@on_ranks(2)
+def test_several_optimizers() -> None:
+    alone, joined = Alone(), Joined()
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first, *rest = model.parameters()
+        return [CallsItsBase([first], lr=0.1, momentum=0.9), adamw(iter(rest))]
+
+    ours, theirs = optimizers(joined.model), optimizers(alone.model)
+    batches = of_sizes([1], [1] * 4)
+    for number in range(4):
+        computing = [steps[number][0] for steps in batches if number < len(steps)]
+        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in theirs[number % 2 :]:  # the first one in every second step
+            optimizer.step()
+        alone.model.zero_grad()
+    with sw.join(joined.model, *ours):
+        for number, micro in enumerate(batches[rank()]):
+            joined.accumulate(micro)
+            for optimizer in ours[number % 2 :]:
+                optimizer.step()
+            joined.model.zero_grad()
+    assert_equal_models(joined.model, alone.model, 0)
+
+
 class WithMuon(Joined):
     def prepare(self) -> None:
         groups = sw.optim.parameter_groups(self.model)
@@ -383,12 +431,13 @@ def test_one_exchange_per_step_and_none_outside() -> None:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_evaluation(prefetch: int) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode: Any, prefetch: int) -> None:
     model = sw.fully_shard(build("stack"), units=Block, prefetch=prefetch)
     alone = build("stack")
     torch.manual_seed(rank())
     for _ in range(2):
-        with sw.join(model, training=False), torch.no_grad():
+        with mode(), sw.join(model, training=False):
             for _ in range((2 * rank() + 1) % 5):
                 batch = torch.randn(3, WIDTH, dtype=torch.float64)
                 assert_close(model(batch), alone(batch), "output")
@@ -428,6 +477,46 @@ class InShards(Joined):
             self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
 
 
+class Raising(Joined):
+    """Raises in the third forward, or in its backward."""
+
+    num_forwards = 0
+    is_in_backward = False
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            self.num_forwards += 1
+            if self.num_forwards == 3 and not self.is_in_backward:
+                layer = self.model.get_submodule("layers.1")
+                once = layer.register_forward_pre_hook(self.trip)
+                try:
+                    self.model(batch)
+                finally:
+                    once.remove()
+            output = self.model(batch)
+            if self.num_forwards == 3:
+                output.register_hook(self.trip)
+            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def trip(*_: Any) -> None:
+        raise ValueError("it hurts")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("is_in_backward", [False, True])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_rank_that_raises_beside_shadows(strategy: str, is_in_backward: bool) -> None:
+    joined = Raising(strategy=strategy)
+    joined.is_in_backward = is_in_backward
+    batches = of_sizes([], [1] * 4, [1])
+    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted, match="it hurts"):
+        joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert all(parameter.grad is None for parameter in joined.model.parameters())
+    joined.num_forwards = 3  # raises no more
+    joined.run(batches[2 - rank()], joined.optimizer, joined.scheduler)
+
+
 @on_ranks(2)
 def test_steps_of_different_lengths_without_notice() -> None:
     joined = InShards()
@@ -456,9 +545,18 @@ class ClippedByTorch(Joined):
         super().update()
 
 
+class Scaled(Joined):
+    def update(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(self.optimizer)
+        super().update()
+
+
 @on_ranks(2)
-def test_an_operation_that_join_does_not_know() -> None:
-    joined = ClippedByTorch()
+@pytest.mark.parametrize("kind", [ClippedByTorch, Scaled])
+def test_an_operation_that_join_does_not_know(kind: type[Joined]) -> None:
+    joined = kind()
     error = sw.StepError if rank() == 1 else sw.PeerAborted
     with pytest.raises(error, match=r"clip with sw\.clip_grad_norm_"):
         joined.run(of_sizes([1] * 2, [1] * 3)[rank()], joined.optimizer, joined.scheduler)

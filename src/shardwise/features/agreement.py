@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.api import Operation, Reduction, Stage, Work
 from shardwise.comm.communicator import communicator
@@ -52,20 +53,23 @@ NAMES = {
     Action.SUM_LOSSES: "ends sw.backward",
     Action.LEAVE: "has left its loop",
 }
-# Not those that other ranks cannot do before, in the same program.
+# A rank that announces one of these waits while other ranks do what comes before it.
 MAY_WAIT = {Action.FORWARD, Action.CLIP, Action.STEP, Action.SUM_LOSSES, Action.LEAVE}
 FORWARDS = {Action.ACCUMULATE, Action.FORWARD}
 
 
 @dataclass
 class Row:
-    """The numbers of one rank in an exchange, and their sums over all ranks."""
+    """The numbers of one rank in an exchange, or their sums over all ranks.
 
-    num: list[float] = field(default_factory=lambda: [0.0] * len(Action))
-    values: list[float] = field(default_factory=lambda: [0.0] * len(Action))
+    Numbers that must be equal come with their squares: see `are_equal`.
+    """
+
+    num: list[float] = field(default_factory=lambda: [0.0] * len(Action))  # 1 for what it does
+    values: list[float] = field(default_factory=lambda: [0.0] * len(Action))  # which one
     squares: list[float] = field(default_factory=lambda: [0.0] * len(Action))
-    steps: tuple[float, float] = (0.0, 0.0)  # a number and its square
-    recordings: tuple[float, float] = (0.0, 0.0)
+    steps: tuple[float, float] = (0.0, 0.0)  # of optimizers
+    recordings: tuple[float, float] = (0.0, 0.0)  # a digest of them
     num_computing: float = 0.0
     has_gradients: float = 0.0
     has_nonzero: float = 0.0
@@ -99,7 +103,7 @@ class Exchange:
 
     def sum(self, row: Row) -> Row:
         """The sums over all ranks of the numbers of each row."""
-        numbers = torch.tensor(row.pack(), dtype=torch.float64).to(self._device)
+        numbers = self._tensor(row.pack(), torch.float64)
         if self.num_ranks > 1:
             world = self._comm.world
             stages = (
@@ -112,16 +116,20 @@ class Exchange:
 
     def maxima(self, values: Sequence[int]) -> list[int]:
         """The maxima over all ranks of ``values``."""
-        numbers = torch.tensor(values, dtype=torch.int64).to(self._device)
+        numbers = self._tensor(values, torch.int64)
         self._wait(self._comm.reduce.all_reduce_max(numbers, self._comm.world, "follow"))
         return list(numbers.tolist())
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """The ``values`` of each rank."""
-        own = torch.tensor(values, dtype=torch.float64).to(self._device)
+        own = self._tensor(values, torch.float64)
         runs = [Run(0, len(values))] * self.num_ranks
         rows = gather_runs(own, runs, self._mesh, "options", self._comm.world)
         return list(rows.tolist())
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(mode=False):  # another thread may write to it
+            return torch.tensor(values, dtype=dtype).to(self._device)
 
     def _wait(self, work: Work) -> None:
         self._comm.wait(work)

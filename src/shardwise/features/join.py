@@ -77,6 +77,7 @@ class JoinedRanks(CallRecorder):
         self.shadows: dict[Action, Callable[[Agreement], None]] = {}
         self.before_step_in_backward: Callable[[], None] | None = None
         self._num_steps = 0
+        self._has_stepped = False  # since the last backward
         self._steps_next = False  # the last backward has stepped, with steps in backward
         self._has_computed = False  # in this step
         self._computed_last: bool | None = None  # the last forward; None: there was none
@@ -109,6 +110,7 @@ class JoinedRanks(CallRecorder):
     def note_step(self) -> None:
         """An optimizer steps, on all ranks."""
         self._num_steps += 1
+        self._has_stepped = True
         if self._computed_last:
             self.last_step = self._num_steps
         self._has_computed = False
@@ -294,12 +296,16 @@ class JoinedRanks(CallRecorder):
 
     def _clear_gradients(self, agreed: Agreement) -> None:
         """Do what the computing ranks did to the gradients since the last backward."""
-        for unit in self.scheduler.units:
-            for parameter in unit.parameters:
-                if not agreed.has_gradients:
-                    parameter.sharded.grad = None
-                elif parameter.sharded.grad is not None and not agreed.has_nonzero:
+        if not agreed.has_gradients:
+            self._drop_gradients()
+        elif not agreed.has_nonzero:
+            for parameter in (one for unit in self.scheduler.units for one in unit.parameters):
+                if parameter.sharded.grad is not None:
                     parameter.sharded.grad.zero_()
+
+    def _drop_gradients(self) -> None:
+        for parameter in (one for unit in self.scheduler.units for one in unit.parameters):
+            parameter.sharded.grad = None
 
     # -- settings of the units -------------------------------------------------------------------
 
@@ -321,6 +327,7 @@ class JoinedRanks(CallRecorder):
 
     def _note_mode(self, mode: int) -> None:
         """A backward begins that reduces what a ``mode`` says."""
+        self._has_stepped = False
         self._steps_next = self.scheduler.steps_in_backward and mode == _REDUCES_FULLY
         if self._steps_next and not self.all_compute and self.before_step_in_backward is not None:
             self.before_step_in_backward()
@@ -342,6 +349,12 @@ class JoinedRanks(CallRecorder):
         for settings in (unit.settings for unit in self.scheduler.units):
             # The user's own divisor is not the number of ranks.
             settings.num_computing = number if is_part and not settings.gradient_divisor else None
+
+    def abandon(self, error: BaseException) -> None:
+        """End the block after ``error``, on this rank or another one."""
+        self.scheduler.abandon(error)
+        if self._computed_last is False and self._has_stepped:
+            self._drop_gradients()  # the ranks that compute may have done so since
 
     def close(self) -> None:
         """Undo what was set for the model."""

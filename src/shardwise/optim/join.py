@@ -88,7 +88,7 @@ def join(
         ranks.leave()
         steps.share_options(priority=ranks.last_step)
     except BaseException as error:
-        scheduler.abandon(error)
+        ranks.abandon(error)
         raise
     finally:
         scheduler.call_observer = None
