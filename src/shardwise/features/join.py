@@ -72,6 +72,7 @@ class JoinedRanks(CallRecorder):
         super().__init__(Exchange(runtime), runtime.scheduler)
         self._parameters = parameters  # of the model
         self._training = training
+        self.num_exchanges = 0
         self.last_step = 0  # the last one in which this rank has computed
         # What a shadow does for an `Action` other than a forward and a backward.
         self.shadows: dict[Action, Callable[[Agreement], None]] = {}
@@ -79,7 +80,13 @@ class JoinedRanks(CallRecorder):
         self._num_steps = 0
         self._has_stepped = False  # since the last backward
         self._steps_next = False  # the last backward has stepped, with steps in backward
-        self._has_computed = False  # in this step
+        # A gradient of this step, which may have begun before the block.
+        self._has_computed = any(
+            not gradients.accumulated.is_empty
+            for unit in runtime.units
+            for gradients in unit.gradients
+        )
+        self._versions: list[int] = []  # of gradients, when an optimizer stepped last
         self._computed_last: bool | None = None  # the last forward; None: there was none
 
     # -- ranks that compute ----------------------------------------------------------------------
@@ -111,6 +118,7 @@ class JoinedRanks(CallRecorder):
         """An optimizer steps, on all ranks."""
         self._num_steps += 1
         self._has_stepped = True
+        self._versions = self._versions_now()
         if self._computed_last:
             self.last_step = self._num_steps
         self._has_computed = False
@@ -120,9 +128,15 @@ class JoinedRanks(CallRecorder):
         """All ranks that compute clip the gradients of ``parameters``."""
         if self.is_shadow or self.all_compute:
             return
-        self.announce(Action.CLIP)
         clipped = {id(parameter) for parameter in parameters}
+        if not clipped <= {id(parameter) for parameter in self._parameters}:
+            raise StepError(
+                "sw.clip_grad_norm_ inside sw.join, with a parameter that is not of the model: "
+                "ranks without batches have no gradient for it; clip it by a call of its own"
+            )
+        self.announce(Action.CLIP)
         self.share([max_norm, order, *(id(one) in clipped for one in self._parameters)], 1)
+        self.refuse_others(refuses=False)
 
     def before_forward(self, unit: int) -> None:
         if self.is_shadow:
@@ -132,7 +146,7 @@ class JoinedRanks(CallRecorder):
         action = Action.FORWARD if is_last else Action.ACCUMULATE
         agreed = self.announce(action, (unit * 2 + grad) * 4 + self._mode)
         if grad:
-            self._has_computed = self._computed_last = True
+            self._computed_last = True
             self._set_num_computing(agreed.num_computing)
         self.begin_forward(unit, grad=grad)
 
@@ -146,15 +160,23 @@ class JoinedRanks(CallRecorder):
             age = self._age_of(call.forward_pass)
             if not self.all_compute:
                 self.announce(Action.BACKWARD, age * 4 + self._mode)
+            self._has_computed = True
             self.begin_backward(call.forward_pass, age)
             self._note_mode(self._mode)
         super().reached(call, is_first=is_first)
 
     # -- agreements ------------------------------------------------------------------------------
 
+    def refuse_others(self, *, refuses: bool = True) -> None:
+        """Refuse operations that need all ranks, of which shadows do not know."""
+        refuses = refuses and not (self.all_compute or self.is_shadow)
+        self.exchange.refuse_others(_REFUSAL if refuses else "")
+
     def share(self, values: Sequence[float], priority: float) -> list[float]:
         """The ``values`` of the first rank with the highest ``priority``. All ranks call this."""
+        self.refuse_others(refuses=False)
         _, *found = max(self.exchange.rows([priority, *values]), key=lambda row: row[0])
+        self.refuse_others()
         return found
 
     def _agree(self, action: Action, value: int, amount: float) -> Agreement:
@@ -174,6 +196,7 @@ class JoinedRanks(CallRecorder):
             self.scheduler.recover()
         self.scheduler.report("sw.join")
         self.exchange.refuse_others("")
+        self.num_exchanges += 1
         total = self.exchange.sum(row)
         first = next(one for one in Action if total.num[one])
         num = int(total.num[first])
@@ -182,8 +205,7 @@ class JoinedRanks(CallRecorder):
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
             self.share_recordings(has_them=action is first)
-        if num < n and first in (*FORWARDS, Action.BACKWARD):
-            self.exchange.refuse_others(_REFUSAL)
+        self.refuse_others()
         return Agreement(
             first,
             round(total.values[first] / num),
@@ -214,8 +236,16 @@ class JoinedRanks(CallRecorder):
         """Whether any parameter has a gradient, and whether any element of this rank is not 0."""
         gradients = [p.sharded.grad for unit in self.scheduler.units for p in unit.parameters]
         found = [gradient for gradient in gradients if gradient is not None]
-        has_nonzero = any(is_unreduced(one) or bool(local_of(one).any()) for one in found)
+        # Zeros do not show whether they were computed or set.
+        are_kept = not self._has_stepped or self._versions == self._versions_now()
+        has_nonzero = are_kept or any(
+            is_unreduced(one) or bool(local_of(one).any()) for one in found
+        )
         return bool(found), has_nonzero
+
+    def _versions_now(self) -> list[int]:
+        gradients = [p.sharded.grad for unit in self.scheduler.units for p in unit.parameters]
+        return [-1 if one is None or is_unreduced(one) else one._version for one in gradients]
 
     # -- shadows ---------------------------------------------------------------------------------
 
@@ -228,6 +258,7 @@ class JoinedRanks(CallRecorder):
     def _follow(self, agreed: Agreement) -> None:
         """Take part in what other ranks compute."""
         self.scheduler.is_shadow = True
+        self.refuse_others(refuses=False)
         try:
             if agreed.action in FORWARDS:
                 self._follow_forward(agreed)
@@ -360,6 +391,7 @@ class JoinedRanks(CallRecorder):
         """Undo what was set for the model."""
         self._set_num_computing(self.exchange.num_ranks)
         self.exchange.refuse_others("")
+        self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
 
 
 def _run_in_backward(run: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -16,7 +15,6 @@ __all__ = ["CallRecorder", "Op"]
 
 _BITS = 20  # of each number of an `Op` that is sent
 _LOWEST = -(1 << 62)
-_MAX_PASSES = 64  # forwards of a step that a backward may still reach
 
 
 class Op(IntEnum):
@@ -44,7 +42,7 @@ class CallRecorder(CallObserver):
         self.scheduler = scheduler
         self.all_compute = True  # no rank is a shadow in the forward or backward that runs
         self._recordings: dict[str, _Ops] = {}  # by kind
-        self._passes: deque[Pass] = deque(maxlen=_MAX_PASSES)  # the forwards since the last step
+        self._passes: list[Pass] = []  # the forwards since the last step
         self._kind = ""  # of the forward or backward that is running
         self._is_told = False  # it is not recorded, so shadows are told
         self._ops: _Ops = []

@@ -113,7 +113,7 @@ class _Steps:
         self._optimizers = [one for one in stepped if isinstance(one, Optimizer)]
         self._schedulers = [one for one in stepped if isinstance(one, LRScheduler)]
         self._parameters = {id(parameter) for parameter in parameters}
-        self._is_stepping = False
+        self._stepping_since = -1  # the number of exchanges at the last step that has not ended
         ranks.shadows = {Action.STEP: self._step, Action.CLIP: self._clip}
         ranks.before_step_in_backward = self._share_in_step
 
@@ -125,19 +125,21 @@ class _Steps:
             return
         if _steps_in_backward(optimizer):
             return
-        if self._is_stepping:  # this step has called that of its base class
-            return
-        self._is_stepping = True
+        if self._stepping_since == self._ranks.num_exchanges:
+            return  # this step has called that of its base class
         if kwargs.get("closure") is not None or any(map(callable, args[1:])):
             raise StepError("a closure inside sw.join: ranks without batches could not run it")
         if not (self._ranks.is_shadow or self._ranks.all_compute):
             self._ranks.announce(Action.STEP, number)
             self._share_in_step()
+            self._ranks.refuse_others(refuses=False)
+        self._stepping_since = self._ranks.num_exchanges
         self._ranks.note_step()
 
     def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Is called after every step of any optimizer of this process."""
-        self._is_stepping = False
+        self._stepping_since = -1
+        self._ranks.refuse_others()
 
     def share_options(self, *, priority: float) -> None:
         """Take over the schedules and options of the first rank with the highest priority."""

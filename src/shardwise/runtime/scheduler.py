@@ -444,6 +444,8 @@ class Scheduler:
     def check_idle(self, message: str) -> None:
         """Raise a StepError with ``message`` inside a forward, a backward or `gathered`."""
         self.await_abandoned()
+        if self.call_observer is not None:
+            raise StepError(f"inside sw.join, where ranks may run out of batches: {message}")
         if not self.is_between_steps:
             raise StepError(message)
 
