@@ -563,6 +563,70 @@ def test_an_operation_that_join_does_not_know(kind: type[Joined]) -> None:
     sw.clip_grad_norm_(joined.model.parameters(), 1.0)  # not refused any more
 
 
+class WithoutBackward(Joined):
+    """Runs a forward without backward, after which only the last rank has batches."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        loss = self.case.loss(self.model(micro[0]))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def run(self, batches: Iterable[list[Tensor]], *stepped: Any) -> None:
+        with sw.join(self.model, *stepped):
+            for micro in batches:
+                self.accumulate(micro)
+                self.update()
+            self.model(torch.zeros(1, WIDTH, dtype=torch.float64))
+            if rank() == 1:
+                for steps in of_sizes([1], [1]):
+                    self.accumulate(steps[0])
+                    self.update()
+
+
+@on_ranks(2)
+def test_a_forward_without_backward_does_not_count() -> None:
+    alone, joined = Alone(), WithoutBackward()
+    batches = of_sizes([1], [1])
+    alone.train(batches)
+    for steps in batches:
+        alone.train([steps])
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_gradients_from_before_the_block_count() -> None:
+    alone, joined = Alone(), Joined()
+    (first,), (second,) = of_sizes([2], [3])
+    mine = (first, second)[rank()]
+    joined.model.set_requires_gradient_sync(False)
+    joined.case.loss(joined.model(mine[0])).backward()  # type: ignore[no-untyped-call]
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        for number, batch in enumerate(mine[1:], start=2):
+            if rank() == 0:
+                break  # counts, and computes no more
+            joined.model.set_requires_gradient_sync(number == len(mine))
+            joined.case.loss(joined.model(batch)).backward()  # type: ignore[no-untyped-call]
+        else:
+            joined.update()
+    alone.train([[first[:1]], [second]])
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_a_second_model_in_a_block_of_its_own() -> None:
+    first, second = Joined(), Joined()
+    with sw.join(first.model), pytest.raises(sw.StepError, match="one model at a time"):
+        second.run([])
+    second.run([])
+
+
+@on_ranks(2)
+def test_gathered_inside_the_block() -> None:
+    model = Joined().model
+    with sw.join(model), pytest.raises(sw.StepError, match="gathered"), sw.gathered(model):
+        pass
+
+
 @on_ranks(2)
 def test_learning_rates_that_the_loop_sets() -> None:
     alone, joined = Alone(), Joined()

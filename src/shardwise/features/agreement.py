@@ -10,6 +10,7 @@ from torch import Tensor
 from shardwise.comm.api import Operation, Reduction, Stage, Work
 from shardwise.comm.communicator import communicator
 from shardwise.comm.device import wait_for_device
+from shardwise.errors import StepError
 from shardwise.plan.layout import Run
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import count_sent
@@ -96,6 +97,16 @@ class Exchange:
         self._device = runtime.pools.device
         self._comm = communicator(runtime.mesh.world, self._device)
         self.num_ranks, self.rank = self._comm.num_ranks, self._comm.rank
+        if self._comm.is_joined:
+            raise StepError(
+                "another model of these ranks is in sw.join already; ranks without batches follow "
+                "one model at a time"
+            )
+        self._comm.is_joined = True
+
+    def close(self) -> None:
+        """Allow another one."""
+        self._comm.is_joined, self._comm.refusal = False, ""
 
     def refuse_others(self, refusal: str) -> None:
         """Refuse all exchanges of values between steps, if there is a reason for it."""

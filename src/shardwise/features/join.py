@@ -390,7 +390,7 @@ class JoinedRanks(CallRecorder):
     def close(self) -> None:
         """Undo what was set for the model."""
         self._set_num_computing(self.exchange.num_ranks)
-        self.exchange.refuse_others("")
+        self.exchange.close()
         self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
 
 

@@ -74,10 +74,10 @@ def join(
     parameters = list(model.parameters())
     ranks = JoinedRanks(runtime, parameters, training=training)
     steps = _Steps(ranks, stepped, parameters)
-    hooks = [
+    hooks = (
         register_optimizer_step_pre_hook(steps.before_step),
         register_optimizer_step_post_hook(steps.after_step),
-    ]
+    )
     for parameter in parameters:
         setattr(parameter, JOINED, ranks)
     scheduler.call_observer = ranks

@@ -42,7 +42,7 @@ def backward(
 
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
-            micro-batches; inside `sw.join`, with any number.
+            micro-batches; inside `sw.join`, with one or more.
         micro_batches: this rank's micro-batches of one step.
         loss_sum: runs the model on a micro-batch and returns the *sum* of its tokens' losses, a
             scalar.
