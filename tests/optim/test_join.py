@@ -337,6 +337,31 @@ def test_several_optimizers() -> None:
     assert_equal_models(joined.model, alone.model, 0)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_optimizers_that_clear_their_own_gradients(set_to_none: bool) -> None:
+    alone, joined = Alone(), Joined()
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        half = len(every := list(model.parameters())) // 2
+        return [adamw(iter(every[:half])), adamw(iter(every[half:]))]
+
+    ours, theirs = optimizers(joined.model), optimizers(alone.model)
+    batches = of_sizes([1], [1] * 5)
+    for number in range(5):  # the gradients of the other half add up
+        computing = [steps[number][0] for steps in batches if number < len(steps)]
+        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        theirs[number % 2].step()
+        theirs[number % 2].zero_grad(set_to_none)
+    with sw.join(joined.model, *ours):
+        for number, micro in enumerate(batches[rank()]):
+            joined.accumulate(micro)
+            ours[number % 2].step()
+            ours[number % 2].zero_grad(set_to_none)
+    assert_equal_models(joined.model, alone.model, 0)
+
+
 class WithMuon(Joined):
     def prepare(self) -> None:
         groups = sw.optim.parameter_groups(self.model)

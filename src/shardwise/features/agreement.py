@@ -72,14 +72,11 @@ class Row:
     steps: tuple[float, float] = (0.0, 0.0)  # of optimizers
     recordings: tuple[float, float] = (0.0, 0.0)  # a digest of them
     num_computing: float = 0.0
-    has_gradients: float = 0.0
-    has_nonzero: float = 0.0
     amount: float = 0.0
 
     def pack(self) -> list[float]:
         pairs = (*self.steps, *self.recordings)
-        rest = (self.num_computing, self.has_gradients, self.has_nonzero, self.amount)
-        return [*self.num, *self.values, *self.squares, *pairs, *rest]
+        return [*self.num, *self.values, *self.squares, *pairs, self.num_computing, self.amount]
 
     @staticmethod
     def unpack(numbers: Sequence[float]) -> "Row":

@@ -40,8 +40,8 @@ from shardwise.features.recorded_calls import CallRecorder, Op
 from shardwise.runtime import hooks
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
-from shardwise.tensor.sharding import local_of
 
 __all__ = ["JOINED", "Agreement", "JoinedRanks"]
 
@@ -60,8 +60,6 @@ class Agreement:
     action: Action
     value: int  # which one
     num_computing: int  # ranks that have computed in this step, or are about to
-    has_gradients: bool  # the ranks that computed last have gradients
-    has_nonzero: bool  # of which an element is not zero
     total: float  # of the amounts of all ranks
 
 
@@ -110,9 +108,8 @@ class JoinedRanks(CallRecorder):
 
     def leave(self) -> None:
         """Return when all ranks have left their loops."""
-        agreed = self.announce(Action.LEAVE)
-        if self._computed_last is False:
-            self._clear_gradients(agreed)
+        self.announce(Action.LEAVE)
+        self._share_gradients()
 
     def note_step(self) -> None:
         """An optimizer steps, on all ranks."""
@@ -160,6 +157,7 @@ class JoinedRanks(CallRecorder):
             age = self._age_of(call.forward_pass)
             if not self.all_compute:
                 self.announce(Action.BACKWARD, age * 4 + self._mode)
+                self._share_gradients()
             self._has_computed = True
             self.begin_backward(call.forward_pass, age)
             self._note_mode(self._mode)
@@ -190,8 +188,6 @@ class JoinedRanks(CallRecorder):
         row.num[action], row.values[action], row.squares[action] = 1.0, float(value), value**2
         row.steps = with_square(self._num_steps)
         row.recordings = with_square(self.digest)
-        if is_backward or (action is Action.LEAVE and self._computed_last):
-            row.has_gradients, row.has_nonzero = map(float, self._has_gradients())
         if not is_backward:
             self.scheduler.recover()
         self.scheduler.report("sw.join")
@@ -210,8 +206,6 @@ class JoinedRanks(CallRecorder):
             first,
             round(total.values[first] / num),
             int(total.num_computing),
-            total.has_gradients > 0,
-            total.has_nonzero > 0,
             total.amount,
         )
 
@@ -232,20 +226,35 @@ class JoinedRanks(CallRecorder):
             "and False before the others, or use sw.backward"
         )
 
-    def _has_gradients(self) -> tuple[bool, bool]:
-        """Whether any parameter has a gradient, and whether any element of this rank is not 0."""
-        gradients = [p.sharded.grad for unit in self.scheduler.units for p in unit.parameters]
-        found = [gradient for gradient in gradients if gradient is not None]
-        # Zeros do not show whether they were computed or set.
-        are_kept = not self._has_stepped or self._versions == self._versions_now()
-        has_nonzero = are_kept or any(
-            is_unreduced(one) or bool(local_of(one).any()) for one in found
-        )
-        return bool(found), has_nonzero
+    def _share_gradients(self) -> None:
+        """Let shadows drop the gradients that computing ranks have dropped or set to zero."""
+        if self.all_compute:
+            return
+        own = self._versions_now()
+        pairs = zip(own, self._versions or own, strict=True)
+        changed = [self._has_stepped and now != before for now, before in pairs]
+        states = [
+            -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
+        ]
+        found = self.share(states, 1 if self._computed_last else 0)
+        if self._computed_last is not False:
+            return
+        for parameter, state in zip(self._all_parameters, found, strict=True):
+            if state < 0:
+                parameter.sharded.grad = None
+            elif state > 0 and parameter.sharded.grad is not None:
+                parameter.sharded.grad.zero_()
+
+    @property
+    def _all_parameters(self) -> list[FSDPParameter]:
+        return [one for unit in self.scheduler.units for one in unit.parameters]
 
     def _versions_now(self) -> list[int]:
-        gradients = [p.sharded.grad for unit in self.scheduler.units for p in unit.parameters]
-        return [-1 if one is None or is_unreduced(one) else one._version for one in gradients]
+        """The versions of all gradients; -1 for None, and 0 for those that are not reduced yet."""
+        gradients = [one.sharded.grad for one in self._all_parameters]
+        return [
+            -1 if one is None else 0 if is_unreduced(one) else one._version for one in gradients
+        ]
 
     # -- shadows ---------------------------------------------------------------------------------
 
@@ -291,7 +300,7 @@ class JoinedRanks(CallRecorder):
     def _follow_backward(self, agreed: Agreement) -> None:
         age, mode = divmod(agreed.value, 4)
         passes = list(reversed(self._passes))
-        self._clear_gradients(agreed)
+        self._share_gradients()
         self.begin_backward(passes[age], age)
         self._note_mode(mode)
         ops, recomputed = self.ops(), list[Call]()
@@ -325,17 +334,8 @@ class JoinedRanks(CallRecorder):
         assert call is not None, "not inside `gathered`"
         calls.append(call)
 
-    def _clear_gradients(self, agreed: Agreement) -> None:
-        """Do what the computing ranks did to the gradients since the last backward."""
-        if not agreed.has_gradients:
-            self._drop_gradients()
-        elif not agreed.has_nonzero:
-            for parameter in (one for unit in self.scheduler.units for one in unit.parameters):
-                if parameter.sharded.grad is not None:
-                    parameter.sharded.grad.zero_()
-
     def _drop_gradients(self) -> None:
-        for parameter in (one for unit in self.scheduler.units for one in unit.parameters):
+        for parameter in self._all_parameters:
             parameter.sharded.grad = None
 
     # -- settings of the units -------------------------------------------------------------------
