@@ -22,7 +22,7 @@ from tests.snippets import (
 
 REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
-PAGES = ("options", "strategies", "how-it-works", "resume", "verify")
+PAGES = ("options", "strategies", "how-it-works", "resume", "verify", "join")
 FILES = (README, *(REPOSITORY / "docs" / f"{name}.md" for name in PAGES))
 COMMANDS = [
     pytest.param(command, id=command.partition("  #")[0].strip())

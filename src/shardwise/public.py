@@ -27,6 +27,7 @@ from shardwise.forecast.search.fit import Fit, fit
 from shardwise.forecast.view.estimate import Estimate, estimate
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
+from shardwise.optim.join import join
 from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
 from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
@@ -90,6 +91,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "initialize",
+    "join",
     "latest",
     "leaf_mean",
     "leaf_rng",

@@ -34,6 +34,24 @@ def test_ranks_generate_texts_of_different_lengths(strategy: str) -> None:
 
 
 @on_ranks(2)
+def test_joined_ranks_generate_different_numbers_of_texts() -> None:
+    torch.manual_seed(0)
+    reference: Any = LlamaForCausalLM(llama_config(vocab_size=32))
+    model: Any = sw.fully_shard(copy.deepcopy(reference), units="auto")
+    rank = dist.get_rank()
+    prompt = torch.arange(3 + rank)[None] + 5
+    options = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
+    expected = reference.generate(prompt, **options)
+    forwards: list[int] = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    with sw.join(model, training=False):
+        for _ in range(2 - rank):
+            assert torch.equal(model.generate(prompt, **options), expected)
+    assert len(forwards) == (2 - rank) * (expected.shape[1] - prompt.shape[1])  # none idle
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+@on_ranks(2)
 def test_ranks_draw_layer_dropout_independently() -> None:
     torch.manual_seed(0)
     model: Any = Wav2Vec2ForSequenceClassification(

@@ -186,6 +186,9 @@ class Communicator:
     is the same on all ranks: half as many process groups.
     """
 
+    is_joined = False  # a model of these ranks is inside `sw.join`
+    refusal = ""  # why ranks cannot exchange values between steps now
+
     def __init__(
         self,
         world: RankGroup,

@@ -106,6 +106,11 @@ def _check_idle(scheduler: Scheduler) -> None:
             "a transaction of this model is open already; put the whole step into a single "
             "`with sw.transaction(...)`"
         )
+    if scheduler.call_observer is not None:
+        raise StepError(
+            "sw.transaction inside sw.join: ranks without batches could not undo the step; put "
+            "sw.join inside the transaction"
+        )
     scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
 
 

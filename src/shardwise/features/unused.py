@@ -93,10 +93,13 @@ def check_all_used(
     used: Sequence[bool],
     comm: Communicator,
     device: torch.device,
+    *,
+    is_shadow: bool = False,
 ) -> list[bool]:
     """Raise if any rank computed no gradient for a parameter that requires one.
 
-    All ranks call this; ``used`` says which of ``parameters`` this rank used.
+    All ranks call this; ``used`` says which of ``parameters`` this rank used. A rank that
+    ``is_shadow`` computes nothing, so it misses none.
 
     Returns:
         Whether any rank used each parameter. Either all values are true or none is.
@@ -105,7 +108,7 @@ def check_all_used(
         StepError: names the parameters and, for each, the ranks.
     """
     pairs = zip(parameters, used, strict=True)
-    missing = [p.sharded.requires_grad and not is_used for p, is_used in pairs]
+    missing = [p.sharded.requires_grad and not (is_used or is_shadow) for p, is_used in pairs]
     flags = _flags([*used, *missing], device)
     if comm.num_ranks > 1 and used:
         pending = comm.reduce.all_reduce_max(flags, comm.world, "agree on unused parameters")
@@ -190,7 +193,9 @@ class UnusedParameters(StepObserver):
         if self.mode == "error":
             parameters = [parameter for each in gradients for parameter in each.parameters]
             used = [is_used for each in gradients for is_used in each.used]
-            settle(gradients, check_all_used(parameters, used, backward.comm, self.device))
+            comm, is_shadow = backward.comm, backward.is_shadow
+            used = check_all_used(parameters, used, comm, self.device, is_shadow=is_shadow)
+            settle(gradients, used)
         else:
             assert self._sync is not None
             self._sync.settle(backward.comm)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
+from shardwise.features.join import JOINED
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.reductions import norms as norms_across
@@ -59,6 +60,8 @@ def clip_grad_norm_(
                 "sw.optimizer_in_backward frees each after its step; clip single gradients in "
                 "register_post_accumulate_grad_hook, or call remove() of its handle"
             )
+    if parameters and (joined := getattr(parameters[0], JOINED, None)) is not None:
+        joined.before_clip(parameters, max_norm, norm_type)
     total = _total_norm(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise StepError(f"the gradient norm is {total.item()}: {describe_nonfinite(parameters)}")

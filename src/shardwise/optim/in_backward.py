@@ -183,7 +183,8 @@ class _Stepper(StepObserver):
             self._stepped.clear()
             parameters = [p for gradients in gradients_of(units) for p in gradients.parameters]
             used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
-            check_all_used(parameters, used_here, backward.comm, self._device)
+            comm, is_shadow = backward.comm, backward.is_shadow
+            check_all_used(parameters, used_here, comm, self._device, is_shadow=is_shadow)
         for unit in late if self._unused == "zeros" else ():
             for gradients in gradients_of([unit]):
                 gradients.fill_with_zeros()

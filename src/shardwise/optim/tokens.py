@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shardwise.features.agreement import Action
+from shardwise.features.join import JoinedRanks
 from shardwise.optim.leaves import check_leaves
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
@@ -41,7 +43,7 @@ def backward(
 
     Args:
         model: the root of a sharded model. All ranks must call this, with the same number of
-            micro-batches.
+            micro-batches; inside `sw.join`, with one or more.
         micro_batches: this rank's micro-batches of one step; those of `sw.leaves` if the model is
             reproducible.
         loss_sum: runs the model on a micro-batch and returns the *sum* of its tokens' losses, a
@@ -88,6 +90,10 @@ def backward(
         total = sum_over_leaves([loss.view(1) for loss in losses], runtime.mesh)[0]
         return total / runtime.mesh.num_addends
     total = torch.stack(losses).sum()
+    joined = runtime.scheduler.call_observer
+    if isinstance(joined, JoinedRanks):
+        agreed = joined.announce(Action.SUM_LOSSES, amount=float(total))
+        return torch.full_like(total, agreed.total / agreed.num_computing)
     if runtime.mesh.num_ranks > 1:
         total = across([total], runtime.mesh, runtime.mesh.world).mean()
     return mean_over_replicas(runtime, total)
@@ -132,8 +138,13 @@ def _weight(runtime: Runtime, num_tokens: Sequence[int | Tensor]) -> Tensor:
     for count in num_tokens:
         if isinstance(count, Tensor):
             total = total + count.to(device, torch.int64, non_blocking=True).sum()
-    if mesh.num_ranks > 1:
+    num_computing = mesh.num_addends
+    joined = runtime.scheduler.call_observer
+    if isinstance(joined, JoinedRanks):
+        agreed = joined.announce(Action.COUNT_TOKENS, amount=float(total))
+        total, num_computing = torch.full_like(total, int(agreed.total)), agreed.num_computing
+    elif mesh.num_ranks > 1:
         total = across([total], mesh, mesh.world).sum()
     total = mean_over_replicas(runtime, total.double())
-    weight = mesh.num_addends / total
+    weight = num_computing / total
     return torch.where(total > 0, weight, torch.zeros_like(weight))

@@ -108,6 +108,7 @@ class UnitSettings:
     reduce_grads: bool = True  # False: accumulate gradients, and reduce them in a later backward
     all_reduce_grads: bool = True  # False: reduce over the outer axis in a later backward
     gradient_divisor: float | None = None  # of sums over ranks; None: the number of ranks
+    num_computing: int | None = None  # the divisor in a step in which only some ranks compute
     only_sums: bool = False  # divide the sums in a separate pass, not in the backend
     collective_memory: str = "own"  # a `MemoryKind`; the same for all units of a model
     # Replaces the collective that reduces gradients: called as hook(gradients), to be reduced in

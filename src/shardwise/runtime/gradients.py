@@ -143,8 +143,9 @@ class Gradients:
         divisor = self._settings.gradient_divisor or self.mesh.num_addends
         if self._settings.reduce_hook is not None:
             divisor = 1.0
+        # Gradients may be written before it is known how many ranks compute.
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
-        return before, divisor / before
+        return before, (self._settings.num_computing or divisor) / before
 
     def claim(self, position: int, *, in_slot: bool) -> tuple[Tensor, bool] | None:
         """Return where to compute a gradient, and whether to add it there; None for anywhere.

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from shardwise.comm.communicator import Communicator
 from shardwise.runtime.unit import Unit
+from shardwise.schedule.passes import Call
 
-__all__ = ["Backward", "MemoryNotes", "StepObserver"]
+__all__ = ["Backward", "CallObserver", "MemoryNotes", "StepObserver"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Backward:
     units: Sequence[Unit]  # all units of the model
     complete: Sequence[Unit]  # units whose gradients are reduced in this backward
     comm: Communicator
+    is_shadow: bool = False  # other ranks compute it, and this rank takes part in its collectives
 
 
 class StepObserver:
@@ -47,6 +49,28 @@ class StepObserver:
     def failed(self) -> Sequence[object]:
         """The step raised. Returns the owners of memory to which other ranks may still write."""
         return ()
+
+
+class CallObserver:
+    """Follows the calls of units. The methods of this base class do nothing."""
+
+    def before_forward(self, unit: int) -> None:
+        """An outermost forward begins, of ``unit``; nothing has been gathered for it."""
+
+    def entered(self, call: Call) -> None:
+        """A forward of a unit began."""
+
+    def left(self, call: Call) -> None:
+        """A forward of a unit ended."""
+
+    def reached(self, call: Call, *, is_first: bool) -> None:
+        """Backward reached ``call``; ``is_first``: it has gathered and reduced nothing before."""
+
+    def began_inner_backward(self) -> None:
+        """A backward began inside the one that is running, as in reentrant checkpointing."""
+
+    def ending_backward(self, *, is_inner: bool) -> None:
+        """Backward has reached the last call that it reaches."""
 
 
 class MemoryNotes:

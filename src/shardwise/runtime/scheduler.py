@@ -30,7 +30,7 @@ from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
 from shardwise.runtime.accumulation import AccumulatedGradients
 from shardwise.runtime.ledger import Ledger, Record
-from shardwise.runtime.observer import Backward, MemoryNotes, StepObserver
+from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepObserver
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
 from shardwise.schedule.events import Event, EventKind
@@ -53,6 +53,9 @@ class Sleep(StrEnum):
 
 class Scheduler:
     """Runs the units of one root module in step with forward and backward."""
+
+    call_observer: CallObserver | None = None  # inside `sw.join`
+    is_shadow = False  # this rank computes nothing, and takes part in what other ranks compute
 
     def __init__(
         self,
@@ -133,6 +136,8 @@ class Scheduler:
             self.await_abandoned()
         with self.guarded():
             if self.is_idle:
+                if self.call_observer is not None:
+                    self.call_observer.before_forward(index)
                 self._begin_step()
             if self._events_incomplete:
                 raise StepError("this step has failed; do not catch its exception inside the model")
@@ -144,6 +149,8 @@ class Scheduler:
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
+        if self.call_observer is not None:
+            self.call_observer.entered(call)
         self._depth += 1
         try:
             self._perform(events)
@@ -159,6 +166,8 @@ class Scheduler:
             self.explain(error)
         self._depth -= 1
         events = self.sequencer.exit(call, outcome)
+        if self.call_observer is not None:
+            self.call_observer.left(call)
         if not call.forward_pass.recomputed:
             if call.is_differentiable:
                 self._calls[call.unit] = call
@@ -210,6 +219,8 @@ class Scheduler:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
             self._begin_leaf()
+        elif self.call_observer is not None:
+            self.call_observer.began_inner_backward()
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
@@ -222,6 +233,9 @@ class Scheduler:
         if not is_transformed:
             hooks.check_first_order()
         self.join_backward(task)
+        if self.call_observer is not None:
+            is_first = len(self._tasks) == 1 and not self.sequencer.is_in_backward(task)
+            self.call_observer.reached(call, is_first=is_first)
         self.report(f"backward of {self.units[call.unit].plan.label}")
         self._versions.check(call, steps_in_backward=self.steps_in_backward)
         self._perform(
@@ -243,6 +257,8 @@ class Scheduler:
         self._finishing = task
         self.report("end of backward")
         join_streams(self._device.torch_device)  # on which autograd has written gradients
+        if self.call_observer is not None and task != hooks.NO_TASK:
+            self.call_observer.ending_backward(is_inner=bool(self._tasks))
         is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
         if not is_last:
@@ -250,7 +266,7 @@ class Scheduler:
             self._use_sharded(range(len(self.units)))
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
-        backward = Backward(self.units, complete, self._comm)
+        backward = Backward(self.units, complete, self._comm, self.is_shadow)
         reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
         after_reduces = max(reduces, default=-1) + 1
         self._perform(events[:after_reduces])
@@ -432,14 +448,20 @@ class Scheduler:
     @property
     def needs_preparation(self) -> bool:
         """Whether `prepare_conversion` does anything."""
-        return self.has_accumulated or self.steps_in_backward or self.is_in_transaction
+        is_followed = self.call_observer is not None or self.is_in_transaction
+        return self.has_accumulated or self.steps_in_backward or is_followed
 
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
 
         Raises:
-            PlanError: units step in backward, or a transaction is open.
+            PlanError: units step in backward, or a transaction or `sw.join` is open.
         """
+        if self.call_observer is not None:
+            raise PlanError(
+                "the model was converted to another dtype or device, or parameters were unfrozen, "
+                "inside sw.join, where ranks without batches would not follow; do it before"
+            )
         if self.is_in_transaction:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
@@ -458,6 +480,8 @@ class Scheduler:
     def check_idle(self, message: str) -> None:
         """Raise a StepError with ``message`` inside a forward, a backward or `gathered`."""
         self.await_abandoned()
+        if self.call_observer is not None:
+            raise StepError(f"inside sw.join, where ranks may run out of batches: {message}")
         if not self.is_between_steps:
             raise StepError(message)
 

@@ -13,6 +13,7 @@ from shardwise._private import foreach_norm
 from shardwise.comm.api import RankGroup
 from shardwise.comm.communicator import communicator
 from shardwise.comm.tree import tree_sum
+from shardwise.errors import StepError
 from shardwise.plan.layout import Run
 from shardwise.tensor.block_sums import Cuts, sums_in_blocks
 from shardwise.tensor.mesh import DataParallelMesh
@@ -113,6 +114,9 @@ def gather_runs(
     """Gather the 1-D ``run`` of each rank: [ranks, longest], padded with zeros.
 
     ``runs`` gives the lengths on all ranks.
+
+    Raises:
+        StepError: some ranks cannot take part, inside `sw.join`.
     """
     device = run.device
     if device.type == "cpu" and mesh.accelerator is not None:  # a shard in host memory
@@ -122,6 +126,8 @@ def gather_runs(
         gathered = run.new_zeros(len(runs), longest)
     group = mesh.shards if group is None else group
     comm = communicator(mesh.world, run.device)
+    if comm.refusal:
+        raise StepError(comm.refusal)
     comm.watch.recover()
 
     def fill() -> None:

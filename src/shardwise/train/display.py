@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.recording.attendance import changes_of_replicas
 from shardwise.errors import PackageMissing
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
+from shardwise.recording.attendance import changes_of_replicas
 from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus

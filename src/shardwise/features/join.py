@@ -1,0 +1,415 @@
+"""How ranks with unequal numbers of batches stay in step; `sw.join` builds on it.
+
+Before each outermost forward all ranks exchange one row of numbers, which says what each of them
+is about to do. A rank that has nothing to compute is a *shadow*: it repeats the recorded calls of a
+forward and a backward without computing, so that the scheduler launches the collectives that the
+other ranks launch, with zeros for gradients.
+
+A rank that computes announces its forwards, and all that needs the other ranks while some of them
+are shadows::
+
+    all ranks compute       forward                  backward          clip         step
+                            ^ exchange
+    some are shadows        forward                  backward          clip         step
+                            ^ exchange               ^ exchange        ^ exchange   ^ exchange
+
+A rank whose next forward is the last of a step waits until those of all ranks are: until then it
+is a shadow, too. So gradients are reduced once, with those of all micro-batches of all ranks.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import StepError
+from shardwise.features.agreement import (
+    FORWARDS,
+    MAY_WAIT,
+    NAMES,
+    Action,
+    Exchange,
+    Row,
+    are_equal,
+    with_square,
+)
+from shardwise.features.recorded_calls import CallRecorder, Op
+from shardwise.runtime import hooks
+from shardwise.runtime.accumulation import is_unreduced
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.parameters import FSDPParameter
+from shardwise.schedule.passes import Call, Outcome
+
+__all__ = ["JOINED", "Agreement", "JoinedRanks"]
+
+JOINED = "_shardwise_joined"  # set on the parameters of a model inside `sw.join`
+_REDUCES_FULLY = 3  # a mode
+_REFUSAL = (
+    "inside sw.join, ranks without batches do not know of this operation, which needs all ranks; "
+    "clip with sw.clip_grad_norm_, do without a GradScaler, and compute norms after the block"
+)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks do next."""
+
+    action: Action
+    value: int  # which one
+    num_computing: int  # ranks that have computed in this step, or are about to
+    total: float  # of the amounts of all ranks
+
+
+class JoinedRanks(CallRecorder):
+    """One rank among those that run a model inside `sw.join`."""
+
+    def __init__(self, runtime: Runtime, parameters: Sequence[Tensor], *, training: bool) -> None:
+        super().__init__(Exchange(runtime), runtime.scheduler)
+        self._parameters = parameters  # of the model
+        self._training = training
+        self.num_exchanges = 0
+        self.last_step = 0  # the last one in which this rank has computed
+        # What a shadow does for an `Action` other than a forward and a backward.
+        self.shadows: dict[Action, Callable[[Agreement], None]] = {}
+        self.before_step_in_backward: Callable[[], None] | None = None
+        self._num_steps = 0
+        self._has_stepped = False  # since the last backward
+        self._steps_next = False  # the last backward has stepped, with steps in backward
+        # A gradient of this step, which may have begun before the block.
+        self._has_computed = any(
+            not gradients.accumulated.is_empty
+            for unit in runtime.units
+            for gradients in unit.gradients
+        )
+        self._versions: list[int] = []  # of gradients, when an optimizer stepped last
+        self._computed_last: bool | None = None  # the last forward; None: there was none
+
+    # -- ranks that compute ----------------------------------------------------------------------
+
+    def announce(self, action: Action, value: int = 0, amount: float = 0.0) -> Agreement:
+        """Return when all ranks that compute do this; until then, follow the others as a shadow.
+
+        Args:
+            action: what this rank does next.
+            value: which one; the same on all ranks that do it.
+            amount: is summed over all ranks.
+
+        Raises:
+            StepError: the ranks do different things.
+        """
+        while True:
+            agreed = self._agree(action, value, amount)
+            if agreed.action is action:
+                return agreed
+            self._follow(agreed)
+
+    def leave(self) -> None:
+        """Return when all ranks have left their loops."""
+        self.announce(Action.LEAVE)
+        self._share_gradients()
+
+    def note_step(self) -> None:
+        """An optimizer steps, on all ranks."""
+        self._num_steps += 1
+        self._has_stepped = True
+        self._versions = self._versions_now()
+        if self._computed_last:
+            self.last_step = self._num_steps
+        self._has_computed = False
+        self._passes.clear()
+
+    def before_clip(self, parameters: Sequence[Tensor], max_norm: float, order: float) -> None:
+        """All ranks that compute clip the gradients of ``parameters``."""
+        if self.is_shadow or self.all_compute:
+            return
+        clipped = {id(parameter) for parameter in parameters}
+        if not clipped <= {id(parameter) for parameter in self._parameters}:
+            raise StepError(
+                "sw.clip_grad_norm_ inside sw.join, with a parameter that is not of the model: "
+                "ranks without batches have no gradient for it; clip it by a call of its own"
+            )
+        self.announce(Action.CLIP)
+        self.share([max_norm, order, *(id(one) in clipped for one in self._parameters)], 1)
+        self.refuse_others(refuses=False)
+
+    def before_forward(self, unit: int) -> None:
+        if self.is_shadow:
+            return
+        grad, settings = torch.is_grad_enabled(), [one.settings for one in self.scheduler.units]
+        is_last = not grad or all(one.reduces_fully for one in settings)
+        action = Action.FORWARD if is_last else Action.ACCUMULATE
+        agreed = self.announce(action, (unit * 2 + grad) * 4 + self._mode)
+        if grad:
+            self._computed_last = True
+            self._set_num_computing(agreed.num_computing)
+        self.begin_forward(unit, grad=grad)
+
+    def reached(self, call: Call, *, is_first: bool) -> None:
+        if is_first and not self.is_shadow:
+            if not self._training:
+                raise StepError(
+                    "a backward inside sw.join(model, training=False); pass the optimizers "
+                    "instead, as in sw.join(model, optimizer)"
+                )
+            age = self._age_of(call.forward_pass)
+            if not self.all_compute:
+                self.announce(Action.BACKWARD, age * 4 + self._mode)
+                self._share_gradients()
+            self._has_computed = True
+            self.begin_backward(call.forward_pass, age)
+            self._note_mode(self._mode)
+        super().reached(call, is_first=is_first)
+
+    # -- agreements ------------------------------------------------------------------------------
+
+    def refuse_others(self, *, refuses: bool = True) -> None:
+        """Refuse operations that need all ranks, of which shadows do not know."""
+        refuses = refuses and not (self.all_compute or self.is_shadow)
+        self.exchange.refuse_others(_REFUSAL if refuses else "")
+
+    def share(self, values: Sequence[float], priority: float) -> list[float]:
+        """The ``values`` of the first rank with the highest ``priority``. All ranks call this."""
+        self.refuse_others(refuses=False)
+        _, *found = max(self.exchange.rows([priority, *values]), key=lambda row: row[0])
+        self.refuse_others()
+        return found
+
+    def _agree(self, action: Action, value: int, amount: float) -> Agreement:
+        """Exchange what each rank does next."""
+        is_backward, n = action is Action.BACKWARD, self.exchange.num_ranks
+        if self._steps_next and not is_backward:
+            self._steps_next = False
+            self.note_step()
+        computes = self._has_computed or action in (*FORWARDS, Action.COUNT_TOKENS)
+        row = Row(num_computing=float(computes), amount=amount)
+        row.num[action], row.values[action], row.squares[action] = 1.0, float(value), value**2
+        row.steps = with_square(self._num_steps)
+        row.recordings = with_square(self.digest)
+        if not is_backward:
+            self.scheduler.recover()
+        self.scheduler.report("sw.join")
+        self.exchange.refuse_others("")
+        self.num_exchanges += 1
+        total = self.exchange.sum(row)
+        first = next(one for one in Action if total.num[one])
+        num = int(total.num[first])
+        self._check(action, first, total)
+        if first in FORWARDS or num < n:
+            self.all_compute = num == n
+        if num < n and not are_equal(n, *total.recordings):
+            self.share_recordings(has_them=action is first)
+        self.refuse_others()
+        return Agreement(
+            first,
+            round(total.values[first] / num),
+            int(total.num_computing),
+            total.amount,
+        )
+
+    def _check(self, own: Action, first: Action, total: Row) -> None:
+        """Raise a StepError on all ranks if they do not run the same program."""
+        waiting = {action for action in Action if total.num[action]} - {first}
+        is_same = are_equal(total.num[first], total.values[first], total.squares[first])
+        if is_same and are_equal(self.exchange.num_ranks, *total.steps) and waiting <= MAY_WAIT:
+            return
+        texts = [
+            f"rank {rank} {NAMES[Action(int(action))]} after {int(steps)} steps"
+            for rank, (action, steps) in enumerate(self.exchange.rows([own, self._num_steps]))
+        ]
+        raise StepError(
+            f"the ranks do different things inside sw.join: {', '.join(texts)}. All ranks must run "
+            "the same loop, each until its batches end. If steps have different numbers of "
+            "micro-batches, call set_requires_gradient_sync(True) before the last one of a step "
+            "and False before the others, or use sw.backward"
+        )
+
+    def _share_gradients(self) -> None:
+        """Let shadows drop the gradients that computing ranks have dropped or set to zero."""
+        if self.all_compute:
+            return
+        own = self._versions_now()
+        pairs = zip(own, self._versions or own, strict=True)
+        changed = [self._has_stepped and now != before for now, before in pairs]
+        states = [
+            -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
+        ]
+        found = self.share(states, 1 if self._computed_last else 0)
+        if self._computed_last is not False:
+            return
+        for parameter, state in zip(self._all_parameters, found, strict=True):
+            if state < 0:
+                parameter.sharded.grad = None
+            elif state > 0 and parameter.sharded.grad is not None:
+                parameter.sharded.grad.zero_()
+
+    @property
+    def _all_parameters(self) -> list[FSDPParameter]:
+        return [one for unit in self.scheduler.units for one in unit.parameters]
+
+    def _versions_now(self) -> list[int]:
+        """The versions of all gradients; -1 for None, and 0 for those that are not reduced yet."""
+        gradients = [one.sharded.grad for one in self._all_parameters]
+        return [
+            -1 if one is None else 0 if is_unreduced(one) else one._version for one in gradients
+        ]
+
+    # -- shadows ---------------------------------------------------------------------------------
+
+    def clipped(self) -> tuple[list[Tensor], float, float]:
+        """What the ranks that compute pass to `before_clip`; a shadow calls this."""
+        max_norm, order, *flags = self.share([0.0] * (2 + len(self._parameters)), 0)
+        pairs = zip(self._parameters, flags, strict=True)
+        return [parameter for parameter, flag in pairs if flag], max_norm, order
+
+    def _follow(self, agreed: Agreement) -> None:
+        """Take part in what other ranks compute."""
+        self.scheduler.is_shadow = True
+        self.refuse_others(refuses=False)
+        try:
+            if agreed.action in FORWARDS:
+                self._follow_forward(agreed)
+            elif agreed.action is Action.BACKWARD:
+                self._follow_backward(agreed)
+            elif agreed.action in self.shadows:
+                self.shadows[agreed.action](agreed)
+        finally:
+            self.scheduler.is_shadow = False
+
+    def _follow_forward(self, agreed: Agreement) -> None:
+        unit, grad = agreed.value // 8, bool(agreed.value // 4 % 2)
+        if grad:
+            self._computed_last = False
+            self._set_num_computing(agreed.num_computing)
+        self.begin_forward(unit, grad=grad)
+        calls: list[Call] = []
+        with torch.set_grad_enabled(grad), self._in_mode(agreed.value % 4):
+            try:
+                for op, first, second in self.ops():
+                    if op == Op.END:
+                        break
+                    self._repeat(op, first, second, calls)
+            except BaseException as error:
+                for call in reversed(calls):
+                    if call.exited < 0:
+                        self.scheduler.leave(call, Outcome.FAILED, error)
+                raise
+
+    def _follow_backward(self, agreed: Agreement) -> None:
+        age, mode = divmod(agreed.value, 4)
+        passes = list(reversed(self._passes))
+        self._share_gradients()
+        self.begin_backward(passes[age], age)
+        self._note_mode(mode)
+        ops, recomputed = self.ops(), list[Call]()
+
+        def run() -> None:
+            self.scheduler.join_backward(hooks.current_task())
+            for op, first, second in ops:
+                match op:
+                    case Op.END:
+                        return
+                    case Op.BEGIN:
+                        _run_in_backward(run)
+                    case Op.REACH:
+                        calls = passes[first - 1].calls if first else recomputed
+                        self.scheduler.before_backward(calls[second])
+                    case _:
+                        with torch.enable_grad():
+                            self._repeat(op, first, second, recomputed, in_backward=True)
+
+        with self._in_mode(mode):
+            _run_in_backward(run)
+
+    def _repeat(
+        self, op: int, first: int, second: int, calls: list[Call], *, in_backward: bool = False
+    ) -> None:
+        """Begin or end a call."""
+        if op == Op.LEAVE:
+            self.scheduler.leave(calls[first], Outcome(second))
+            return
+        call = self.scheduler.enter(first, recomputed=in_backward)
+        assert call is not None, "not inside `gathered`"
+        calls.append(call)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._all_parameters:
+            parameter.sharded.grad = None
+
+    # -- settings of the units -------------------------------------------------------------------
+
+    @property
+    def _mode(self) -> int:
+        """Which reductions the end of a backward launches, as a number below 4.
+
+        Raises:
+            StepError: it differs between units.
+        """
+        settings = [unit.settings for unit in self.scheduler.units]
+        modes = {one.reduce_grads + 2 * one.all_reduce_grads for one in settings}
+        if len(modes) > 1:
+            raise StepError(
+                "inside sw.join, call set_requires_gradient_sync and set_requires_all_reduce on "
+                "the whole model: a rank without batches reduces all units or none"
+            )
+        return modes.pop()
+
+    def _note_mode(self, mode: int) -> None:
+        """A backward begins that reduces what a ``mode`` says."""
+        self._has_stepped = False
+        self._steps_next = self.scheduler.steps_in_backward and mode == _REDUCES_FULLY
+        if self._steps_next and not self.all_compute and self.before_step_in_backward is not None:
+            self.before_step_in_backward()
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: int) -> Iterator[None]:
+        settings = [unit.settings for unit in self.scheduler.units]
+        kept = [(one.reduce_grads, one.all_reduce_grads) for one in settings]
+        try:
+            for one in settings:
+                one.reduce_grads, one.all_reduce_grads = bool(mode & 1), bool(mode & 2)
+            yield
+        finally:
+            for one, before in zip(settings, kept, strict=True):
+                one.reduce_grads, one.all_reduce_grads = before
+
+    def _set_num_computing(self, number: int) -> None:
+        is_part = number < self.exchange.num_ranks
+        for settings in (unit.settings for unit in self.scheduler.units):
+            # The user's own divisor is not the number of ranks.
+            settings.num_computing = number if is_part and not settings.gradient_divisor else None
+
+    def abandon(self, error: BaseException) -> None:
+        """End the block after ``error``, on this rank or another one."""
+        self.scheduler.abandon(error)
+        if self._computed_last is False and self._has_stepped:
+            self._drop_gradients()  # the ranks that compute may have done so since
+
+    def close(self) -> None:
+        """Undo what was set for the model."""
+        self._set_num_computing(self.exchange.num_ranks)
+        self.exchange.close()
+        self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
+
+
+def _run_in_backward(run: Callable[[], None]) -> None:
+    """Call ``run`` inside a graph task of autograd, as the scheduler expects it."""
+    with torch.enable_grad():
+        begin = torch.zeros((), requires_grad=True)
+        _Backward.apply(begin, run).backward()  # type: ignore[no-untyped-call]
+
+
+class _Backward(torch.autograd.Function):
+    """A node whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return begin.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        ctx.run()
+        return None, None

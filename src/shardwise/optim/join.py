@@ -1,0 +1,255 @@
+"""`join`: training and evaluation on ranks with unequal numbers of batches."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwise import _private
+from shardwise.errors import PlanError, StepError
+from shardwise.features.agreement import Action
+from shardwise.features.join import JOINED, Agreement, JoinedRanks
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
+
+__all__ = ["join"]
+
+
+@contextlib.contextmanager
+def join(
+    model: nn.Module, *stepped: Optimizer | LRScheduler, training: bool = True
+) -> Iterator[None]:
+    """Run a loop in which ranks may have different numbers of batches. All ranks must enter.
+
+    ::
+
+        with sw.join(model, optimizer, scheduler):
+            for batch in batches:  # those of this rank: any number of them, or none
+                model(batch).mean().backward()
+                sw.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+
+    A rank that leaves the loop waits at the end of the block until all ranks have left it. Until
+    then it takes part in the gathers and reductions of the others without computing, with zeros for
+    gradients, and steps its shards. Gradients are the mean over the ranks that have computed in the
+    step; with `sw.backward`, over the tokens.
+
+    In a step of several micro-batches their numbers may differ, too. The ranks that have computed
+    in any of them count for the mean. Call ``model.set_requires_gradient_sync(True)`` before the
+    last micro-batch of a step and False before the others, or use `sw.backward`: a rank waits
+    before its last micro-batch until the last one of all others.
+
+    Each outermost forward begins with one all-reduce of a few numbers. While a rank has nothing
+    left to compute, so do backwards, clipping and steps of optimizers. The host waits for them.
+
+    Args:
+        model: a model sharded by `fully_shard`.
+        stepped: all optimizers and learning rate schedulers that step in the block.
+        training: False for a loop of forwards alone, as in an evaluation or ``generate``.
+
+    Raises:
+        PlanError: the model is not sharded; it cannot be joined (experts with other ranks,
+            communication hooks, elastic replicas); an argument is not an optimizer or a scheduler,
+            or is a scheduler whose steps depend on a metric.
+        StepError: the ranks run different programs; an optimizer steps that is not in ``stepped``;
+            in a forward, a backward, `gathered`, or another `join` of the model.
+        PeerAborted: another rank raised in the block.
+    """
+    make_room_for_unfrozen(model)
+    runtime = runtime_of_root(model)
+    _check(runtime, stepped, training=training)
+    scheduler = runtime.scheduler
+    scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
+    parameters = list(model.parameters())
+    ranks = JoinedRanks(runtime, parameters, training=training)
+    steps = _Steps(ranks, stepped, parameters)
+    hooks = (
+        register_optimizer_step_pre_hook(steps.before_step),
+        register_optimizer_step_post_hook(steps.after_step),
+    )
+    for parameter in parameters:
+        setattr(parameter, JOINED, ranks)
+    scheduler.call_observer = ranks
+    if not training:
+        _private.set_managed(model, is_managed=False)  # transformers need not keep ranks together
+    try:
+        yield
+        ranks.leave()
+        steps.share_options(priority=ranks.last_step)
+    except BaseException as error:
+        ranks.abandon(error)
+        raise
+    finally:
+        scheduler.call_observer = None
+        set_managed(model, runtime.plan)
+        for parameter in parameters:
+            vars(parameter).pop(JOINED, None)
+        for hook in hooks:
+            hook.remove()
+        ranks.close()
+
+
+class _Steps:
+    """The optimizers and schedulers that all ranks step."""
+
+    def __init__(
+        self,
+        ranks: JoinedRanks,
+        stepped: Sequence[Optimizer | LRScheduler],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        self._ranks = ranks
+        self._optimizers = [one for one in stepped if isinstance(one, Optimizer)]
+        self._schedulers = [one for one in stepped if isinstance(one, LRScheduler)]
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._stepping_since = -1  # the number of exchanges at the last step that has not ended
+        ranks.shadows = {Action.STEP: self._step, Action.CLIP: self._clip}
+        ranks.before_step_in_backward = self._share_in_step
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Is called before every step of any optimizer of this process."""
+        number = next((n for n, one in enumerate(self._optimizers) if one is optimizer), -1)
+        if number < 0:
+            self._refuse(optimizer)
+            return
+        if _steps_in_backward(optimizer):
+            return
+        if self._stepping_since == self._ranks.num_exchanges:
+            return  # this step has called that of its base class
+        if kwargs.get("closure") is not None or any(map(callable, args[1:])):
+            raise StepError("a closure inside sw.join: ranks without batches could not run it")
+        if not (self._ranks.is_shadow or self._ranks.all_compute):
+            self._ranks.announce(Action.STEP, number)
+            self._share_in_step()
+            self._ranks.refuse_others(refuses=False)
+        self._stepping_since = self._ranks.num_exchanges
+        self._ranks.note_step()
+
+    def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Is called after every step of any optimizer of this process."""
+        self._stepping_since = -1
+        self._ranks.refuse_others()
+
+    def share_options(self, *, priority: float) -> None:
+        """Take over the schedules and options of the first rank with the highest priority."""
+        epochs = [float(one.last_epoch) for one in self._schedulers]
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        own = [
+            number for group in groups for value in _options_in(group) for number in _flat(value)
+        ]
+        found = iter(self._ranks.share([*epochs, *own], priority))
+        for scheduler in self._schedulers:
+            last_epoch = next(found)
+            while scheduler.last_epoch < last_epoch:
+                scheduler.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                self._take_over(optimizer, group, found)
+
+    def _take_over(
+        self, optimizer: Optimizer, group: dict[str, Any], numbers: Iterator[float]
+    ) -> None:
+        """Set the options of ``group`` to ``numbers``."""
+        before = float(group["lr"]) if "lr" in group else 0.0
+        for key in [key for key in group if key != "params"]:
+            group[key] = _filled(group[key], numbers)
+        is_scheduled = any(one.optimizer is optimizer for one in self._schedulers)
+        if "initial_lr" in group and before != float(group["lr"]) and not is_scheduled:
+            raise PlanError(
+                f"a scheduler changes the learning rate of {type(optimizer).__name__} inside "
+                "sw.join, and would stay behind on ranks without batches; pass it, as in "
+                "sw.join(model, optimizer, scheduler)"
+            )
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """Raise a StepError if ``optimizer`` has parameters of the model."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._parameters and not _steps_in_backward(optimizer):
+                    raise StepError(
+                        f"{type(optimizer).__name__} steps inside sw.join, which does not know it, "
+                        "so it would not step on ranks without batches; pass it, as in "
+                        "sw.join(model, optimizer)"
+                    )
+
+    def _share_in_step(self) -> None:
+        self.share_options(priority=0 if self._ranks.is_shadow else 1)
+
+    def _step(self, agreed: Agreement) -> None:
+        """Step an optimizer with the reduced gradients, as the ranks that compute do."""
+        self._share_in_step()
+        self._optimizers[agreed.value].step()
+
+    def _clip(self, _: Agreement) -> None:
+        parameters, max_norm, order = self._ranks.clipped()
+        clip_grad_norm_(parameters, max_norm, order)
+
+
+def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> None:
+    """Raise an error if the model cannot be joined, or ``stepped`` is not valid."""
+    for one in stepped:
+        name = type(one).__name__
+        if not training:
+            raise PlanError(f"sw.join(training=False) steps nothing; leave out the {name}")
+        counts = hasattr(one, "last_epoch") and not isinstance(one, ReduceLROnPlateau)
+        if not (isinstance(one, Optimizer) or counts):
+            raise PlanError(
+                "sw.join: expected optimizers and learning rate schedulers that count steps, got "
+                f"{name}; step it after the block"
+            )
+    scheduler = runtime.scheduler
+    if scheduler.call_observer is not None:
+        raise StepError("the model is in another sw.join already")
+    settings = [unit.settings for unit in runtime.units]
+    if training and runtime.own_meshes:
+        raise PlanError("sw.join: units with other ranks than the model (experts) cannot be joined")
+    if training and runtime.mesh.leaves is not None:
+        raise PlanError(
+            "sw.join: a step of a reproducible model has as many micro-batches on every rank; give "
+            "all ranks as many, or leave out reproducible=... of fully_shard"
+        )
+    if any(one.reduce_hook is not None for one in settings):
+        raise PlanError("sw.join: a communication hook divides by the number of all ranks")
+    if any(one.across_replicas is not None for one in settings):
+        raise PlanError("sw.join: replicas of sw.elastic cannot be joined")
+
+
+def _steps_in_backward(optimizer: Optimizer) -> bool:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters)
+
+
+def _options_in(group: dict[str, Any]) -> list[Any]:
+    return [value for key, value in group.items() if key != "params"]
+
+
+def _flat(value: object) -> list[float]:
+    """The numbers in an option of an optimizer."""
+    if isinstance(value, (tuple, list)):
+        return [number for one in value for number in _flat(one)]
+    if isinstance(value, bool):
+        return []
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return [float(value)]
+    return []
+
+
+def _filled(value: Any, numbers: Iterator[float]) -> Any:
+    """The option ``value`` with the next ``numbers`` in place of those that `_flat` returns."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(one, numbers) for one in value)
+    if not _flat(value):
+        return value
+    number = next(numbers)
+    return value.fill_(number) if isinstance(value, Tensor) else type(value)(number)

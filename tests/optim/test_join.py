@@ -1,0 +1,733 @@
+"""C13, `sw.join`: ranks with unequal numbers of batches compute what one process computes."""
+
+import random
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+
+import shardwise as sw
+from tests.covering import covered_first, pairwise
+from tests.models import CASES, WIDTH, Block, Case, build
+from tests.ranks import on_ranks
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_models,
+    full,
+    options_of,
+    rank,
+    runtime_of,
+    world_size,
+)
+
+Batches = list[list[list[Tensor]]]  # of every rank: its steps, and their micro-batches
+
+
+def draw(case: Case, seed: object, steps: int, micro: int) -> Batches:
+    """Batches of random size: 0 to ``steps`` steps per rank, of 1 to ``micro`` micro-batches."""
+    numbers = random.Random(repr(seed))
+    torch.manual_seed(numbers.randrange(1 << 30))
+    return [
+        [
+            [case.batch(numbers.randint(1, 4)) for _ in range(numbers.randint(1, micro))]
+            for _ in range(numbers.randint(0, steps))
+        ]
+        for _ in range(world_size())
+    ]
+
+
+def of_sizes(*sizes: list[int]) -> Batches:
+    """Batches of `Stack` for each rank: the number of micro-batches in each of its steps."""
+    torch.manual_seed(sum(map(len, sizes)))
+    case = CASES["stack"]
+    return [[[case.batch(2) for _ in range(micro)] for micro in steps] for steps in sizes]
+
+
+class Alone:
+    """Trains in one process with the batches of all ranks."""
+
+    def __init__(self, name: str = "stack", clip: float | None = None) -> None:
+        self.case, self.model, self.clip = CASES[name], build(name), clip
+        self.prepare()
+
+    def prepare(self) -> None:
+        self.optimizer = adamw(self.model.parameters())
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+
+    def train(self, batches: Batches) -> None:
+        for number in range(max(map(len, batches))):
+            computing = [steps[number] for steps in batches if number < len(steps)]
+            for batch in (one for micro in computing for one in micro):
+                loss = self.case.loss(self.model(batch.clone())) / len(computing)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+class Joined(Alone):
+    """Trains with the batches of this rank."""
+
+    model: sw.FSDPModule
+
+    def __init__(self, name: str = "stack", clip: float | None = None, **options: Any) -> None:
+        self.case, self.clip = CASES[name], clip
+        model = sw.fully_shard(build(name), **{"units": self.case.units, **options})
+        assert isinstance(model, sw.FSDPModule)
+        self.model = model
+        self.prepare()
+
+    def train(self, batches: Batches) -> None:
+        with sw.join(self.model, self.optimizer, self.scheduler):
+            for micro in batches[rank()]:
+                self.accumulate(micro)
+                if self.clip is not None:
+                    sw.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.update()
+
+    def run(self, batches: Iterable[list[Tensor]], *stepped: Any) -> None:
+        with sw.join(self.model, *stepped):
+            for micro in batches:
+                self.accumulate(micro)
+                self.update()
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for number, batch in enumerate(micro, start=1):
+            self.model.set_requires_gradient_sync(number == len(micro))
+            loss = self.case.loss(self.model(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def assert_equal(joined: Joined, alone: Alone) -> None:
+    assert_equal_models(joined.model, alone.model, 0)
+    assert joined.scheduler.state_dict() == alone.scheduler.state_dict()
+
+
+STRATEGIES = ("fsdp", "zero1", "zero2", "ddp", "hsdp", "hfsdp")
+ROWS = [
+    row
+    for row in pairwise(STRATEGIES, (0, 1, 2), ((7, 1), (4, 4)), (None, 0.1), (2, 3, 4))
+    if row[-1] == 4 or row[0] not in ("hsdp", "hfsdp")
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "steps", "clip", "world_size"), covered_first(ROWS, strength=1)
+)
+def test_unequal_numbers_of_batches(
+    strategy: str, prefetch: int, steps: tuple[int, int], clip: float | None
+) -> None:
+    seed = (strategy, prefetch, world_size())
+    alone, joined = Alone(clip=clip), Joined(clip=clip, prefetch=prefetch, **options_of(strategy))
+    for number in range(2):
+        batches = draw(alone.case, (seed, number), *steps)
+        alone.train(batches)
+        joined.train(batches)
+        assert_equal(joined, alone)
+
+
+@on_ranks(2, thorough=(3, 4))
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    covered_first([(seed, name) for name in CASES for seed in range(3)]),
+)
+def test_every_model(seed: int, name: str) -> None:
+    numbers = random.Random(f"{seed} {name} {world_size()}")
+    strategy, prefetch = numbers.choice(STRATEGIES[:4]), numbers.choice((0, 1, 2))
+    alone, joined = Alone(name), Joined(name, prefetch=prefetch, strategy=strategy)
+    batches = draw(alone.case, (seed, name), *numbers.choice([(5, 1), (3, 3)]))
+    for _ in range(2):
+        alone.train(batches)
+        joined.train(batches)
+        assert_equal(joined, alone)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", ["checkpointed inside", "unused and reused", "stack"])
+def test_a_rank_without_any_batch(name: str) -> None:
+    alone, joined = Alone(name, clip=0.1), Joined(name, clip=0.1)
+    batches: Batches = [[], [[alone.case.batch(3)]] * 3, []]
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "options", [{"granularity": "dim"}, {"offload_policy": sw.CPUOffloadPolicy()}], ids=str
+)
+def test_other_shards(options: dict[str, Any]) -> None:
+    alone, joined = (
+        Alone("unused and reused", clip=0.1),
+        Joined("unused and reused", 0.1, **options),
+    )
+    batches = of_sizes([2, 1, 1], [], [3])
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_no_rank_has_batches() -> None:
+    alone, joined = Alone(), Joined()
+    joined.train([[], []])
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_a_rank_leaves_in_the_middle_of_a_step() -> None:
+    alone, joined = Alone(), Joined()
+    [[first], [second]] = batches = of_sizes([5], [7])
+    alone.train([[first[:3]], [second[:3]]])
+    alone.train([[first[3:]], [second[3:6]]])  # the rest of the first rank counts
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        for number, batch in enumerate(batches[rank()][0], start=1):
+            joined.model.set_requires_gradient_sync(number % 3 == 0)
+            joined.case.loss(joined.model(batch)).backward()  # type: ignore[no-untyped-call]
+            if number % 3 == 0:
+                joined.update()
+    joined.optimizer.zero_grad()
+    assert_equal(joined, alone)
+
+
+class InRows(Joined):
+    """Reduces gradients over the rows of a mesh until the last micro-batch."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for number, batch in enumerate(micro, start=1):
+            self.model.set_requires_all_reduce(number == len(micro))
+            self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+def test_sums_over_rows_that_accumulate(strategy: str) -> None:
+    alone, joined = Alone(), InRows(**options_of(strategy))
+    batches = draw(alone.case, strategy, 3, 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+class BeforeBackwards(Joined):
+    """Runs all forwards before the backwards, which follow one by one, or in one."""
+
+    is_reversed = False
+    is_one = False
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        losses = [self.case.loss(self.model(batch)) for batch in micro]
+        if self.is_one:
+            losses = [torch.stack(losses).sum()]
+        for loss in reversed(losses) if self.is_reversed else losses:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("is_one", [False, True])
+@pytest.mark.parametrize("name", ["stack", "checkpointed"])
+def test_forwards_before_backwards(name: str, is_reversed: bool, is_one: bool) -> None:
+    alone, joined = Alone(name), BeforeBackwards(name)
+    joined.is_reversed, joined.is_one = is_reversed, is_one
+    batches = of_sizes([2], [2] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+class SetToZero(Joined):
+    """Keeps the tensors of gradients, and sets them to zero between forward and backward."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            loss = self.case.loss(self.model(batch))
+            self.optimizer.zero_grad(set_to_none=False)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_gradients_that_are_set_to_zero() -> None:
+    alone, joined = Alone("unused and reused"), SetToZero("unused and reused")
+    batches = of_sizes([1, 1], [1] * 5)
+    alone.train(batches)
+    joined.train(batches)
+    joined.optimizer.zero_grad()
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("unused", ["none", "zeros", "error"])
+def test_parameters_that_the_others_use(unused: Any) -> None:
+    alone, joined = Alone("stack"), Joined("stack", unused=unused)
+    batches = of_sizes([1], [1] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+class InBackward(Joined):
+    """Steps units in backward."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        sw.optimizer_in_backward(self.model, self.optimizer)
+
+    def update(self) -> None:
+        self.scheduler.step()
+
+
+@on_ranks(2, thorough=(3,))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_steps_in_backward() -> None:
+    alone, joined = Alone(), InBackward()
+    batches = draw(alone.case, "in backward", 5, 1)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+class CallsItsBase(torch.optim.SGD):
+    """torch calls the hooks of its step twice."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+@on_ranks(2)
+def test_several_optimizers() -> None:
+    alone, joined = Alone(), Joined()
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first, *rest = model.parameters()
+        return [CallsItsBase([first], lr=0.1, momentum=0.9), adamw(iter(rest))]
+
+    ours, theirs = optimizers(joined.model), optimizers(alone.model)
+    batches = of_sizes([1], [1] * 4)
+    for number in range(4):
+        computing = [steps[number][0] for steps in batches if number < len(steps)]
+        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in theirs[number % 2 :]:  # the first one in every second step
+            optimizer.step()
+        alone.model.zero_grad()
+    with sw.join(joined.model, *ours):
+        for number, micro in enumerate(batches[rank()]):
+            joined.accumulate(micro)
+            for optimizer in ours[number % 2 :]:
+                optimizer.step()
+            joined.model.zero_grad()
+    assert_equal_models(joined.model, alone.model, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_optimizers_that_clear_their_own_gradients(set_to_none: bool) -> None:
+    alone, joined = Alone(), Joined()
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        half = len(every := list(model.parameters())) // 2
+        return [adamw(iter(every[:half])), adamw(iter(every[half:]))]
+
+    ours, theirs = optimizers(joined.model), optimizers(alone.model)
+    batches = of_sizes([1], [1] * 5)
+    for number in range(5):  # the gradients of the other half add up
+        computing = [steps[number][0] for steps in batches if number < len(steps)]
+        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        theirs[number % 2].step()
+        theirs[number % 2].zero_grad(set_to_none)
+    with sw.join(joined.model, *ours):
+        for number, micro in enumerate(batches[rank()]):
+            joined.accumulate(micro)
+            ours[number % 2].step()
+            ours[number % 2].zero_grad(set_to_none)
+    assert_equal_models(joined.model, alone.model, 0)
+
+
+class WithMuon(Joined):
+    def prepare(self) -> None:
+        groups = sw.optim.parameter_groups(self.model)
+        self.optimizer = sw.optim.Muon(groups, lr=0.02)
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+
+
+@on_ranks(3)
+def test_an_optimizer_with_collectives() -> None:
+    """Muon on ranks with unequal batches equals Muon on one rank of each step's batches."""
+    joined, equal = WithMuon(), WithMuon()
+    batches = of_sizes([1, 1], [1] * 4, [1])
+    joined.train(batches)
+    with sw.join(equal.model, equal.optimizer, equal.scheduler):
+        for number in range(4):  # the mean gradient of a step, on every rank
+            computing = [steps[number][0] for steps in batches if number < len(steps)]
+            losses = [equal.case.loss(equal.model(batch)) for batch in computing]
+            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+            equal.update()
+    for own, other in zip(joined.model.parameters(), equal.model.parameters(), strict=True):
+        assert_close(own.detach(), full(other.detach()), "Muon")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_replicas_hold_the_same_bits(strategy: str) -> None:
+    joined = Joined(clip=0.1, strategy=strategy)
+    joined.train(draw(joined.case, world_size(), 5, 2))
+    for parameter in joined.model.parameters():
+        copy = full(parameter.detach())
+        first = copy.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(copy, first)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+def test_the_mean_over_all_tokens(accumulate: Any) -> None:
+    alone, joined = Alone(), Joined()
+    batches = draw(alone.case, accumulate, 4, 3)
+    for number in range(max(map(len, batches))):
+        parts = [one for steps in batches for one in (steps[number] if number < len(steps) else [])]
+        loss = sum(alone.model(x).square().sum() for x in parts) / sum(map(len, parts))
+        loss.backward()
+        alone.update()
+    losses = []
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        for micro in batches[rank()]:
+            losses.append(
+                sw.backward(
+                    joined.model,
+                    micro,
+                    lambda x: joined.model(x).square().sum(),
+                    len,
+                    accumulate=accumulate,
+                )
+            )
+            joined.update()
+    assert_equal(joined, alone)
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def num_collectives(model: nn.Module) -> int:
+    comm = runtime_of(model).scheduler._comm
+    return sum(queue.sent[0] for queue in (comm.gather, comm.reduce))
+
+
+@on_ranks(2)
+def test_one_exchange_per_step_and_none_outside() -> None:
+    joined = Joined(clip=0.1)
+
+    def steps(number: int) -> int:
+        before = num_collectives(joined.model)
+        for micro in of_sizes([1] * number, [1] * number)[rank()]:
+            joined.accumulate(micro)
+            sw.clip_grad_norm_(joined.model.parameters(), 0.1)
+            joined.update()
+        return num_collectives(joined.model) - before
+
+    steps(2)
+    without = steps(5)
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        inside = steps(5)
+    assert inside == without + 5
+    assert steps(5) == without
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode: Any, prefetch: int) -> None:
+    model = sw.fully_shard(build("stack"), units=Block, prefetch=prefetch)
+    alone = build("stack")
+    torch.manual_seed(rank())
+    for _ in range(2):
+        with mode(), sw.join(model, training=False):
+            for _ in range((2 * rank() + 1) % 5):
+                batch = torch.randn(3, WIDTH, dtype=torch.float64)
+                assert_close(model(batch), alone(batch), "output")
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raising", [0, 1])  # alone with batches at the end, or the first to raise
+def test_a_rank_that_raises(raising: int) -> None:
+    joined = Joined()
+    batches = of_sizes([1] * 4, [1] * 2)
+
+    def data() -> Iterator[list[Tensor]]:
+        yield from batches[rank()][: 3 if raising == 0 else 1]
+        if rank() == raising:
+            raise ValueError("no more data")
+        yield from batches[rank()]
+
+    mine = data() if rank() == raising or raising == 1 else batches[rank()]
+    with pytest.raises(ValueError if rank() == raising else sw.PeerAborted, match="no more data"):
+        joined.run(mine, joined.optimizer, joined.scheduler)
+    alone, again = Alone(), Joined()
+    alone.train(batches)
+    again.train(batches)
+    assert_equal(again, alone)
+    joined.optimizer.zero_grad()
+    joined.train(batches)  # the model is usable
+
+
+class InShards(Joined):
+    """Reduces the gradients of every micro-batch."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
+
+
+class Raising(Joined):
+    """Raises in the third forward, or in its backward."""
+
+    num_forwards = 0
+    is_in_backward = False
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            self.num_forwards += 1
+            if self.num_forwards == 3 and not self.is_in_backward:
+                layer = self.model.get_submodule("layers.1")
+                once = layer.register_forward_pre_hook(self.trip)
+                try:
+                    self.model(batch)
+                finally:
+                    once.remove()
+            output = self.model(batch)
+            if self.num_forwards == 3:
+                output.register_hook(self.trip)
+            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def trip(*_: Any) -> None:
+        raise ValueError("it hurts")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("is_in_backward", [False, True])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_rank_that_raises_beside_shadows(strategy: str, is_in_backward: bool) -> None:
+    joined = Raising(strategy=strategy)
+    joined.is_in_backward = is_in_backward
+    batches = of_sizes([], [1] * 4, [1])
+    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted, match="it hurts"):
+        joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert all(parameter.grad is None for parameter in joined.model.parameters())
+    joined.num_forwards = 3  # raises no more
+    joined.run(batches[2 - rank()], joined.optimizer, joined.scheduler)
+
+
+@on_ranks(2)
+def test_steps_of_different_lengths_without_notice() -> None:
+    joined = InShards()
+    batches = of_sizes([2, 2], [3, 3])[rank()]
+    with pytest.raises(sw.StepError, match=r"rank 0 .* after 1 steps, rank 1 .* after 0 steps"):
+        joined.run(batches, joined.optimizer, joined.scheduler)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_join_does_not_know() -> None:
+    with pytest.raises(sw.StepError, match=r"AdamW steps inside sw\.join"):
+        Joined().run(of_sizes([1], [1])[rank()])
+
+
+@on_ranks(2)
+def test_a_schedule_that_join_does_not_know() -> None:
+    joined = Joined()
+    error, what = (sw.PlanError, "pass it") if rank() == 0 else (sw.PeerAborted, "learning rate")
+    with pytest.raises(error, match=what):
+        joined.run(of_sizes([1], [1] * 3)[rank()], joined.optimizer)
+
+
+class ClippedByTorch(Joined):
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        super().update()
+
+
+class Scaled(Joined):
+    def update(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(self.optimizer)
+        super().update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [ClippedByTorch, Scaled])
+def test_an_operation_that_join_does_not_know(kind: type[Joined]) -> None:
+    joined = kind()
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match=r"clip with sw\.clip_grad_norm_"):
+        joined.run(of_sizes([1] * 2, [1] * 3)[rank()], joined.optimizer, joined.scheduler)
+    sw.clip_grad_norm_(joined.model.parameters(), 1.0)  # not refused any more
+
+
+class WithoutBackward(Joined):
+    """Runs a forward without backward, after which only the last rank has batches."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        loss = self.case.loss(self.model(micro[0]))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def run(self, batches: Iterable[list[Tensor]], *stepped: Any) -> None:
+        with sw.join(self.model, *stepped):
+            for micro in batches:
+                self.accumulate(micro)
+                self.update()
+            self.model(torch.zeros(1, WIDTH, dtype=torch.float64))
+            if rank() == 1:
+                for steps in of_sizes([1], [1]):
+                    self.accumulate(steps[0])
+                    self.update()
+
+
+@on_ranks(2)
+def test_a_forward_without_backward_does_not_count() -> None:
+    alone, joined = Alone(), WithoutBackward()
+    batches = of_sizes([1], [1])
+    alone.train(batches)
+    for steps in batches:
+        alone.train([steps])
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_gradients_from_before_the_block_count() -> None:
+    alone, joined = Alone(), Joined()
+    (first,), (second,) = of_sizes([2], [3])
+    mine = (first, second)[rank()]
+    joined.model.set_requires_gradient_sync(False)
+    joined.case.loss(joined.model(mine[0])).backward()  # type: ignore[no-untyped-call]
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        for number, batch in enumerate(mine[1:], start=2):
+            if rank() == 0:
+                break  # counts, and computes no more
+            joined.model.set_requires_gradient_sync(number == len(mine))
+            joined.case.loss(joined.model(batch)).backward()  # type: ignore[no-untyped-call]
+        else:
+            joined.update()
+    alone.train([[first[:1]], [second]])
+    assert_equal(joined, alone)
+
+
+@on_ranks(2)
+def test_a_second_model_in_a_block_of_its_own() -> None:
+    first, second = Joined(), Joined()
+    with sw.join(first.model), pytest.raises(sw.StepError, match="one model at a time"):
+        second.run([])
+    second.run([])
+
+
+@on_ranks(2)
+def test_gathered_inside_the_block() -> None:
+    model = Joined().model
+    with sw.join(model), pytest.raises(sw.StepError, match="gathered"), sw.gathered(model):
+        pass
+
+
+@on_ranks(2)
+def test_learning_rates_that_the_loop_sets() -> None:
+    alone, joined = Alone(), Joined()
+    batches = of_sizes([1], [1] * 3)
+    for number in range(3):
+        alone.optimizer.param_groups[0]["lr"] = 0.01 * number
+        alone.train([steps[number : number + 1] for steps in batches])
+    joined.optimizer = adamw(joined.model.parameters())  # without a schedule
+    with sw.join(joined.model, joined.optimizer):
+        for number, micro in enumerate(batches[rank()]):
+            joined.optimizer.param_groups[0]["lr"] = 0.01 * number
+            joined.accumulate(micro)
+            joined.optimizer.step()
+            joined.optimizer.zero_grad()
+    assert_equal_models(joined.model, alone.model, 0)
+
+
+@on_ranks(1)
+def test_what_is_refused() -> None:
+    joined = Joined()
+    model, optimizer = joined.model, joined.optimizer
+    with (
+        pytest.raises(sw.PlanError, match="steps nothing"),
+        sw.join(model, optimizer, training=False),
+    ):
+        pass
+    plateau = ReduceLROnPlateau(optimizer)
+    with pytest.raises(sw.PlanError, match="ReduceLROnPlateau"), sw.join(model, optimizer, plateau):
+        pass
+    with sw.join(model), pytest.raises(sw.StepError, match="in another"), sw.join(model):
+        pass
+    with (
+        sw.join(model, optimizer),
+        pytest.raises(sw.StepError, match="inside sw"),
+        sw.transaction(model, optimizer),
+    ):
+        pass
+    with (
+        pytest.raises(sw.StepError, match="a backward inside"),
+        sw.join(model, training=False),
+    ):
+        joined.accumulate(of_sizes([1])[0][0])
+    with pytest.raises(sw.PlanError, match="converted"), sw.join(model):
+        model.float()
+
+
+@on_ranks(2)
+def test_a_join_inside_a_transaction() -> None:
+    alone, joined = Alone(), Joined()
+    batches = of_sizes([1], [1] * 3)
+    with sw.transaction(joined.model, joined.optimizer):
+        joined.train(batches)
+    alone.train(batches)
+    assert_equal(joined, alone)
+
+
+# -- torch's own -----------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_numbers_of_torch_join() -> None:
+    """DistributedDataParallel in torch's `Join`, dividing by the ranks that compute."""
+    theirs = DistributedDataParallel(build("stack"))
+    ours = sw.fully_shard(build("stack"), units=Block)
+    make = partial(torch.optim.SGD, lr=0.1)
+    batches = of_sizes(*([1] * (1 + 2 * n) for n in range(world_size())))[rank()]
+    theirs_optimizer, ours_optimizer = make(theirs.parameters()), make(ours.parameters())
+    with theirs.join(divide_by_initial_world_size=False):
+        for [batch] in batches:
+            theirs(batch).square().mean().backward()
+            theirs_optimizer.step()
+            theirs_optimizer.zero_grad()
+    with sw.join(ours, ours_optimizer):
+        for [batch] in batches:
+            ours(batch).square().mean().backward()
+            ours_optimizer.step()
+            ours_optimizer.zero_grad()
+    for own, other in zip(ours.parameters(), theirs.module.parameters(), strict=True):
+        assert_close(own.detach(), other.detach(), "parameter")
