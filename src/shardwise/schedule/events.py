@@ -20,6 +20,9 @@ class EventKind(StrEnum):
     REDUCE = "reduce"  # launch the reduce-scatter of its gradients
     FINISH_REDUCE = "finish_reduce"  # wait for the reduction and set the parameters' gradients
     STEP = "step"  # in backward: the optimizer updates its parameters; free its gradients
+    # With CPUOffloadPolicy(step="device"): copy its shards and optimizer states for their step.
+    STATES_TO_DEVICE = "states_to_device"
+    STATES_TO_HOST = "states_to_host"
 
 
 COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)

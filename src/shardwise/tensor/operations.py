@@ -22,6 +22,7 @@ from shardwise.comm.device import random_states
 from shardwise.errors import ShardedTensorError
 from shardwise.tensor.reductions import across, combine, norms
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["draws", "written_tensors"]
 
@@ -120,7 +121,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
         _check_matches(func, first, x)
-        return x._local_tensor
+        return local_of(x)
     if isinstance(x, DTensor):
         if x.numel() != 1:
             raise _unsupported(func, first, f"with a DTensor of {x.placements}")
@@ -141,7 +142,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
 
 def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
     """A faster `_on_runs`: every `nn.Parameter` and every optimizer step calls alias or detach."""
-    return ShardedTensor(func(args[0]._local_tensor), args[0]._sharding)
+    return ShardedTensor(func(local_of(args[0])), args[0]._sharding)
 
 
 def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -154,7 +155,7 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 torch.autograd.graph.increment_version(x)
         return None
     for local, x in zip(result, args[0], strict=True):
-        if isinstance(x, ShardedTensor) and local.shape != x._local_tensor.shape:
+        if isinstance(x, ShardedTensor) and local.shape != local_of(x).shape:
             raise _unsupported(func, x)
     return [_wrap_as(local, x) for local, x in zip(result, args[0], strict=True)]
 
@@ -173,7 +174,7 @@ def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
 def _locals_of(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [_locals_of(y) for y in x]
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return local_of(x) if isinstance(x, DTensor) else x
 
 
 def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
@@ -242,7 +243,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         )
     whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     func(whole, *args[1:], **kwargs)
-    x._local_tensor.copy_(whole.view(-1)[run.start : run.stop])
+    local_of(x).copy_(whole.view(-1)[run.start : run.stop])
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -266,7 +267,7 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
         raise _unsupported(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
-    run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
+    run = local_of(x) if dtype is None else local_of(x).to(dtype)
     if kind == "norm":
         result = norms([run], mesh, 2.0 if order is None else float(order))[0]
     else:
@@ -300,7 +301,7 @@ def _foreach_norm(
             norm = torch.linalg.vector_norm(x, order, dtype=dtype)
             results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for members in groups.values():
-        runs = [tensors[i]._local_tensor.to(dtype or tensors[i].dtype) for i in members]
+        runs = [local_of(tensors[i]).to(dtype or tensors[i].dtype) for i in members]
         found = norms(runs, tensors[members[0]]._sharding.mesh, order)
         results.update(zip(members, found, strict=True))
     return [results[i] for i in range(len(tensors))]
