@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by dim": {"granularity": "dim"},
     "offloaded": {"offload_policy": sw.CPUOffloadPolicy()},
     "offloaded, with copies": {"offload_policy": sw.CPUOffloadPolicy(parameters=False)},
+    "stepped on the device": {"offload_policy": sw.CPUOffloadPolicy(step="device")},
     "wires": {"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)},
     "kept": {"reshard_after_forward": False},
 }

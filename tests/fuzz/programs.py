@@ -420,7 +420,7 @@ CLASS_NAMES = (
     "Pack", "Skip", "Branch", "Listed", "Keyed", "Sequential", "Linear", "LayerNorm", "Embedding",
     "Conv1d", "GRU",
 )  # fmt: skip
-OFFLOADS = ("all", "but parameters")
+OFFLOADS = ("all", "but parameters", "stepped on the device")
 WIRES = ("gathers", "reductions", "both", "both, with feedback")
 RESHARD = st.sampled_from([None, True, False])
 

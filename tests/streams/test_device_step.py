@@ -1,10 +1,31 @@
 """The optimizer's step on the device, with shards and states in host memory."""
 
-import pytest
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+import shardwise as sw
+from shardwise.features.device_step import DeviceSteps, _local
+from shardwise.forecast.certificate import memory_certificate
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.device_step import DeviceStepReplay
+from shardwise.forecast.states import stepped_bytes
+from shardwise.plan.plan import Plan
+from shardwise.runtime.ledger import Record
+from shardwise.schedule.events import Event, EventKind
 from tests.ranks import on_ranks
+from tests.runtime.one_process import runtime_of
 from tests.streams.checker import check_ranks
-from tests.streams.programs import Program, digest_of_training
+from tests.streams.install import simulated
+from tests.streams.models import build
+from tests.streams.programs import DEVICE, Program, digest_of_training, train
+from tests.streams.seeds import patched
+from tests.streams.simulation import Simulation
 
 PROGRAMS = {
     "fsdp": Program("stack", offload="device", steps=4),
@@ -27,3 +48,89 @@ def test_late_streams_change_no_bit(name: str) -> None:
     program = PROGRAMS[name]
     plain = Program(**{**vars(program), "offload": None})
     assert digest_of_training(program, is_late=True) == digest_of_training(plain, is_late=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_copies_overlap_and_take_the_foreseen_memory(in_backward: bool) -> None:
+    program = Program("stack", offload="device", steps=4, steps_in_backward=in_backward)
+    simulation = Simulation()
+    sampled: list[int] = []
+    copied: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def sample(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sampled_copy(steps: DeviceSteps, *args: Any) -> Any:
+            made = original(steps, *args)
+            copied.add(made)
+            with _disable_current_modes():
+                sampled.append(sum(map(_device_bytes, copied)))
+            return made
+
+        return sampled_copy
+
+    with simulated(simulation), patched(DeviceSteps, "_copy_to_device", sample):
+        model = train(program, simulation, build(program.name))
+        gc.collect()
+        assert not copied, "the units are off the device after the step"
+    plan = runtime_of(model).plan
+    configuration = Configuration(step_in_backward=in_backward)
+    sizes = [stepped_bytes(unit, configuration) for unit in plan.units]
+    ledger = sw.ledger(model)
+    _check_peak(max(sampled), plan, configuration, ledger.events())
+    records = [r for r in ledger.records() if r.event.kind in _COPIES]
+    for kind in _COPIES:
+        found = {r.event.unit: r.event.bytes for r in records if r.event.kind is kind}
+        assert found.keys() == {0, 1, 2, 3}
+        for index, num_bytes in found.items():  # the last ranks have padding, without states
+            assert (
+                num_bytes == sizes[index]
+                if dist.get_rank() == 0
+                else plan.units[index].shard_bytes <= num_bytes <= sizes[index]
+            )
+    if in_backward:  # the root is reduced last, when all other units were stepped
+        records = [r for r in records if r.event.unit]
+    _check_overlap(records, simulation.current_stream(DEVICE).number)
+    if in_backward:
+        names = ledger.names()
+        for earlier, later in ((3, 2), (2, 1)):
+            name = plan.units[earlier].label
+            begun = names.index(f"states_to_device {name}")
+            assert begun < names.index(f"finish_reduce {name}") < names.index(f"step {name}")
+            assert begun < names.index(f"backward {plan.units[later].label}")
+
+
+_COPIES = (EventKind.STATES_TO_DEVICE, EventKind.STATES_TO_HOST)
+
+
+def _device_bytes(unit: Any) -> int:
+    tensors = [on_device for _, on_device in unit.shards]
+    for state in unit.states.values():
+        tensors += [_local(value) for value in state.values() if value.ndim]
+    return sum(one.nbytes for one in tensors)
+
+
+def _check_peak(
+    measured: int, plan: Plan, configuration: Configuration, events: Sequence[Event]
+) -> None:
+    replay = DeviceStepReplay(plan, configuration)
+    peak = replay.update_bytes
+    for event in events:
+        replay.apply(event)
+        peak = max(peak, replay.allocated)
+    assert measured == peak if dist.get_rank() == 0 else measured <= peak
+    certificate = memory_certificate(plan, None, configuration)
+    assert max(m.optimizer for m in certificate.timeline) == peak
+
+
+def _check_overlap(records: Sequence[Record], compute: int) -> None:
+    """Copies of neighboring units wait neither for each other nor for each other's step."""
+    ends: dict[tuple[EventKind, int], Any] = {
+        (one.event.kind, one.event.unit): one.works[0].times[1] for one in records
+    }
+    order = [one.event.unit for one in records if one.event.kind is _COPIES[1]]
+    for first, second, third in zip(order, order[1:], order[2:], strict=False):
+        arrival = ends[_COPIES[0], third].event.clock
+        leaving = ends[_COPIES[1], first].event
+        stepped = ends[_COPIES[1], second].event
+        assert arrival.get(leaving.stream.number, 0) < leaving.clock[leaving.stream.number]
+        assert arrival[compute] < stepped.clock[compute]

@@ -2,7 +2,7 @@
 
 With ``CPUOffloadPolicy(step="device")``, `torch.optim.Optimizer.step` brings one unit after the
 other to the device and steps it there, with stand-ins for its parameters in the optimizer's groups.
-Each direction has a stream of its own, and at most `MAX_ON_DEVICE` units are on the device::
+Each direction has a stream of its own, and at most `MAX_STEPPED_UNITS` units are on the device::
 
     to device  | unit 1 | unit 2 | unit 3 |
     compute             | step 1 | step 2 | step 3 |
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
+from shardwise.plan.offload import MAX_STEPPED_UNITS
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import Ledger, Record
@@ -38,9 +38,7 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding, arrives, sharding_of
 
-__all__ = ["MAX_ON_DEVICE", "DeviceSteps", "one_step_at_a_time", "prefetch_states", "watch"]
-
-MAX_ON_DEVICE = 3  # units: one arrives, one is stepped, one leaves
+__all__ = ["DeviceSteps", "one_step_at_a_time", "prefetch_states", "watch"]
 
 State = dict[str, Any]  # of one parameter
 
@@ -69,7 +67,7 @@ def prefetch_states(optimizer: Optimizer, unit: Unit) -> "DeviceSteps | None":
 
 
 _steps: "weakref.WeakKeyDictionary[Sharding, tuple[DeviceSteps, int]]" = weakref.WeakKeyDictionary()
-_hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
+_hooks: "weakref.WeakKeyDictionary[Optimizer, Any]" = weakref.WeakKeyDictionary()
 _hidden: "weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -123,8 +121,6 @@ class DeviceSteps:
                 current = self._copy_to_device(optimizer, index)
             for following in indices[position + 1 : position + 2]:
                 self.prefetch(optimizer, following, beside=1)
-            assert current.work is not None
-            current.work.wait_on_device()
             self._step(current)
             self._copy_to_host(current)
 
@@ -132,7 +128,7 @@ class DeviceSteps:
         """Begin to copy a unit to the device, unless others that were copied have not stepped."""
         if index in self._ahead:
             return
-        if len(self._ahead) + beside + 1 < MAX_ON_DEVICE:
+        if len(self._ahead) + beside + 1 < MAX_STEPPED_UNITS:
             self._make_room(beside)
             self._ahead[index] = self._copy_to_device(optimizer, index)
 
@@ -153,7 +149,7 @@ class DeviceSteps:
     # -- copies ------------------------------------------------------------------------------------
 
     def _make_room(self, beside: int = 0) -> None:
-        while self._leaving and len(self._ahead) + len(self._leaving) + beside >= MAX_ON_DEVICE:
+        while self._leaving and len(self._ahead) + len(self._leaving) + beside >= MAX_STEPPED_UNITS:
             self._drop(self._leaving.popleft())
 
     @staticmethod
@@ -176,7 +172,7 @@ class DeviceSteps:
                 if original not in groups:
                     continue
                 here.stand_ins[original] = _stand_in(parameter, on_device[part].data)
-                state = optimizer.state[original] if original in optimizer.state else {}
+                state = optimizer.state.get(original, {})
                 here.states[original] = {
                     key: self._on_device(key, value, groups[original], copies)
                     for key, value in state.items()
@@ -242,6 +238,8 @@ class DeviceSteps:
 
     def _step(self, here: _OnDevice) -> None:
         optimizer = here.optimizer
+        assert here.work is not None
+        here.work.wait_on_device()
         for original, stand_in in here.stand_ins.items():
             stand_in.grad = self._gradient_for(original)
             if here.states[original]:
@@ -375,51 +373,59 @@ def _watch_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     before = _hooks.pop(optimizer, None)
     if before is not None:
         before.remove()
-    elif _units_of(optimizer):
+    elif any(_place_of(p) for group in optimizer.param_groups for p in group["params"]):
         optimizer.register_step_post_hook(_show_gradients)
     else:
         return
     _hooks[optimizer] = optimizer.register_step_pre_hook(_step_on_device)  # the last one
 
 
-def _units_of(optimizer: Optimizer) -> "dict[DeviceSteps, dict[int, list[Tensor]]]":
-    """The parameters with gradients that are stepped on the device, by model and unit."""
-    found: dict[DeviceSteps, dict[int, list[Tensor]]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            sharding = sharding_of(parameter)
-            entry = None if sharding is None else _steps.get(sharding)
-            if entry is not None and parameter.grad is not None:
-                found.setdefault(entry[0], {}).setdefault(entry[1], []).append(parameter)
-    return found
+def _place_of(parameter: Tensor) -> "tuple[DeviceSteps, int] | None":
+    """What steps ``parameter`` on the device, and the index of its unit."""
+    sharding = sharding_of(parameter)
+    return None if sharding is None else _steps.get(sharding)
 
 
 @torch.no_grad()
-def _step_on_device(optimizer: Optimizer, args: Sequence[Any], kwargs: State) -> None:
-    units = _units_of(optimizer)
-    if not units:
-        return
-    name = type(optimizer).__name__
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        raise PlanError(
-            f"{name}.step(closure): with CPUOffloadPolicy(step='device') each unit has a step of "
-            "its own, so the closure would run once per unit; call it before step()"
-        )
+def _step_on_device(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
+) -> tuple[tuple[Any, ...], State]:
     if getattr(optimizer, "needs_all_units", False):
         raise PlanError(
-            f"{name}: works on whole matrices that ranks exchange, not on units; pass "
-            "CPUOffloadPolicy(step='host'), with which their owners compute on the device as well"
+            f"{type(optimizer).__name__}: works on whole matrices that ranks exchange, not on "
+            "units; pass CPUOffloadPolicy(step='host'), with which their owners compute on the "
+            "device as well"
         )
-    for steps, of_units in units.items():
+    args, kwargs = _with_evaluated_closure(args, kwargs)
+    units: dict[DeviceSteps, set[int]] = {}
+    _hidden[optimizer] = hidden = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            place = _place_of(parameter)
+            if place is not None and parameter.grad is not None:
+                units.setdefault(place[0], set()).add(place[1])
+                hidden.append((parameter, parameter.grad))
+    for steps, indices in units.items():
         try:
-            steps.step(optimizer, sorted(of_units))
+            steps.step(optimizer, sorted(indices))
         finally:
             if not steps.in_backward:
                 steps.finish()
-    hidden = [p for of_units in units.values() for found in of_units.values() for p in found]
-    _hidden[optimizer] = [(p, p.grad) for p in hidden if p.grad is not None]
-    for parameter in hidden:  # the optimizer now steps all others
+    for parameter, _ in hidden:  # the optimizer now steps all others
         parameter.grad = None
+    return args, kwargs
+
+
+def _with_evaluated_closure(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
+    """Replace a closure among the arguments of ``step`` by its result."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs
 
 
 def _show_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

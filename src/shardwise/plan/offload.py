@@ -5,7 +5,16 @@ from typing import Literal
 
 from shardwise.errors import PlanError
 
-__all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy", "as_offload_policy"]
+__all__ = [
+    "MAX_STEPPED_UNITS",
+    "NO_OFFLOAD",
+    "CPUOffloadPolicy",
+    "OffloadPolicy",
+    "as_offload_policy",
+]
+
+# On the device at a time with step="device": one arrives, one is stepped, one leaves.
+MAX_STEPPED_UNITS = 3
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
-from shardwise.tensor.sharding import local_of
 
 __all__ = ["FlatParameters", "Unit", "make_unit"]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["COMPUTE", "GATHERS", "WAITS", "Event", "EventKind", "describe"]
+__all__ = ["COMPUTE", "COPIES", "GATHERS", "WAITS", "Event", "EventKind", "describe"]
 
 
 class EventKind(StrEnum):
@@ -28,6 +28,7 @@ class EventKind(StrEnum):
 COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)  # compute waits for communication
+COPIES = (EventKind.STATES_TO_DEVICE, EventKind.STATES_TO_HOST)
 _FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
 
 

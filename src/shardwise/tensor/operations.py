@@ -315,7 +315,11 @@ def _unscale(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) 
     """GradScaler's kernel: a non-finite gradient on any rank skips the step on every rank."""
     grads, found_inf, inverse_scale = args
     meshes = {id(x._sharding.mesh): x._sharding.mesh for x in grads if isinstance(x, ShardedTensor)}
-    func(_locals_of(grads), found_inf, inverse_scale)
+    local = _locals_of(grads)
+    # A gradient may report the host, where its parameter is, and be on the device itself.
+    found, inverse = (x.to(local[0].device) for x in (found_inf, inverse_scale))
+    func(local, found, inverse)
+    found_inf.copy_(found)
     for mesh in meshes.values():
         found_inf.copy_(across([found_inf.reshape(())], mesh).amax())
 
