@@ -344,7 +344,8 @@ class ShardingRequest:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)
         fused_wgrad.offer_slots(runtime)
-        device_step.watch(runtime)
+        if any(unit.steps_on_device for unit in plan.units):
+            device_step.watch(runtime)
         return runtime
 
 

@@ -45,13 +45,12 @@ State = dict[str, Any]  # of one parameter
 
 def watch(runtime: Runtime) -> None:
     """Have optimizers step the units of ``runtime`` on the device whose policy says so."""
-    if any(unit.plan.steps_on_device for unit in runtime.units):
-        steps = DeviceSteps(runtime)
-        for index, unit in enumerate(runtime.units):
-            for flat in _offloaded(unit):
-                for parameter in flat.parameters:
-                    _steps[parameter.sharding] = steps, index
-        _watch_optimizers()
+    steps = DeviceSteps(runtime)
+    for index, unit in enumerate(runtime.units):
+        for flat in _offloaded(unit):
+            for parameter in flat.parameters:
+                _steps[parameter.sharding] = steps, index
+    _watch_optimizers()
 
 
 def prefetch_states(optimizer: Optimizer, unit: Unit) -> "DeviceSteps | None":

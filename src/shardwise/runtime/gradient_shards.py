@@ -151,9 +151,8 @@ class GradientShard:
         """Give parameters without a gradient zeros, as in a unit that did not run."""
         for position, parameter in enumerate(self.parameters):
             if self.gets_gradient(position) and parameter.sharded.grad is None:
-                zeros = parameter.local.new_zeros(
-                    parameter.local.numel(), dtype=self.dtype, device=self._device
-                )
+                size = parameter.local.numel()
+                zeros = torch.zeros(size, dtype=self.dtype, device=self._device)
                 parameter.sharded.grad = parameter.wrap_gradient(zeros)
 
     def forget_fresh(self) -> bool:

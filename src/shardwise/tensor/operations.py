@@ -80,7 +80,8 @@ def _unsupported(
     return ShardedTensorError(
         f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole "
         "tensor, .to_local() for this rank's elements, or `sw.gathered(model)`. If this was raised "
-        "in a forward, the module was not called through its unit"
+        "in a forward, the module was not called through its unit; if it was raised in a loss that "
+        "uses a weight, such as lm_head.weight, compute the loss in the model's forward"
     )
 
 
