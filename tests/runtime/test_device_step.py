@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 import shardwise as sw
+from shardwise.runtime.memory import Pool
 from shardwise.tensor.sharding import local_of
 from tests.covering import covered_first
 from tests.models import CASES, build
@@ -88,6 +90,16 @@ def test_a_step_has_the_bits_of_one_without_offload(
         for pair in (plain, offloaded):
             step(*pair, seed, loop)
         assert_same_bits(bits(*offloaded), bits(*plain))
+
+
+@on_ranks(2)
+def test_gradients_of_steps_in_backward_return_to_their_pool() -> None:
+    pair = make(ON_DEVICE, "fused")
+    sw.optimizer_in_backward(*pair)
+    step(*pair, 0, "in backward")
+    with mock.patch.object(Pool, "disown") as disown:
+        step(*pair, 1, "in backward")
+    assert not disown.called
 
 
 @on_ranks(2)

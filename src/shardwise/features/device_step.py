@@ -253,6 +253,7 @@ class DeviceSteps:
             for group, originals in lists:
                 group["params"] = originals
             for original, stand_in in here.stand_ins.items():
+                stand_in.grad = None  # its memory belongs to the backward
                 here.states[original] = optimizer.state.pop(stand_in, {})
         for original in here.stand_ins:
             torch.autograd.graph.increment_version(original)
