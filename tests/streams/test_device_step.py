@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from tests.streams.install import simulated
 from tests.streams.models import build
 from tests.streams.programs import DEVICE, Program, digest_of_training, train
 from tests.streams.seeds import patched
-from tests.streams.simulation import Simulation
+from tests.streams.simulation import Problem, Simulation
 
 PROGRAMS = {
     "fsdp": Program("stack", offload="device", steps=4),
@@ -42,11 +44,38 @@ def test_no_race_and_the_host_never_waits(name: str) -> None:
         assert not verdict.found, "\n".join(map(str, verdict.found[:5]))
 
 
+ON_HOST = Program("stack", offload="all", steps=4, steps_in_backward=True)
+
+
+def test_steps_on_the_host_in_backward_have_no_race() -> None:
+    """The host waits for the gradients of the unit that it steps, and for nothing else."""
+    for verdict in check_ranks(ON_HOST, 4, of=(0, 3)):
+        races = [str(one) for one in verdict.found if one.problem is not Problem.SYNC]
+        assert not races, "\n".join(races[:5])
+        assert all("gradient_shards.py:" in one.text for one in verdict.found)
+
+
+@on_ranks(4)
+def test_gradients_arrive_on_the_host_while_another_unit_is_stepped() -> None:
+    bits = digest_of_training(ON_HOST, is_late=True)
+    assert bits == digest_of_training(replace(ON_HOST, offload=None), is_late=True)
+    simulation = Simulation()
+    with simulated(simulation):
+        model = train(ON_HOST, simulation, build(ON_HOST.name))
+    names, labels = sw.ledger(model).names(), [f"layers.{i}" for i in (2, 1, 0)]
+    for first, second in pairwise(labels):
+        began = names.index(f"finish_reduce {second}")
+        stepped = names.index(f"step {first}")
+        assert names.index(f"finish_reduce {first}") < began < stepped
+        assert stepped < names.index(f"step {second}")
+    assert names.index("reduce Stack") < names.index("step layers.1")
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_late_streams_change_no_bit(name: str) -> None:
     program = PROGRAMS[name]
-    plain = Program(**{**vars(program), "offload": None})
+    plain = replace(program, offload=None)
     assert digest_of_training(program, is_late=True) == digest_of_training(plain, is_late=True)
 
 

@@ -69,6 +69,7 @@ class MemoryReplay:
         self._plan = plan
         self._options = options
         self._pending = _PendingOffload(0, 0)
+        self._arrived: dict[int, int] = {}  # bytes of gradients on the host that are not stepped
         self._new_shards = 0  # bytes of gradient shards allocated in this step
         kept = [unit.shard_bytes + _kept_gradients(unit, options) for unit in plan.units]
         self.host = sum(unit.shard_bytes for unit in plan.units if unit.offload is not None)
@@ -163,12 +164,12 @@ class MemoryReplay:
                 self._add_shards(
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
-                self._offload(_pending_offload(unit, options))
+                self._begin_offload(event.unit)
                 if options.adds_by_unit and self.accumulated:
                     self.accumulated -= unit.gradient_bytes
             case EventKind.STEP:
                 self._add_shards(-unit.gradient_shard_bytes, unit)
-                self._offload(_PendingOffload(0, 0))
+                self._end_offload(event.unit)
         self._update_peak()
         return self.peak > before
 
@@ -200,13 +201,27 @@ class MemoryReplay:
         # With steps in backward, gradient shards come from the pool of transient memory.
         kept = self.base + self._new_shards * (not self._options.steps_in_backward)
         self.transient = max(self.transient, allocated - kept)
-        self.staging = max(self.staging, self._pending.host)
-        self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
+        staging = self._pending.host + sum(self._arrived.values())
+        self.staging = max(self.staging, staging)
+        self.total_peak = max(self.total_peak, allocated + self.host + staging)
 
     def check_end(self) -> None:
         left = self._carried + self.accumulated
         remaining = self.base + left + self._pending.device + self._new_shards
         assert self.allocated == remaining, "a step frees everything but shards"
+
+    def _begin_offload(self, index: int) -> None:
+        """Copy the gradients of a unit to the host; those of the one before have arrived."""
+        unit, options = self._plan.units[index], self._options
+        self._offload(_pending_offload(unit, options))
+        if options.steps_in_backward and unit.offloads_gradients:
+            self._arrived[index] = unit.gradient_shard_bytes
+
+    def _end_offload(self, index: int) -> None:
+        """Free the gradients of a unit that was stepped."""
+        if index == next(reversed(self._arrived), index):  # its copy was the last one
+            self._offload(_PendingOffload(0, 0))
+        self._arrived.pop(index, None)
 
     def _offload(self, following: "_PendingOffload") -> None:
         self.reducing += following.device - self._pending.device
@@ -274,7 +289,7 @@ def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
     return _PendingOffload(
         sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
         sum(layout.shard_bytes for layout in layouts)
-        if options.accumulates or options.steps_in_backward
+        if options.accumulates and not options.steps_in_backward
         else 0,
     )
 
