@@ -221,6 +221,21 @@ def test_a_closure_runs_once(by_name: bool) -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_of_other_tensors_steps_them() -> None:
+    """For example the outer optimizer, which steps copies that are sharded like the parameters."""
+    model, _ = make(ON_DEVICE, "fused")
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    before = bits(model, SGD(model.parameters()))
+    expected = [local_of(one).detach() - 0.5 for one in copies]
+    for one in copies:
+        one.grad = torch.ones_like(one)
+    SGD(copies, lr=0.5).step()
+    for one, wanted in zip(copies, expected, strict=True):
+        assert torch.equal(local_of(one).detach(), wanted)
+    assert_same_bits(bits(model, SGD(model.parameters())), before)
+
+
+@on_ranks(2)
 def test_what_cannot_be_stepped_by_unit_is_refused() -> None:
     for kind in (sw.optim.Muon, sw.optim.SOAP):
         model = sw.fully_shard(build("gpt"), units="auto", offload_policy=ON_DEVICE)

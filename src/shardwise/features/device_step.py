@@ -48,8 +48,8 @@ def watch(runtime: Runtime) -> None:
     steps = DeviceSteps(runtime)
     for index, unit in enumerate(runtime.units):
         for flat in _offloaded(unit):
-            for parameter in flat.parameters:
-                _steps[parameter.sharding] = steps, index
+            for position, parameter in enumerate(flat.parameters):
+                _places[parameter.sharding] = _Place(steps, index, weakref.ref(flat), position)
     _watch_optimizers()
 
 
@@ -58,14 +58,31 @@ def prefetch_states(optimizer: Optimizer, unit: Unit) -> "DeviceSteps | None":
 
     Returns what must `finish` at the end of backward; None if the unit is not copied.
     """
-    found = (_steps.get(parameter.sharding) for parameter in unit.parameters)
-    steps, index = next((entry for entry in found if entry is not None), (None, 0))
-    if steps is not None:
-        steps.prefetch(optimizer, index)
-    return steps
+    found = (_places.get(parameter.sharding) for parameter in unit.parameters)
+    place = next((one for one in found if one is not None), None)
+    if place is None:
+        return None
+    place.steps.prefetch(optimizer, place.unit)
+    return place.steps
 
 
-_steps: "weakref.WeakKeyDictionary[Sharding, tuple[DeviceSteps, int]]" = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Place:
+    """What steps a parameter on the device, and which parameter of which unit it is."""
+
+    steps: "DeviceSteps"
+    unit: int
+    flat: "weakref.ref[FlatParameters]"  # the model has hooks on parameters
+    position: int
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the parameter, and not another tensor that is sharded like it."""
+        flat = self.flat()
+        one = None if flat is None else flat.parameters[self.position]
+        return one is not None and (one.sharded is tensor or one.owners[0].get() is tensor)
+
+
+_places: "weakref.WeakKeyDictionary[Sharding, _Place]" = weakref.WeakKeyDictionary()
 _hooks: "weakref.WeakKeyDictionary[Optimizer, Any]" = weakref.WeakKeyDictionary()
 _hidden: "weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]]" = (
     weakref.WeakKeyDictionary()
@@ -380,10 +397,11 @@ def _watch_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _hooks[optimizer] = optimizer.register_step_pre_hook(_step_on_device)  # the last one
 
 
-def _place_of(parameter: Tensor) -> "tuple[DeviceSteps, int] | None":
-    """What steps ``parameter`` on the device, and the index of its unit."""
+def _place_of(parameter: Tensor) -> _Place | None:
+    """What steps ``parameter`` on the device, if it is a parameter that is stepped there."""
     sharding = sharding_of(parameter)
-    return None if sharding is None else _steps.get(sharding)
+    place = None if sharding is None else _places.get(sharding)
+    return place if place is not None and place.holds(parameter) else None
 
 
 @torch.no_grad()
@@ -403,7 +421,7 @@ def _step_on_device(
         for parameter in group["params"]:
             place = _place_of(parameter)
             if place is not None and parameter.grad is not None:
-                units.setdefault(place[0], set()).add(place[1])
+                units.setdefault(place.steps, set()).add(place.unit)
                 hidden.append((parameter, parameter.grad))
     for steps, indices in units.items():
         try:
