@@ -579,6 +579,8 @@ def cases(
     step = STEP_IN_BACKWARD if in_backward else STEP if outer is None else STEP_OF_REPLICA
     if kinds:
         step = accumulating(step, kinds, in_backward=in_backward)
+    if sharding.offload == OFFLOADS[-1]:  # which refuses them
+        optimizers = tuple(name for name in optimizers if name not in OF_MATRICES) or ("sgd",)
     return Case(
         model=model,
         sharding=sharding,

@@ -32,6 +32,13 @@ from tests.streams.simulation import Problem, Simulation
 PROGRAMS = {
     "fsdp": Program("stack", offload="device", steps=4),
     "in backward": Program("stack", offload="device", steps=4, steps_in_backward=True),
+    "in backward, units are kept": Program(
+        "stack",
+        offload="device",
+        steps=4,
+        steps_in_backward=True,
+        options={"reshard_after_forward": False},
+    ),
     "clipped, accumulated": Program("gpt", offload="device", steps=4, clip=0.5, accumulate=2),
     "hsdp": Program("stack", strategy="hsdp", offload="device", steps=4),
 }

@@ -78,8 +78,7 @@ class _Place:
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the parameter, and not another tensor that is sharded like it."""
         flat = self.flat()
-        one = None if flat is None else flat.parameters[self.position]
-        return one is not None and (one.sharded is tensor or one.owners[0].get() is tensor)
+        return flat is not None and flat.parameters[self.position].sharded is tensor
 
 
 _places: "weakref.WeakKeyDictionary[Sharding, _Place]" = weakref.WeakKeyDictionary()
@@ -307,7 +306,6 @@ class _UnitOnHost:
         for reference in self._flats:
             flat = reference()
             if flat is not None:
-                flat.reclaim_locals()
                 slices = flat.layout.slices_of_shard(flat.mesh.rank)
                 yield flat.shard, list(zip(flat.parameters, slices, strict=True))
 
