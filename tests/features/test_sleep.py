@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "by dim": {"granularity": "dim"},
     "offloaded": {"offload_policy": sw.CPUOffloadPolicy()},
     "offloaded, with copies": {"offload_policy": sw.CPUOffloadPolicy(parameters=False)},
+    "stepped on the device": {"offload_policy": sw.CPUOffloadPolicy(step="device")},
     "wires": {"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)},
     "kept": {"reshard_after_forward": False},
 }
@@ -50,6 +51,17 @@ def make(
         options = {"granularity": "row"} | options
     model = sw.fully_shard(build(name), units="auto", **options)
     return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def _supported(strategy: str, variant: str, optimizer: str) -> tuple[str, str]:
+    """Others in place of combinations that are refused."""
+    if strategy == "hfsdp" and variant == "by dim":
+        variant = "plain"
+    if optimizer == "adam8bit" and variant == "by dim":
+        optimizer = "adamw"
+    if optimizer in ("muon", "soap") and variant == "stepped on the device":
+        optimizer = "adamw"
+    return variant, optimizer
 
 
 def train(model: nn.Module, optimizer: Optimizer, step: int, *, zeroes: bool = True) -> None:
@@ -98,10 +110,7 @@ def held_bytes() -> int:
     covered_first(product(PRESETS, VARIANTS, OPTIMIZERS)),
 )
 def test_the_next_step_has_the_same_bits(strategy: str, variant: str, optimizer: str) -> None:
-    if strategy == "hfsdp" and variant == "by dim":
-        variant = "plain"  # refused
-    if optimizer == "adam8bit" and variant == "by dim":
-        optimizer = "adamw"
+    variant, optimizer = _supported(strategy, variant, optimizer)
     awake, asleep = (make(strategy, variant, optimizer) for _ in range(2))
     for step in range(4):
         for pair in (awake, asleep):
@@ -146,6 +155,25 @@ def test_50_cycles_hold_the_same_bytes(strategy: str, variant: str) -> None:
             train(model, optimizer, step + 2)
     assert len(sleeping) == 1
     assert len(awake) <= 2  # before the first of these steps, and after it
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "variant", "optimizer"), covered_first(product(PRESETS, VARIANTS, OPTIMIZERS))
+)
+def test_50_cycles_of_any_model(strategy: str, variant: str, optimizer: str) -> None:
+    model, stepper = make(strategy, *_supported(strategy, variant, optimizer))
+    for step in range(2):
+        train(model, stepper, step)
+    sleeping = set()
+    for step in range(50):
+        reported = sw.sleep(model, stepper)
+        assert sum(pool.held_bytes for pool in runtime_of(model).pools) == 0
+        sleeping.add((reported.remaining_bytes, reported.host_bytes))
+        sw.wake(model, stepper)
+        if step in (20, 40):
+            train(model, stepper, step)
+    assert len(sleeping) == 1
 
 
 @on_ranks(2)

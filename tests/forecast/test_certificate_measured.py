@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.states import state_bytes
 from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
+from shardwise.forecast.states import state_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
 from shardwise.optim.owner_optimizer import local_part

@@ -420,7 +420,7 @@ CLASS_NAMES = (
     "Pack", "Skip", "Branch", "Listed", "Keyed", "Sequential", "Linear", "LayerNorm", "Embedding",
     "Conv1d", "GRU",
 )  # fmt: skip
-OFFLOADS = ("all", "but parameters")
+OFFLOADS = ("all", "but parameters", "stepped on the device")
 WIRES = ("gathers", "reductions", "both", "both, with feedback")
 RESHARD = st.sampled_from([None, True, False])
 
@@ -579,6 +579,8 @@ def cases(
     step = STEP_IN_BACKWARD if in_backward else STEP if outer is None else STEP_OF_REPLICA
     if kinds:
         step = accumulating(step, kinds, in_backward=in_backward)
+    if sharding.offload == OFFLOADS[-1]:  # which refuses them
+        optimizers = tuple(name for name in optimizers if name not in OF_MATRICES) or ("sgd",)
     return Case(
         model=model,
         sharding=sharding,

@@ -50,6 +50,8 @@ def _granularity(sharding: Sharding) -> str:
 def offload_policy(name: str | None) -> sw.OffloadPolicy:
     if name is None:
         return sw.OffloadPolicy()
+    if name == "stepped on the device":
+        return sw.CPUOffloadPolicy(step="device")
     return sw.CPUOffloadPolicy(parameters=name == "all")
 
 

@@ -56,9 +56,15 @@ def test_every_strategy_and_optimizer(strategy: str) -> None:
         run_on(2, _train, strategy, ["foreach", "momentum"], ["gpt", "tied"])
 
 
-@pytest.mark.parametrize("parameters", [True, False])
-def test_shards_on_the_host_are_stepped_there(parameters: bool) -> None:
-    policy = sw.CPUOffloadPolicy(parameters=parameters)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        sw.CPUOffloadPolicy(),
+        sw.CPUOffloadPolicy(parameters=False),
+        sw.CPUOffloadPolicy(step="device"),
+    ],
+)
+def test_shards_on_the_host_are_stepped(policy: sw.CPUOffloadPolicy) -> None:
     run_on(2, _train, "fsdp", ["fused"], ["gpt", "tied", "unused and reused"], policy)
 
 

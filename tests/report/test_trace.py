@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
+import shardwise as sw
 from shardwise.recording.format import (
     Header,
     MemorySample,
@@ -18,8 +21,10 @@ from shardwise.recording.format import (
     StepTotals,
     UnitFigures,
 )
+from shardwise.report.report import report
 from shardwise.report.trace import trace_events, write_trace
 from shardwise.schedule.events import EventKind
+from tests.models import CASES, build
 from tests.report.opening import assert_opens
 
 Json = dict[str, Any]
@@ -148,3 +153,20 @@ def test_a_trace_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recording", [[], [recording_of()]])
 def test_a_recording_without_events_has_a_trace(recording: list[RankRecording]) -> None:
     assert all(one["ph"] != "s" for one in trace_events(recording))
+
+
+def test_copies_of_states_have_tracks_of_their_own(tmp_path: Path) -> None:
+    model = sw.fully_shard(
+        build("stack"), units="auto", offload_policy=sw.CPUOffloadPolicy(step="device")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with sw.record(model, tmp_path, steps=(1, 2, 3)):
+        for _ in range(5):
+            torch.autograd.backward(CASES["stack"].loss(model(CASES["stack"].batch(4))))
+            optimizer.step()
+            optimizer.zero_grad()
+    written = report(tmp_path, None, tmp_path / "trace.json", Console(quiet=True))
+    assert tmp_path / "trace.json" in written
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for track in ("states to device", "states to host"):
+        assert sum(event.get("cat") == track for event in events) == 3 * 4  # units

@@ -25,6 +25,7 @@ from tests.runtime.one_process import (
 POLICIES = {
     "all": sw.CPUOffloadPolicy(),
     "but parameters": sw.CPUOffloadPolicy(parameters=False),
+    "stepped on the device": sw.CPUOffloadPolicy(step="device"),
 }
 
 

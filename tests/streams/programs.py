@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ class Program:
     prefetch: int = 1
     accumulate: int = 1
     steps: int = 2
-    offload: str | None = None  # "all", or "copies": the device keeps copies of the shards
+    # "all"; "copies": the device keeps copies of the shards; "device": it runs the optimizer
+    offload: str | None = None
     low_precision: bool = False
     is_permuted: bool = False  # the ranks of the mesh are permuted
     clip: float | None = None
@@ -56,15 +57,17 @@ class Program:
     offloads_activations: bool = False
     memory: MemoryKind = MemoryKind.OWN  # of the buffers of collectives
     optimizer: str = "adamw"  # or "muon", "soap"
+    steps_in_backward: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def shard(self, model: nn.Module) -> nn.Module:
         policy = None
         if self.low_precision:
             policy = sw.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        offload = (
-            None if self.offload is None else sw.CPUOffloadPolicy(parameters=self.offload == "all")
-        )
+        offload = None
+        if self.offload is not None:
+            step: Literal["host", "device"] = "device" if self.offload == "device" else "host"
+            offload = sw.CPUOffloadPolicy(parameters=self.offload != "copies", step=step)
         options = {
             "units": CASES[self.name].units,
             "strategy": self.strategy,
@@ -126,6 +129,8 @@ def train(
     simulation.current_device = DEVICE.index
     program.shard(model.to(DEVICE))
     optimizer = program.make_optimizer(model)
+    if program.steps_in_backward:
+        sw.optimizer_in_backward(model, optimizer)
     simulation.current_device = 0
     for step in range(program.steps):
         batches = [batch_of(program, step, i).to(DEVICE) for i in range(program.accumulate)]

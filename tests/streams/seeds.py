@@ -14,7 +14,7 @@ from shardwise.comm.api import RankGroup
 from shardwise.comm.device import DeviceStream, DeviceWork
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.registered_memory import MemoryKind
-from shardwise.features import activation_offload
+from shardwise.features import activation_offload, device_step
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
@@ -359,6 +359,20 @@ def parts_of_matrices_are_dropped_while_they_are_sent(_simulation: Simulation) -
     return patched(matrix_exchange._Messages, "__init__", then(drop))
 
 
+def states_are_not_awaited(_simulation: Simulation) -> Any:
+    return patched(device_step.DeviceSteps, "_step", without_waits)
+
+
+def states_are_dropped_while_they_are_copied(_simulation: Simulation) -> Any:
+    return patched(device_step.DeviceSteps, "_drop", instead(staticmethod(lambda _one: None)))
+
+
+def stepped_shards_are_read_at_once(_simulation: Simulation) -> Any:
+    return patched(device_step, "arrives", instead(lambda _tensor, _wait: None))
+
+
+_DEVICE_STEP = Program("stack", offload="device")
+
 BUGS = {
     "communication stream does not wait": Bug(stream_does_not_wait, Problem.RACE),
     "event before the job": Bug(event_before_the_job, Problem.RACE),
@@ -398,6 +412,18 @@ BUGS = {
     "activations are not awaited": Bug(activations_are_not_awaited, Problem.RACE, _ACTIVATIONS),
     "activations are dropped while they are copied": Bug(
         activations_are_dropped_while_they_are_copied, Problem.EARLY_FREE, _ACTIVATIONS
+    ),
+    "states are not awaited": Bug(states_are_not_awaited, Problem.RACE, _DEVICE_STEP),
+    "states are dropped while they are copied": Bug(
+        states_are_dropped_while_they_are_copied, Problem.EARLY_FREE, _DEVICE_STEP
+    ),
+    "states of steps in backward are dropped while they are copied": Bug(
+        states_are_dropped_while_they_are_copied,
+        Problem.EARLY_FREE,
+        replace(_DEVICE_STEP, steps_in_backward=True),
+    ),
+    "stepped shards are read at once": Bug(
+        stepped_shards_are_read_at_once, Problem.HOST_RACE, _DEVICE_STEP
     ),
     "sums are in host memory": Bug(sums_are_in_host_memory, Problem.NCCL, _OFFLOAD),
     "groups sort their ranks": Bug(

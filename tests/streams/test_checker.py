@@ -43,7 +43,12 @@ CLEAN = {
 }
 MODELS = ("stack", "gpt", "tied", "checkpointed", "checkpointed, reentrant", "unused and reused")
 ROWS = pairwise(
-    MODELS, tuple(PRESETS), (0, 1, 2, 3), (1, 2), (None, "all", "copies"), (False, True)
+    MODELS,
+    tuple(PRESETS),
+    (0, 1, 2, 3),
+    (1, 2),
+    (None, "all", "copies", "device"),
+    (False, True),
 )
 
 

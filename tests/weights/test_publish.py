@@ -1,10 +1,12 @@
 """`sw.publish`: receivers have the bits of `sw.save`'s files, of one version at a time."""
 
+import dataclasses
+import inspect
 import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -86,6 +89,24 @@ def _plain(name: str, **options: Any) -> nn.Module:
     return sw.fully_shard(build(name), units="auto", **options_of(strategy), **options)
 
 
+def _adapted(**options: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
+    model: nn.Module = peft.get_peft_model(build("stack"), config)
+    return sw.fully_shard(model, units="auto", **options)
+
+
+def _fused() -> nn.Module:
+    """Experts whose first two matrices are one parameter, as in transformers' Mixtral."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=3,
+    )  # fmt: skip
+    model: nn.Module = transformers.MixtralForCausalLM(config)
+    return sw.fully_shard(model, units="MixtralDecoderLayer")
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "fsdp, tied": lambda: _plain("gpt"),
     "hsdp": lambda: _plain("gpt", strategy="hsdp"),
@@ -96,8 +117,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "frozen, mixed": lambda: _plain("mixed dtypes"),
     "buffers": lambda: _plain("conv"),
+    "stepped on the device": lambda: _plain(
+        "stack", offload_policy=sw.CPUOffloadPolicy(step="device")
+    ),
     "tp x fsdp": _tensor_parallel,
     "ep x fsdp": _experts,
+    "lora, merged": _adapted,
+    "lora, alone": _adapted,
+    "fused": _fused,
 }
 
 
@@ -112,14 +139,18 @@ def test_receivers_have_the_bits_of_the_model_in_50_steps(
     torch.manual_seed(0)
     model = MODELS[kind]()
     target = MemoryTarget(accepts_runs=accepts_runs)
+    options: Any = {"dtype": dtype}
+    if kind.startswith("lora"):
+        options["adapters"] = kind.partition(", ")[2]
     for step in range(50):
-        version = sw.publish(model, target, dtype=dtype, bucket_bytes=700)
-        expected = whole(model, dtype=dtype)
+        version = sw.publish(model, target, bucket_bytes=700, **options)
+        expected = whole(model, **options)
         if dist.get_rank() == 0:
             assert version == target.version == target.manifest.version == step + 1
             assert_same(target.tensors, expected)
             num_bytes = sum(tensor.nbytes for tensor in expected.values())
-            if step and FRACTIONS[(step - 1) % len(FRACTIONS)] in (0.0, 0.001) and accepts_runs:
+            can_be_small = accepts_runs and kind != "lora, merged"  # sums are sent whole
+            if step and FRACTIONS[(step - 1) % len(FRACTIONS)] in (0.0, 0.001) and can_be_small:
                 assert target.num_bytes < num_bytes / 4
             assert target.num_bytes <= num_bytes
             assert (target.manifest.base is None) == (step == 0)
@@ -139,6 +170,31 @@ def test_they_are_the_bits_of_a_checkpoint(tmp_path: Path) -> None:
         other = build("gpt", seed=1)
         sw.load(paths[0] / f"saved-{step}", model=other)
         assert_same(found.tensors, {n: p.detach() for n, p in other.named_parameters()})
+        dist.barrier()
+        change(model, step, 0.2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fused", "lora, alone"])
+def test_fused_experts_and_adapters_have_the_bits_of_a_checkpoint(
+    kind: str, tmp_path: Path
+) -> None:
+    paths: list[Any] = [tmp_path]
+    dist.broadcast_object_list(paths)
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    for step in range(3):
+        options: Any = {"adapters": "alone"} if "lora" in kind else {}
+        sw.publish(model, paths[0] / "published", **options)
+        sw.save(paths[0] / f"saved-{step}", model=model)
+        if dist.get_rank() == 0:
+            saved: dict[str, Tensor] = {}
+            for file in (paths[0] / f"saved-{step}").glob("*.safetensors"):
+                saved |= load_file(file)
+            names = {name.replace(".default", ""): name for name in saved}
+            found = weights.read_published(paths[0] / "published").tensors
+            assert_same(found, {name: saved[names[name]] for name in found})
+            assert "lora" in kind or found.keys() == saved.keys()
         dist.barrier()
         change(model, step, 0.2)
 
@@ -504,12 +560,13 @@ class DenseTrainer:
         self.sent: dict[str, Tensor] = {}
 
     def send_weights(self) -> None:
-        metadata = self.source.metadata()
+        assert self.source.implements_iter_full()
+        metadata = self.source.metadata
         if not self.is_sender:
-            for _ in self.source:
+            for _ in self.source.iter_full():
                 pass
             return
-        for meta, (name, tensor) in zip(metadata, self.source, strict=True):
+        for meta, (name, tensor) in zip(metadata, self.source.iter_full(), strict=True):
             assert (meta.name, meta.dtype, meta.shape) == (name, tensor.dtype, tuple(tensor.shape))
             self.sent[name] = tensor
 
@@ -526,6 +583,47 @@ def test_vllms_dense_engine_pulls_whole_weights(to: Any) -> None:
         if rank == 0:
             assert_same(engine.sent, expected)
         change(model, step, 0.5)
+
+
+def test_the_source_has_the_interface_of_vllm() -> None:
+    """``pip install vllm`` runs this; without it, the stand-ins above have its signatures."""
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base", reason="needs vLLM")
+    model = build("stack")
+    source = vllm.WeightSource(model)
+    assert isinstance(inspect.getattr_static(vllm.WeightSource, "metadata"), cached_property)
+    for name, member in inspect.getmembers(base.WeightSource):
+        if not name.startswith("_") and name != "iter_local":  # of parts, which it does not send
+            assert hasattr(source, name), name
+            if inspect.isfunction(member):
+                ours = inspect.signature(getattr(vllm.WeightSource, name))
+                assert [*ours.parameters] == [*inspect.signature(member).parameters], name
+    theirs = [base.ParamMeta(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+    fields = [field.name for field in dataclasses.fields(base.ParamMeta)]
+    for found, expected in zip(source.metadata, theirs, strict=True):
+        assert [getattr(found, x) for x in fields] == [getattr(expected, x) for x in fields]
+    assert source.owned_names(0) == [one.name for one in theirs]
+
+
+def test_sparse_updates_have_the_form_that_vllm_checks() -> None:
+    sparse = pytest.importorskip(
+        "vllm.distributed.weight_transfer.sparse_nccl_engine", reason="needs vLLM"
+    )
+
+    class Client:
+        def start_weight_update(self) -> None: ...
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            told.append(sparse.SparseNCCLWeightTransferUpdateInfo(**update_info))  # checks it
+
+        def finish_weight_update(self) -> None: ...
+
+    told: list[Any] = []
+    sent: list[Tensor] = []
+    model = build("stack")
+    sw.publish(model, vllm.SparseWeights(Client(), sent.append))
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for one in told for name in one.names] == names
+    assert all(one.dtype is torch.int32 for one in sent[::2])
 
 
 class Dropping(MemoryTarget):

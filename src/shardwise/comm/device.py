@@ -362,7 +362,7 @@ def run_together(actions: Sequence[Callable[[], object]]) -> None:
 def copy_(dst: Tensor, src: Tensor) -> None:
     """Copy and cast; between devices asynchronously, if the host memory is pinned."""
     is_moved = dst.device != src.device
-    if is_moved and src.device.type == "cpu":
+    if is_moved and src.device.type == "cpu" and src.dtype != dst.dtype:
         src = src.to(dst.device, non_blocking=True)  # otherwise the host would cast, and block
     dst.copy_(src, non_blocking=is_moved)
 

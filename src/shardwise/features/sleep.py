@@ -273,9 +273,9 @@ def _tensors(runtime: Runtime, optimizer: Optimizer | None) -> Iterator[Tensor]:
     for unit in runtime.units:
         for flat in unit.flats:
             flat.reclaim_locals()
-            if unit.plan.offload is None:
+            if not unit.plan.offloads_gradients:
                 yield from _tensors_of(flat)
-            else:
+            if unit.plan.offload is not None:
                 on_host.update(id(one.sharded) for one in flat.parameters)
     for parameter, state in () if optimizer is None else optimizer.state.items():
         leaves = () if id(parameter) in on_host else pytree.tree_leaves(state)

@@ -21,6 +21,7 @@ __all__ = [
     "Configuration",
     "Float8",
     "Offload",
+    "OffloadStep",
     "OptimizerLoop",
     "Stack",
 ]
@@ -29,6 +30,7 @@ MODEL_AXES = ("tensor", "pipeline", "context", "expert")  # degrees of paralleli
 Checkpointing = Literal["none", "products", "selective", "full"]
 Accumulate = Literal["shards", "whole"]
 Offload = Literal["none", "optimizer", "parameters"]
+OffloadStep = Literal["host", "device"]
 OptimizerLoop = Literal["foreach", "fused", "for_loop"]
 Float8 = Literal["none", "tensorwise", "rowwise", "delayed", "mxfp8"]
 Attention = Literal["flash", "math"]
@@ -66,6 +68,7 @@ class Configuration:
         activation_offload: whether tensors that autograd saves in a block are on the host until its
             backward.
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
+        offload_step: where the optimizer runs with offload; on the "device", gradients are there.
         prefetch: units gathered ahead of the one that computes.
         units: "auto", the name of a module class, or a size in parameters; None: the whole model is
             one unit.
@@ -117,6 +120,7 @@ class Configuration:
     checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
     activation_offload: bool = False
     offload: Offload = "none"
+    offload_step: OffloadStep = "host"
     prefetch: int = 1
     units: str | int | None = "auto"
     master_dtype: torch.dtype = torch.float32
@@ -244,6 +248,7 @@ _CHOICES = {
     "accumulate": Accumulate,
     "checkpointing": Checkpointing,
     "offload": Offload,
+    "offload_step": OffloadStep,
     "optimizer_loop": OptimizerLoop,
     "attention": Attention,
     "float8": Float8,

@@ -106,7 +106,9 @@ def precision_of(configuration: Configuration) -> MixedPrecisionPolicy:
 def _offload_of(configuration: Configuration) -> OffloadPolicy:
     if configuration.offload == "none":
         return NO_OFFLOAD
-    return CPUOffloadPolicy(parameters=configuration.offload == "parameters")
+    return CPUOffloadPolicy(
+        parameters=configuration.offload == "parameters", step=configuration.offload_step
+    )
 
 
 def call_of(configuration: Configuration) -> str:
@@ -185,8 +187,9 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         inner = "".join(f"        {one},\n" for one in given)
         arguments["mp_policy"] = f"sw.MixedPrecisionPolicy(\n{inner}    )"
     if configuration.offload != "none":
-        keeps = "" if configuration.offload == "parameters" else "parameters=False"
-        arguments["offload_policy"] = f"sw.CPUOffloadPolicy({keeps})"
+        keeps = [] if configuration.offload == "parameters" else ["parameters=False"]
+        keeps += ['step="device"'] if configuration.offload_step == "device" else []
+        arguments["offload_policy"] = f"sw.CPUOffloadPolicy({', '.join(keeps)})"
     return arguments
 
 

@@ -8,6 +8,7 @@ comes. Neither class needs vLLM to be installed in the trainer.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -20,15 +21,18 @@ __all__ = ["SparseWeights", "WeightSource"]
 
 
 class ParameterMetadata(NamedTuple):
-    """The fields of vLLM's ``ParamMeta``."""
+    """The fields of vLLM's ``ParamMeta``. Every rank takes part in the gather of every weight."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owners: None = None
+    mesh_shape: None = None
+    placements: None = None
 
 
 class WeightSource:
-    """A ``WeightSource`` of vLLM: whole weights under checkpoint names, bucket by bucket.
+    """A ``WeightSource`` of vLLM 0.33: whole weights under checkpoint names, bucket by bucket.
 
     Pass it as ``source=`` to ``WeightTransferTrainerFactory.trainer_init`` on every trainer rank,
     and call the engine's ``send_weights()`` on every rank, between steps.
@@ -55,6 +59,7 @@ class WeightSource:
         self._selection = dtype, names, adapters
         self._bucket_bytes = bucket_bytes
 
+    @cached_property
     def metadata(self) -> list[ParameterMetadata]:
         """Name, dtype and shape of each weight; gathers nothing."""
         return [
@@ -62,7 +67,19 @@ class WeightSource:
             for one in outputs_of(self._model, *self._selection)
         ]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def owned_names(self, rank: int) -> list[str]:  # noqa: ARG002 - all are the same
+        """The names of the weights that a rank takes part in gathering: all."""
+        return [one.name for one in self.metadata]
+
+    def implements_iter_full(self) -> bool:
+        """Engines that send whole weights can use this source."""
+        return True
+
+    def implements_iter_local(self) -> bool:
+        """Engines that send each rank's part cannot."""
+        return False
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; every rank must iterate."""
         dtype, names, adapters = self._selection
         return full_tensors(

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.device_step import DeviceSteps, one_step_at_a_time, prefetch_states
 from shardwise.features.unused import (
     Unused,
     UnusedParameters,
@@ -143,9 +144,13 @@ class _Stepper(StepObserver):
         # One sync per reduction: only the last one counts, but the device uses the memory of all.
         self._syncs: defaultdict[Unit, list[UsedParameterSync]] = defaultdict(list)
         self._used: dict[Unit, list[bool]] = {}  # parameters this rank used in this backward
+        self._on_device: set[DeviceSteps] = set()  # copy units to the device in this backward
 
     def before_reduce(self, unit: Unit) -> None:
-        """Raise a StepError if ``unit`` has already stepped in this backward."""
+        """Raise a StepError if ``unit`` has already stepped in this backward.
+
+        Begin to copy its states to the device, if they are on the host and the step is not.
+        """
         if unit in self._stepped:
             raise StepError(
                 f"{unit.plan.label}: gradients came after sw.optimizer_in_backward had stepped "
@@ -153,6 +158,9 @@ class _Stepper(StepObserver):
                 "recorded. Run checkpointed units inside the forward of the model, or call "
                 "optimizer.step() after backward"
             )
+        steps = prefetch_states(self._optimizer, unit)
+        if steps is not None:
+            self._on_device.add(steps)
 
     def after_reduce(self, unit: Unit, comm: Communicator) -> None:
         """Start the exchange of used parameters right after the reduction of ``unit``."""
@@ -190,6 +198,7 @@ class _Stepper(StepObserver):
                 gradients.fill_with_zeros()
                 gradients.forget()
             self._update(unit)  # one at a time: the optimizer steps everything with a gradient
+        self._finish_on_device()
         self._stepped.clear()
 
     def failed(self) -> list[object]:
@@ -198,7 +207,12 @@ class _Stepper(StepObserver):
         ]
         for state in (self._collected, self._stepped, self._syncs, self._used):
             state.clear()
+        self._finish_on_device()
         return in_flight
+
+    def _finish_on_device(self) -> None:
+        while self._on_device:
+            self._on_device.pop().finish()
 
     def _update(self, unit: Unit) -> None:
         self._collected.discard(unit)
@@ -240,21 +254,9 @@ class _Stepper(StepObserver):
                 parameter.grad = gradient
 
     def _step_optimizer(self) -> None:
-        """Step the optimizer, and raise a StepError if that changed the options of a group."""
-        before = _options_of(self._optimizer)
-        self._optimizer.step()
-        changed = {
-            key
-            for old, new in zip(before, _options_of(self._optimizer), strict=True)
-            for key in new
-            if key not in old or not _is_same(old[key], new[key])
-        }
-        if changed:
-            raise StepError(
-                f"{type(self._optimizer).__name__} changed {', '.join(sorted(changed))} of its "
-                "param_groups in the step of one unit, so it would count units instead of steps; "
-                "call optimizer.step() after backward instead of using sw.optimizer_in_backward"
-            )
+        way_out = "call optimizer.step() after backward instead of using sw.optimizer_in_backward"
+        with one_step_at_a_time(self._optimizer, way_out):
+            self._optimizer.step()
 
 
 def _used_of(unit: Unit) -> list[bool]:
@@ -310,14 +312,3 @@ def _refuse_scaled_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> 
 
 def _ids_in(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _is_same(old: object, new: object) -> bool:
-    return old is new or (type(old) is type(new) and isinstance(new, (int, float)) and old == new)

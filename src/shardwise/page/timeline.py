@@ -17,7 +17,7 @@ from shardwise.recording.format import (
     Span,
     StepTotals,
 )
-from shardwise.schedule.events import COMPUTE, EventKind
+from shardwise.schedule.events import COMPUTE, COPIES, EventKind
 
 __all__ = ["Bar", "BarKind", "Timeline", "Track", "by_step", "compute_spans"]
 
@@ -94,6 +94,8 @@ class Timeline:
         for event, began, ended in compute_spans(events, self._steps[step].ended):
             yield Bar(Track.COMPUTE, _COMPUTE[event.event], event.unit, "", 0, began, ended)
         for event in events:
+            if event.event in COPIES:  # they have no track
+                continue
             for began, ended in event.spans:
                 track, kind = _LAUNCHES[event.event]
                 yield Bar(track, kind, event.unit, "", event.bytes, began, ended)

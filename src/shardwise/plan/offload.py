@@ -1,10 +1,20 @@
 """Policies for keeping shards in host memory."""
 
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal
 
 from shardwise.errors import PlanError
 
-__all__ = ["NO_OFFLOAD", "CPUOffloadPolicy", "OffloadPolicy", "as_offload_policy"]
+__all__ = [
+    "MAX_STEPPED_UNITS",
+    "NO_OFFLOAD",
+    "CPUOffloadPolicy",
+    "OffloadPolicy",
+    "as_offload_policy",
+]
+
+# On the device at a time with step="device": one arrives, one is stepped, one leaves.
+MAX_STEPPED_UNITS = 3
 
 
 @dataclass(frozen=True)
@@ -14,20 +24,29 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and the optimizer state in host memory. Extends FSDP2's policy.
-
-    The three belong together: torch keeps gradients and optimizer state on the device of the
-    parameter. The CPU therefore runs the optimizer; ``AdamW(..., fused=True)`` is fast.
+    """Keep shards and the optimizer state in host memory. Extends FSDP2's policy.
 
     Args:
         pin_memory: use page-locked memory. Without it, copies to and from a GPU are slow and block
             the host. It has no effect if the model computes on the CPU.
         parameters: gather from host memory. False keeps a copy of the rank's shards on the device
             as well, in the compute dtype, updated once per forward: more memory, fewer copies.
+        step: where the optimizer runs. ``"host"``: on the CPU, and gradients are in host memory,
+            too; ``AdamW(..., fused=True)`` is fast there. ``"device"``: on the device, unit by
+            unit; shards and states of at most three units are there at a time, and gradients stay
+            there. docs/large-models.md compares the two.
+
+    Raises:
+        PlanError: ``step`` is another word.
     """
 
     pin_memory: bool = True
     parameters: bool = True
+    step: Literal["host", "device"] = "host"
+
+    def __post_init__(self) -> None:
+        if self.step not in ("host", "device"):
+            raise PlanError(f"CPUOffloadPolicy(step={self.step!r}): expected 'host' or 'device'")
 
 
 NO_OFFLOAD = OffloadPolicy()

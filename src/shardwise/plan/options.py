@@ -64,7 +64,7 @@ class UnitOptions:
 
     @property
     def host(self) -> CPUOffloadPolicy | None:
-        """How shards and their gradients are kept in host memory, if they are."""
+        """How shards are kept in host memory, if they are."""
         return self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
 
     @property

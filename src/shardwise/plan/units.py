@@ -78,8 +78,18 @@ class UnitPlan:
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
-        """How shards and their gradients are kept in host memory, if they are."""
+        """How shards are kept in host memory, if they are."""
         return self.options.host
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients of shards are in host memory, too."""
+        return self.offload is not None and self.offload.step == "host"
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether the optimizer brings shards from host memory to the device."""
+        return self.offload is not None and self.offload.step == "device"
 
     @property
     def wire(self) -> Wire:

@@ -55,6 +55,7 @@ class UnitFigures:
     two_level_gather: bool
     has_child_units: bool
     parent: int | None
+    offloads_gradients: bool = False
 
     @classmethod
     def of(cls, unit: UnitPlan, own_bytes: int) -> Self:

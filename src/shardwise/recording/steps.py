@@ -15,7 +15,7 @@ from shardwise.recording.format import (
     StepTotals,
 )
 from shardwise.runtime.ledger import Record, is_timed
-from shardwise.schedule.events import WAITS
+from shardwise.schedule.events import COPIES, WAITS
 
 __all__ = ["EndedSpan", "EndedStep", "recorded_event"]
 
@@ -78,7 +78,7 @@ class EndedStep:
         tokens, padded = self.tokens or (None, None)
         changes = list(accumulate(record.event.gathered_change for record in records))
         before = self.gathered_bytes - changes[-1]
-        launched = [record for record in records if record.works]
+        launched = [r for r in records if r.works and r.event.kind not in COPIES]
         exposed = busy = None
         if is_timed(records):
             exposed = sum(record.seconds for record in records if record.event.kind in WAITS)

@@ -17,7 +17,7 @@ from shardwise.recording.format import (
     StepTotals,
     UnitFigures,
 )
-from shardwise.schedule.events import COMPUTE, WAITS, EventKind
+from shardwise.schedule.events import COMPUTE, COPIES, WAITS, EventKind
 
 __all__ = ["LinearCost", "Measured", "measure", "transfer_seconds"]
 
@@ -246,7 +246,9 @@ def transfer_seconds(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, flo
     Args:
         ranks: the events of each rank, in the same order on all of them.
     """
-    launched = [[event for event in events if event.spans] for events in ranks]
+    launched = [
+        [event for event in events if event.spans and event.event not in COPIES] for events in ranks
+    ]
     durations: defaultdict[_Key, list[float]] = defaultdict(list)
     for collective in zip(*launched, strict=True):
         seconds = 0.0

@@ -20,11 +20,21 @@ from shardwise.schedule.events import EventKind
 
 __all__ = ["trace_events", "write_trace"]
 
-_TRACKS = ("steps", "around the steps", "compute", "gathers", "reductions")
+_TRACKS = (
+    "steps",
+    "around the steps",
+    "compute",
+    "gathers",
+    "reductions",
+    "states to device",
+    "states to host",
+)
 _LAUNCHES = {
     EventKind.GATHER: "gathers",
     EventKind.RESHARD_TO_SUBGROUP: "gathers",
     EventKind.REDUCE: "reductions",
+    EventKind.STATES_TO_DEVICE: "states to device",
+    EventKind.STATES_TO_HOST: "states to host",
 }
 _NEEDS = {
     EventKind.WAIT: "gathers",

@@ -151,7 +151,9 @@ class GradientShard:
         """Give parameters without a gradient zeros, as in a unit that did not run."""
         for position, parameter in enumerate(self.parameters):
             if self.gets_gradient(position) and parameter.sharded.grad is None:
-                parameter.sharded.grad = torch.zeros_like(parameter.sharded, dtype=self.dtype)
+                size = parameter.local.numel()
+                zeros = torch.zeros(size, dtype=self.dtype, device=self._device)
+                parameter.sharded.grad = parameter.wrap_gradient(zeros)
 
     def forget_fresh(self) -> bool:
         """Forget which gradients are new. Returns whether any were handed over."""
@@ -191,6 +193,11 @@ class GradientShard:
             self.current = None
 
     @property
+    def _device(self) -> torch.device:
+        """Where gradients are."""
+        return self._pool.device if self.offloader is None else self.offloader.staging.device
+
+    @property
     def _step_pool(self) -> Pool:
         """The pool of gradients that are dropped in backward, on the device of their parameters."""
         return self._pool if self.offloader is None else self.offloader.staging
@@ -209,7 +216,7 @@ class GradientShard:
                     continue
                 run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
-                gradient = parameter.sharding.wrap_gradient(own.to(self.dtype))
+                gradient = parameter.wrap_gradient(own.to(self.dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh[position] = parameter.sharded.grad
                 if is_accumulated:

@@ -97,6 +97,20 @@ class FSDPParameter:
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 
+    def wrap_gradient(self, local: Tensor) -> DTensor:
+        """Make a gradient of the sharded parameter, of which this rank has ``local``, 1-D.
+
+        torch requires of a gradient that it reports the device of its parameter. If the shard is in
+        host memory, and the gradient is not, only its local tensor tells where it is.
+        """
+        gradient, device = self.sharding.wrap_gradient(local), self.sharded.device
+        if local.device == device:
+            return gradient
+        at_parameter = torch.empty(1, dtype=local.dtype, device=device).expand(local.shape)
+        reported = self.sharding.wrap_gradient(at_parameter)
+        reported._local_tensor = gradient._local_tensor
+        return reported
+
     def watch_gradient(self) -> None:
         """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""
         if self.on_gradient is not None:

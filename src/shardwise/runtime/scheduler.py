@@ -637,7 +637,7 @@ class Scheduler:
                 self._offloading = unit
                 self.observer.collected(unit)
             case EventKind.STEP:
-                self._finish_offload()
+                self._finish_offload(of=unit)
                 self.observer.step(unit, comm)
             case EventKind.RESHARD_TO_SUBGROUP:
                 return unit.launch_subgroup_part(comm.gather)
@@ -658,9 +658,13 @@ class Scheduler:
             if not self._shows_dense and not self.sequencer.is_in_use(index):
                 self.units[index].use_sharded()
 
-    def _finish_offload(self) -> None:
-        """Hand over the gradients of the last reduction, which were copied to the host."""
-        offloading, self._offloading = self._offloading, None
-        if offloading is not None:
+    def _finish_offload(self, of: Unit | None = None) -> None:
+        """Hand over the gradients of the last reduction, if it was that of the unit ``of``.
+
+        They were copied to the host. None: whichever unit it was.
+        """
+        offloading = self._offloading
+        if offloading is not None and of in (None, offloading):
+            self._offloading = None
             for gradients in offloading.gradients:
                 gradients.finish_offload()

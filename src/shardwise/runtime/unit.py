@@ -35,7 +35,6 @@ from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
-from shardwise.tensor.sharding import local_of
 
 __all__ = ["FlatParameters", "Unit", "make_unit"]
 
@@ -72,7 +71,13 @@ class FlatParameters:
         self.gradients: Gradients | None = None
         if layout.trainable:
             self.gradients = Gradients(
-                layout, self.parameters, mesh, pools, plan, settings, offloader
+                layout,
+                self.parameters,
+                mesh,
+                pools,
+                plan,
+                settings,
+                offloader if plan.offloads_gradients else None,
             )
 
     @property
@@ -215,7 +220,7 @@ class FlatParameters:
         """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
         for parameter in self.parameters:
             current = parameter.owners[0].get()
-            if isinstance(current, DTensor) and local_of(current) is parameter.local:
+            if isinstance(current, DTensor) and current._local_tensor is parameter.local:
                 continue
             if current is not None:
                 parameter.adopt(current)

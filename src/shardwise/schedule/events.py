@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["COMPUTE", "GATHERS", "WAITS", "Event", "EventKind", "describe"]
+__all__ = ["COMPUTE", "COPIES", "GATHERS", "WAITS", "Event", "EventKind", "describe"]
 
 
 class EventKind(StrEnum):
@@ -20,11 +20,15 @@ class EventKind(StrEnum):
     REDUCE = "reduce"  # launch the reduce-scatter of its gradients
     FINISH_REDUCE = "finish_reduce"  # wait for the reduction and set the parameters' gradients
     STEP = "step"  # in backward: the optimizer updates its parameters; free its gradients
+    # With CPUOffloadPolicy(step="device"): copy its shards and optimizer states for their step.
+    STATES_TO_DEVICE = "states_to_device"
+    STATES_TO_HOST = "states_to_host"
 
 
 COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
 GATHERS = (EventKind.GATHER, EventKind.RESHARD_TO_SUBGROUP)
 WAITS = (EventKind.WAIT, EventKind.FINISH_REDUCE)  # compute waits for communication
+COPIES = (EventKind.STATES_TO_DEVICE, EventKind.STATES_TO_HOST)
 _FREES = (EventKind.FREE, EventKind.FREE_SUBGROUP)
 
 

@@ -65,6 +65,8 @@ class ScheduledUnit(Protocol):
     def two_level_gather(self) -> bool: ...
     @property
     def has_child_units(self) -> bool: ...
+    @property
+    def offloads_gradients(self) -> bool: ...
 
 
 class Scheduled(Protocol):
@@ -145,6 +147,9 @@ class Sequencer:
         self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
         self._to_free: int | None = None
         self._reducing: deque[int] = deque()
+        # Units whose gradients are copied to the host, to be stepped there: the copy of each runs
+        # while the host steps the one before, after the next reduction was launched.
+        self._arriving: deque[int] = deque()
         self._is_accumulating = False  # no optimizer steps before the next backward
         self._events: list[Event] = []
 
@@ -244,6 +249,8 @@ class Sequencer:
             if status.awaits_reduction and self._settings[unit].reduces_fully:
                 self._reduce(unit)
         self._finish_reduces(0)
+        while self._arriving:
+            self._step(self._arriving.popleft())
         for unit, status in enumerate(self._status):
             if status.awaits_step:
                 self._step(unit)
@@ -267,6 +274,7 @@ class Sequencer:
         self._expected = {False: (), True: ()}
         self._backwards.clear()
         self._reducing.clear()
+        self._arriving.clear()
         for status in self._status:
             status.awaits_reduction = status.awaited_before
             status.awaits_step = False
@@ -411,6 +419,8 @@ class Sequencer:
         self._emit(EventKind.REDUCE, unit)
         self._reducing.append(unit)
         self._status[unit].awaits_reduction = not self._settings[unit].all_reduce_grads
+        while len(self._arriving) > 1:
+            self._step(self._arriving.popleft())
 
     def _finish_reduces(self, left: int, of: int | None = None) -> None:
         """Finish the oldest reductions until at most ``left`` run, none of them of the unit ``of``.
@@ -423,8 +433,12 @@ class Sequencer:
             status = self._status[unit]
             if self.steps_in_backward and not status.awaits_reduction:
                 status.awaits_step = True
-                if not self._backwards or status.calls_left == 0:
+                if self._backwards and status.calls_left:
+                    continue
+                if not self._units[unit].offloads_gradients:
                     self._step(unit)
+                elif unit not in self._arriving:
+                    self._arriving.append(unit)
 
     def _step(self, unit: int) -> None:
         self._status[unit].awaits_step = False

@@ -23,6 +23,7 @@ from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Run
 from shardwise.tensor.reductions import across, combine, norms
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["draws", "written_tensors"]
 
@@ -80,7 +81,8 @@ def _unsupported(
     return ShardedTensorError(
         f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole "
         "tensor, .to_local() for this rank's elements, or `sw.gathered(model)`. If this was raised "
-        "in a forward, the module was not called through its unit"
+        "in a forward, the module was not called through its unit; if it was raised in a loss that "
+        "uses a weight, such as lm_head.weight, compute the loss in the model's forward"
     )
 
 
@@ -121,7 +123,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
         _check_matches(func, first, x)
-        return x._local_tensor
+        return local_of(x)
     if isinstance(x, DTensor):
         if x.numel() != 1:
             raise _unsupported(func, first, f"with a DTensor of {x.placements}")
@@ -142,7 +144,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
 
 def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
     """A faster `_on_runs`: every `nn.Parameter` and every optimizer step calls alias or detach."""
-    return ShardedTensor(func(args[0]._local_tensor), args[0]._sharding)
+    return ShardedTensor(func(local_of(args[0])), args[0]._sharding)
 
 
 def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -155,7 +157,7 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 torch.autograd.graph.increment_version(x)
         return None
     for local, x in zip(result, args[0], strict=True):
-        if isinstance(x, ShardedTensor) and local.shape != x._local_tensor.shape:
+        if isinstance(x, ShardedTensor) and local.shape != local_of(x).shape:
             raise _unsupported(func, x)
     return [_wrap_as(local, x) for local, x in zip(result, args[0], strict=True)]
 
@@ -174,7 +176,7 @@ def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
 def _locals_of(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [_locals_of(y) for y in x]
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return local_of(x) if isinstance(x, DTensor) else x
 
 
 def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
@@ -243,7 +245,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         )
     whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     func(whole, *args[1:], **kwargs)
-    x._local_tensor.copy_(whole.view(-1)[run.start : run.stop])
+    local_of(x).copy_(whole.view(-1)[run.start : run.stop])
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -267,7 +269,7 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
         raise _unsupported(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
-    run = x._local_tensor if dtype is None else x._local_tensor.to(dtype)
+    run = local_of(x) if dtype is None else local_of(x).to(dtype)
     if kind == "norm":
         result = norms([run], mesh, 2.0 if order is None else float(order), [_cuts_of(x)])[0]
     else:
@@ -301,7 +303,7 @@ def _foreach_norm(
             norm = torch.linalg.vector_norm(x, order, dtype=dtype)
             results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for members in groups.values():
-        runs = [tensors[i]._local_tensor.to(dtype or tensors[i].dtype) for i in members]
+        runs = [local_of(tensors[i]).to(dtype or tensors[i].dtype) for i in members]
         cuts = [_cuts_of(tensors[i]) for i in members]
         found = norms(runs, tensors[members[0]]._sharding.mesh, order, cuts)
         results.update(zip(members, found, strict=True))
@@ -322,7 +324,11 @@ def _unscale(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) 
     """GradScaler's kernel: a non-finite gradient on any rank skips the step on every rank."""
     grads, found_inf, inverse_scale = args
     meshes = {id(x._sharding.mesh): x._sharding.mesh for x in grads if isinstance(x, ShardedTensor)}
-    func(_locals_of(grads), found_inf, inverse_scale)
+    local = _locals_of(grads)
+    # A gradient may report the host, where its parameter is, and be on the device itself.
+    found, inverse = (x.to(local[0].device) for x in (found_inf, inverse_scale))
+    func(local, found, inverse)
+    found_inf.copy_(found)
     for mesh in meshes.values():
         found_inf.copy_(across([found_inf.reshape(())], mesh).amax())
 

@@ -30,6 +30,7 @@ from shardwise.tensor.sharding import (
     ChunkSharding,
     ExtendedSharding,
     Sharding,
+    local_of,
     sharding_of,
 )
 
@@ -133,7 +134,7 @@ class ShardedTensor(AssignableDTensor):
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:  # noqa: ARG002
         """This rank's elements, 1-D: a run of the row-major tensor. They share its memory."""
-        return self._local_tensor
+        return local_of(self)
 
     def _distributed_as_this(self, whole: Tensor) -> Tensor:
         return whole  # `copy_` takes this rank's elements
@@ -142,7 +143,7 @@ class ShardedTensor(AssignableDTensor):
         """Gather the whole tensor; every rank must call this."""
         with torch.no_grad():
             runs, mesh = self._sharding.runs, self._sharding.mesh
-            local = self._local_tensor.detach()
+            local = local_of(self).detach()
             if len(runs) == 1:
                 return local.clone().view(self._sharding.shape)
             padded = gather_runs(local, runs, mesh, self._sharding.label)
@@ -183,7 +184,7 @@ class ShardedTensor(AssignableDTensor):
         """Pickle this rank's elements, like other DTensors: for the same rank of an equal mesh."""
         own = self._sharding
         parts = own.layout, own.extent, own.mesh, own.label, own.unit
-        return _unpickled, (self._local_tensor.detach(), parts)
+        return _unpickled, (local_of(self).detach(), parts)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         run, mesh = self._sharding.run, self._sharding.mesh
@@ -196,7 +197,7 @@ class ShardedTensor(AssignableDTensor):
     # The protocol of `torch.distributed.checkpoint` for distributed tensors.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[object]:  # noqa: A002
-        return items_of(fqn, self.shape, self._sharding.run, self._local_tensor)
+        return items_of(fqn, self.shape, self._sharding.run, local_of(self))
 
     def __create_chunk_list__(self) -> list[object]:
         return [chunk for chunk, _ in self._chunks()]
@@ -205,7 +206,7 @@ class ShardedTensor(AssignableDTensor):
         return next(part for chunk, part in self._chunks() if chunk.offsets == index.offset)
 
     def _chunks(self) -> list[tuple[Any, Tensor]]:
-        return chunks_of(self.shape, self._sharding.run, self._local_tensor.detach())
+        return chunks_of(self.shape, self._sharding.run, local_of(self).detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], RunSharding]:
         return ["_local_tensor"], self._sharding

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -31,6 +31,7 @@ __all__ = [
     "ChunkSharding",
     "ExtendedSharding",
     "Sharding",
+    "arrives",
     "is_tensor_parallel",
     "local_of",
     "mesh_of",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _SHARDING = "_sharding"  # a parameter's attribute
+_ARRIVING = "_shardwise_arriving"  # of a tensor in host memory to which a device still writes
 
 
 class AssignableDTensor(DTensor):
@@ -414,6 +416,16 @@ def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor object of a DTensor; ``to_local()`` may return a view of it."""
+    """The local tensor object of a DTensor; ``to_local()`` may return a view of it.
+
+    The host waits for a copy that `arrives`.
+    """
     assert isinstance(tensor, DTensor)
+    if _ARRIVING in vars(tensor):
+        vars(tensor).pop(_ARRIVING)()
     return tensor._local_tensor
+
+
+def arrives(tensor: Tensor, wait: Callable[[], None]) -> None:
+    """Have `local_of` call ``wait`` before it returns the local tensor, which is in host memory."""
+    vars(tensor)[_ARRIVING] = wait

@@ -208,6 +208,8 @@ class MemoryConfig(Section):
     checkpoint: Literal["full", "reentrant", "products", "selective"] = "full"
     # Keep optimizer states and gradients in host memory; "all": parameters too.
     offload: Literal["none", "optimizer", "all"] = "none"
+    # With offload, where the optimizer runs; on the "device", gradients are not in host memory.
+    offload_step: Literal["host", "device"] = "host"
     activations: Literal["device", "host"] = "device"  # where activations are kept until backward
     step_in_backward: bool = False  # step each unit as soon as its gradients are reduced
     # Where gradients of micro-batches are summed: in shards, or in whole gradients, which take more

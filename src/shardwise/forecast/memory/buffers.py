@@ -10,8 +10,8 @@ The figures come from a replay of `schedule`, which the engine also runs. For tw
     update          + gradient shards
 
 With offload, shards and their gradients stay on the host from step to step, and reduced gradients
-leave the device one unit later. Activations, other tensors that autograd keeps, optimizer states
-and the model's buffers are not included.
+leave the device one unit later, unless they are stepped on the device. Activations, other tensors
+that autograd keeps, optimizer states and the model's buffers are not included.
 """
 
 from dataclasses import dataclass, replace
@@ -69,9 +69,11 @@ class MemoryReplay:
         self._plan = plan
         self._options = options
         self._pending = _PendingOffload(0, 0)
+        self._arrived: dict[int, int] = {}  # bytes of gradients on the host that are not stepped
         self._new_shards = 0  # bytes of gradient shards allocated in this step
-        kept = [_resident_bytes(unit, options) for unit in plan.units]
-        self.host = sum(k for k, unit in zip(kept, plan.units, strict=True) if unit.offload)
+        kept = [unit.shard_bytes + _kept_gradients(unit, options) for unit in plan.units]
+        self.host = sum(unit.shard_bytes for unit in plan.units if unit.offload is not None)
+        self.host += sum(_kept_gradients(u, options) for u in plan.units if u.offloads_gradients)
         copies = sum(unit.device_copy_bytes for unit in plan.units)
         owned = sum(unit.gradient_bytes for unit in plan.units if unit.holds_gradients)
         self.base = sum(kept) - self.host + copies + owned
@@ -162,12 +164,12 @@ class MemoryReplay:
                 self._add_shards(
                     _in_place_bytes(unit, options) - _permanent_bytes(unit, options), unit
                 )
-                self._offload(_pending_offload(unit, options))
+                self._begin_offload(event.unit)
                 if options.adds_by_unit and self.accumulated:
                     self.accumulated -= unit.gradient_bytes
             case EventKind.STEP:
                 self._add_shards(-unit.gradient_shard_bytes, unit)
-                self._offload(_PendingOffload(0, 0))
+                self._end_offload(event.unit)
         self._update_peak()
         return self.peak > before
 
@@ -199,13 +201,27 @@ class MemoryReplay:
         # With steps in backward, gradient shards come from the pool of transient memory.
         kept = self.base + self._new_shards * (not self._options.steps_in_backward)
         self.transient = max(self.transient, allocated - kept)
-        self.staging = max(self.staging, self._pending.host)
-        self.total_peak = max(self.total_peak, allocated + self.host + self._pending.host)
+        staging = self._pending.host + sum(self._arrived.values())
+        self.staging = max(self.staging, staging)
+        self.total_peak = max(self.total_peak, allocated + self.host + staging)
 
     def check_end(self) -> None:
         left = self._carried + self.accumulated
         remaining = self.base + left + self._pending.device + self._new_shards
         assert self.allocated == remaining, "a step frees everything but shards"
+
+    def _begin_offload(self, index: int) -> None:
+        """Copy the gradients of a unit to the host; those of the one before have arrived."""
+        unit, options = self._plan.units[index], self._options
+        self._offload(_pending_offload(unit, options))
+        if options.steps_in_backward and unit.offloads_gradients:
+            self._arrived[index] = unit.gradient_shard_bytes
+
+    def _end_offload(self, index: int) -> None:
+        """Free the gradients of a unit that was stepped."""
+        if index == next(reversed(self._arrived), index):  # its copy was the last one
+            self._offload(_PendingOffload(0, 0))
+        self._arrived.pop(index, None)
 
     def _offload(self, following: "_PendingOffload") -> None:
         self.reducing += following.device - self._pending.device
@@ -214,15 +230,14 @@ class MemoryReplay:
     def _add_shards(self, num_bytes: int, unit: UnitPlan) -> None:
         """Allocate new gradient shards on the device, or free them."""
         is_new = self._options.steps_in_backward or not self._options.accumulates
-        if is_new and unit.offload is None:
+        if is_new and not unit.offloads_gradients:
             self._new_shards += num_bytes
 
 
-def _resident_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
-    """Return the bytes of a unit that are allocated between steps."""
-    is_kept = (options.accumulates or unit.offload is not None) and not options.steps_in_backward
-    gradients = unit.gradient_shard_bytes if is_kept else _permanent_bytes(unit, options)
-    return unit.shard_bytes + gradients
+def _kept_gradients(unit: UnitPlan, options: ReplayOptions) -> int:
+    """Return the bytes of a unit's gradients that are allocated between steps."""
+    is_kept = (options.accumulates or unit.offloads_gradients) and not options.steps_in_backward
+    return unit.gradient_shard_bytes if is_kept else _permanent_bytes(unit, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +265,7 @@ def _gradient_bytes(unit: UnitPlan, options: ReplayOptions) -> _Gradients:
 
 def _in_place_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Return the bytes of gradient shards that are the reduce buffer itself."""
-    is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offload is not None
+    is_elsewhere = unit.has_child_units or unit.holds_gradients or unit.offloads_gradients
     if is_elsewhere or options.accumulates or options.steps_in_backward:
         return 0
     return sum(one.gradient_shard_bytes for one in unit.trainable_layouts if one.is_whole_sum)
@@ -270,11 +285,11 @@ class _PendingOffload:
 
 
 def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
-    layouts = unit.trainable_layouts if unit.offload is not None else ()
+    layouts = unit.trainable_layouts if unit.offloads_gradients else ()
     return _PendingOffload(
         sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
         sum(layout.shard_bytes for layout in layouts)
-        if options.accumulates or options.steps_in_backward
+        if options.accumulates and not options.steps_in_backward
         else 0,
     )
 
@@ -283,7 +298,7 @@ def _output_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Return the bytes of reduction outputs that are not the gradients themselves."""
     return sum(
         layout.shard_elements * layout.cast.reduce_itemsize  # cast during the copy to the host
-        if layout.is_offloaded
+        if unit.offloads_gradients
         else layout.shard_bytes * options.accumulates
         for layout in unit.trainable_layouts
     )

@@ -28,7 +28,8 @@ from itertools import accumulate
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.buffers import MemoryReplay, ReplayOptions
-from shardwise.forecast.memory.states import state_bytes, trained_layouts
+from shardwise.forecast.memory.device_step import DeviceStepReplay
+from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
@@ -204,6 +205,7 @@ class _StepReplay:
                 adds_by_unit=configuration.stack == "fsdp2",
             ),
         )
+        self._device_steps = DeviceStepReplay(plan, configuration)
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
         self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
         if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
@@ -281,6 +283,7 @@ class _StepReplay:
         else:
             yield from self._run_pass(self._workload, self._pass)
         self._memory.check_end()
+        self._device_steps.finish()
         if self._memory.earlier_peak:
             yield self._earlier_backward()
         yield self._update()
@@ -290,6 +293,7 @@ class _StepReplay:
         steps_in_backward = self._configuration.step_in_backward
         for event in schedule(self._plan, steps_in_backward=steps_in_backward):
             self._memory.apply(event)
+            self._device_steps.apply(event)
             yield self._moment(describe(event, self._labels), 0)
 
     def _run_pass(self, workload: Workload, activations: "_Activations") -> Iterator[Moment]:
@@ -321,6 +325,7 @@ class _StepReplay:
 
     def _apply(self, event: Event) -> None:
         self._memory.apply(event)
+        self._device_steps.apply(event)
         unit = self._plan.units[event.unit]
         if event.kind is EventKind.BACKWARD and unit.has_child_units:
             sizes = [
@@ -342,7 +347,7 @@ class _StepReplay:
             gathered=memory.gathered + self._copies * bool(memory.gathered),
             gradients=memory.gradient_shards,
             communication=memory.accumulated + gradients + memory.encoding + within,
-            optimizer=self._optimizer,
+            optimizer=self._optimizer + self._device_steps.allocated,
             activations=activations + self._waiting_activations,
             buffers=self._buffers,
         )
@@ -368,7 +373,7 @@ class _StepReplay:
             gathered=memory.gathered,
             gradients=memory.gradient_shards,
             communication=memory.accumulated + memory.reducing + memory.encoding,
-            optimizer=self._optimizer,
+            optimizer=self._optimizer + self._device_steps.update_bytes,
             temporaries=_update_bytes(self._plan, self._configuration),
             buffers=self._buffers,
         )
@@ -443,10 +448,13 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
         return 0
     layouts = list(trained_layouts(plan, offloaded=False))
-    if configuration.optimizer_loop == "foreach" and configuration.step_in_backward:
-        return max((layout.shard_bytes for layout in layouts), default=0)  # of one unit
+    brought = [one for unit in plan.units if unit.steps_on_device for one in unit.trainable_layouts]
     if configuration.optimizer_loop == "foreach":
-        return sum(layout.shard_bytes for layout in layouts)
+        by_unit = brought + layouts * configuration.step_in_backward
+        of_unit = max((layout.shard_bytes for layout in by_unit), default=0)
+        together = layouts * (not configuration.step_in_backward)
+        return max(of_unit, sum(layout.shard_bytes for layout in together))
+    layouts += brought
     sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
     largest: int = max(sizes, default=0)
     return 2 * largest

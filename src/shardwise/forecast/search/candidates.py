@@ -6,7 +6,13 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.configuration import MODEL_AXES, Checkpointing, Configuration, Offload
+from shardwise.forecast.configuration import (
+    MODEL_AXES,
+    Checkpointing,
+    Configuration,
+    Offload,
+    OffloadStep,
+)
 from shardwise.plan.spelling import counted
 
 __all__ = ["OBJECTIVES", "Degree", "Goal", "Objective", "configurations", "offloaded"]
@@ -136,8 +142,12 @@ def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuratio
     host = [kind for kind in goal.offload if kind != "none"]
     if configuration.checkpointing == "full" and goal.offload != ("none",):
         yield replace(configuration, activation_offload=True)
-    for kind in host:
-        yield replace(configuration, offload=kind)
+    # A step on the device is faster, and takes more of its memory.
+    steps: tuple[OffloadStep, ...] = ("device", "host")
+    if configuration.states.has_owners:
+        steps = ("host",)
+    for kind, step in product(host, steps):
+        yield replace(configuration, offload=kind, offload_step=step)
     if host and configuration.checkpointing == "full":
         yield replace(configuration, offload=host[-1], activation_offload=True)
 

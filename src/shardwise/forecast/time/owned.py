@@ -11,11 +11,12 @@ Hidden matrices are those of the units without child units; AdamW updates all ot
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardwise.forecast.machines.machine import Group, Machine
+from shardwise.forecast.states import hidden_matrices
 from shardwise.forecast.work import Kind, Operation
 from shardwise.optim.matrices import Matrices, Product, cost_of
 from shardwise.optim.ownership import BATCH_BYTES, Job, OwnedJobs
@@ -23,25 +24,13 @@ from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["PlannedOwners", "hidden_matrices"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["PlannedOwners"]
 
 _MUON_STEPS = 5
 _SOAP_FREQUENCY, _SOAP_LARGEST = 10, 10_000
-
-
-def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
-    """Yield the matrices that have owners, in the order of the model's parameters."""
-    for unit in plan.units:
-        if unit.has_child_units:
-            continue
-        found = {
-            extent.parameter.name: (layout, extent)
-            for layout in unit.trainable_layouts
-            for extent in layout.extents
-        }
-        for spec in unit.parameters:
-            if len(spec.shape) > 1 and spec.name in found:
-                yield found[spec.name]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from itertools import groupby
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.machine import Group, Machine, SegmentCost
+from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, replay
 from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, unit_gather_bytes
@@ -165,7 +166,8 @@ class _Step:
         if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
             return seconds
         if kind is EventKind.REDUCE:
-            return seconds + machine.copy_seconds(unit.gradient_shard_bytes)
+            copied = unit.gradient_shard_bytes * unit.offloads_gradients
+            return seconds + machine.copy_seconds(copied)
         return seconds + machine.copy_seconds(unit.shard_bytes * unit.offload.parameters)
 
     def _collective_seconds(self, kind: EventKind, index: int) -> float:
@@ -274,8 +276,19 @@ class _Step:
         update = self.machine.update_seconds(shards, passes + clipping)
         if self.configuration.offload == "none":
             return update
+        if self.configuration.offload_step == "device":
+            # Both directions are copied at once, and while other units are stepped.
+            stepped = sum(stepped_bytes(unit, self.configuration) for unit in self.plan.units)
+            copies = self.machine.copy_seconds(stepped)
+            hidden = self._backward_seconds if self.configuration.step_in_backward else 0.0
+            return update + max(0.0, copies - update - hidden)
         # Gradients are copied to the host and parameters back. Host memory is slower as well.
         return self.machine.copy_seconds(shards * (2 + passes))
+
+    @property
+    def _backward_seconds(self) -> float:
+        """The compute of one backward."""
+        return sum(cost.seconds for cost in self._costs[self.workload.forward_segments :])
 
     def _owner_seconds(self) -> float:
         """Predict the exchange with owners of matrices and their work, after the backward."""

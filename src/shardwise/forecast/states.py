@@ -1,15 +1,30 @@
 """Bytes of the optimizer states on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.time.owned import hidden_matrices
-from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS, OptimizerSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.units import UnitPlan
 
-__all__ = ["state_bytes", "trained_layouts"]
+__all__ = ["hidden_matrices", "state_bytes", "stepped_bytes", "trained_layouts"]
+
+
+def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
+    """Yield the matrices that have owners, in the order of the model's parameters."""
+    for unit in plan.units:
+        if unit.has_child_units:
+            continue
+        found = {
+            extent.parameter.name: (layout, extent)
+            for layout in unit.trainable_layouts
+            for extent in layout.extents
+        }
+        for spec in unit.parameters:
+            if len(spec.shape) > 1 and spec.name in found:
+                yield found[spec.name]
 
 
 def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) -> int:
@@ -17,23 +32,42 @@ def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) ->
 
     Owners of matrices are assumed to be balanced, so the result is a mean over ranks.
     """
-    spec, other = configuration.states, OPTIMIZERS[ASSUMED]
-    hidden = {one.parameter.name for _, one in hidden_matrices(plan)} if spec.has_owners else ()
+    spec = configuration.states
+    hidden = {one.parameter.name for _, one in hidden_matrices(plan)} if spec.has_owners else set()
+    layouts = trained_layouts(plan, offloaded=offloaded)
+    return round(sum(_bytes_of_layout(plan, layout, spec, hidden) for layout in layouts))
+
+
+def stepped_bytes(unit: UnitPlan, configuration: Configuration) -> int:
+    """Return the bytes of the trained shards of ``unit`` and of their states.
+
+    The optimizer has no owners of matrices.
+    """
+    spec = configuration.states
+    return round(
+        sum(
+            layout.shard_bytes + _bytes_of_layout(None, layout, spec, set())
+            for layout in unit.trainable_layouts
+        )
+    )
+
+
+def _bytes_of_layout(
+    plan: Plan | None, layout: Layout, spec: OptimizerSpec, hidden: Collection[str]
+) -> float:
+    """Return the bytes of a layout's states; ``hidden`` matrices, of a ``plan``, have owners."""
+    if spec.kind == "elements":
+        return sum(one.num_bytes(layout.shard_elements, layout.itemsize) for one in spec.states)
     total = 0.0
-    for layout in trained_layouts(plan, offloaded=offloaded):
-        if spec.kind == "elements":
-            states = (one.num_bytes(layout.shard_elements, layout.itemsize) for one in spec.states)
-            total += sum(states)
-            continue
-        for extent in layout.extents:
-            if not spec.has_owners:
-                total += _bytes_of(layout, extent.parameter, spec)
-            elif extent.parameter.name not in hidden:
-                total += _bytes_of(layout, extent.parameter, other)
-            else:
-                ranks = plan.num_ranks if spec.side_states else layout.world_size
-                total += _matrix_bytes(layout, extent.parameter, spec) / ranks
-    return round(total)
+    for extent in layout.extents:
+        if plan is None or not spec.has_owners:
+            total += _bytes_of(layout, extent.parameter, spec)
+        elif extent.parameter.name not in hidden:
+            total += _bytes_of(layout, extent.parameter, OPTIMIZERS[ASSUMED])
+        else:
+            ranks = plan.num_ranks if spec.side_states else layout.world_size
+            total += _matrix_bytes(layout, extent.parameter, spec) / ranks
+    return total
 
 
 def _bytes_of(layout: Layout, parameter: ParameterSpec, spec: OptimizerSpec) -> float:
