@@ -295,5 +295,5 @@ def test_a_replica_that_dies_while_it_takes_a_state_is_left_out() -> None:
         job.finish(stays, back)
         assert_equal_to_one_process(job, 12, range(2))
         assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(12))
-        assert_said(job, r"(replica 1 left|repeated).*; .* s lost")
+        assert_said(job, r".*(replica 1 left|repeated|waited).*; .* s lost")
         assert_said(job, r"replica 1 joined.*; .* s lost")
