@@ -1,16 +1,19 @@
-"""Detects parameters that change between a forward and its backward.
+"""Detects parameters that change between a forward and its backward, and steps without a change.
 
 Autograd compares the versions of tensors that it saved. Here it saved gathered parameters, whose
 versions do not change when they are gathered again, so the versions of the shards are compared.
 """
 
+import weakref
 from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from shardwise.errors import StepError
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.sequencer import Call
 
-__all__ = ["ShardVersions"]
+__all__ = ["CompleteStep", "ShardVersions"]
 
 
 class ShardVersions:
@@ -54,5 +57,30 @@ class ShardVersions:
         )
 
 
+class CompleteStep:
+    """The gradients of a step, which an optimizer or ``zero_grad()`` should use before the next."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._left = [
+            (one.sharded, one.sharded._version, weakref.ref(gradient), gradient._version)
+            for unit in units
+            for one in unit.parameters
+            if (gradient := one.sharded.grad) is not None
+        ]
+
+    def is_untouched(self) -> bool:
+        """Whether all gradients are still there, and neither they nor parameters have changed."""
+        return bool(self._left) and all(_is_same(*each) for each in self._left)
+
+
 def _versions_of(unit: Unit) -> list[tuple[int, int]]:
     return [(p.sharded._version, p.local._version) for p in unit.parameters]
+
+
+def _is_same(
+    parameter: nn.Parameter, version: int, before: weakref.ref[Tensor], version_before: int
+) -> bool:
+    gradient = parameter.grad
+    if gradient is None or gradient is not before():
+        return False
+    return parameter._version == version and gradient._version == version_before
