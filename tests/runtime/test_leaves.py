@@ -445,6 +445,15 @@ def test_what_cannot_hold_is_refused() -> None:
     for norm in (nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)):
         with pytest.raises(PlanError, match="use a norm"):
             sw.fully_shard(nn.Sequential(nn.Linear(4, 4), norm), reproducible=2)
+    frozen = nn.BatchNorm1d(4).eval()
+    with pytest.raises(PlanError, match=r"if it stays in eval\(\), set its track_running_stats"):
+        sw.fully_shard(nn.Sequential(nn.Linear(4, 4), frozen), reproducible=2)
+    frozen.track_running_stats = False
+    x, before = torch.randn(3, 4), [one.clone() for one in frozen.buffers()]
+    expected = frozen(x)
+    sharded_norm = sw.fully_shard(nn.Sequential(frozen), reproducible=2).eval()
+    assert torch.equal(sharded_norm(x), expected)
+    assert all(map(torch.equal, before, frozen.buffers()))
     with pytest.raises(PlanError, match="different sharding plans"):
         sw.fully_shard(nn.Linear(4, 4), reproducible=2 << dist.get_rank())
     with pytest.raises(PlanError, match=r"sw.leaves: the model has none"):
@@ -462,10 +471,14 @@ def test_replicas_that_come_and_go_are_refused() -> None:
 
 def test_kernels_with_other_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"first call torch\.use_deterministic_algorithms"):
-        api._check_deterministic(torch.device("cuda", 0))
+        api._check_deterministic(torch.device("cuda", 0), offloads=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.warns(UserWarning, match="with 2 threads per rank"):
-        api._check_deterministic(torch.device("cpu"))
+        api._check_deterministic(torch.device("cpu"), offloads=False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    api._check_deterministic(torch.device("cuda", 0), offloads=False)
+    with pytest.warns(UserWarning, match="with 2 threads per rank"):
+        api._check_deterministic(torch.device("cuda", 0), offloads=True)
 
 
 @on_ranks(2)
