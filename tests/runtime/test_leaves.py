@@ -344,15 +344,20 @@ def _call_twice() -> None:
 
 def _one_backward_more() -> None:
     model = _model()
-    optimizer = optimizer_of(model, "adamw")
-    for step in range(3):  # whose gradients an optimizer uses, or zero_grad() drops
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    uses: list[Callable[[], object]] = [
+        optimizer.step,
+        fused.step,
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: sw.clip_grad_norm_(model.parameters(), 1e-3),
+        model.zero_grad,
+    ]
+    for use in uses:  # an optimizer uses the gradients, or they are dropped or changed
         for leaf in sw.leaves(model):
             _backward(model, leaf)
-        if step != 1:
-            optimizer.step()
+        use()
         _evaluate(model)
-        if step != 2:
-            model.zero_grad(set_to_none=step == 0)
     own = sw.leaves(model)
     for leaf in own:
         _backward(model, leaf)

@@ -412,8 +412,9 @@ class Scheduler:
 
     def num_open_leaves(self) -> int:
         """The leaves of an incomplete step that this rank has run, between backwards."""
-        self.drop_replaced_gradients()
-        self._drop_zeroed()
+        if self.num_leaves_done:
+            self.drop_replaced_gradients()
+            self._drop_zeroed()
         return self.num_leaves_done
 
     def _check_step_was_used(self) -> None:
