@@ -210,9 +210,7 @@ class Scheduler:
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
-            self._begin_leaf()
-            if not is_transformed:
-                self._check_step_was_used()
+            self._begin_leaf(checks_last_step=not is_transformed)
         self._tasks.add(task)
         self.sequencer.begin_backward(task)
 
@@ -392,12 +390,14 @@ class Scheduler:
     def _accumulated(self) -> list[AccumulatedGradients]:
         return [one.accumulated for unit in self.units for one in unit.gradients]
 
-    def _begin_leaf(self) -> None:
+    def _begin_leaf(self, *, checks_last_step: bool = False) -> None:
         """Let the next backward reduce gradients if it is that of this rank's last leaf."""
         leaves = self._mesh.own_leaves
         if not leaves:
             return
         self._drop_zeroed()
+        if checks_last_step:
+            self._check_last_step_was_used()
         for unit in self.units:
             unit.settings.reduce_grads = self.num_leaves_done + 1 == len(leaves)
 
@@ -417,7 +417,7 @@ class Scheduler:
             self._drop_zeroed()
         return self.num_leaves_done
 
-    def _check_step_was_used(self) -> None:
+    def _check_last_step_was_used(self) -> None:
         """Raise a StepError if nothing has used the gradients of the last step."""
         if self._last_step is None or not self._last_step.is_untouched():
             self._last_step = None
@@ -433,8 +433,7 @@ class Scheduler:
 
     def _check_one_forward(self) -> None:
         """Raise a StepError if the running backward is that of several forwards of a unit."""
-        unit = self.sequencer.finished_again
-        if unit is not None and self._mesh.leaves is not None:
+        if (unit := self.sequencer.finished_again) is not None and self._mesh.leaves is not None:
             raise StepError(
                 f"{self.units[unit].plan.label}: a reproducible model was called several times "
                 "before one backward; its gradients would be reduced once per call, in an order "
