@@ -361,7 +361,7 @@ def _one_backward_more() -> None:
     own = sw.leaves(model)
     for leaf in own:
         _backward(model, leaf)
-    with pytest.raises(StepError, match=rf"the backward after the {len(own)} of a step"):
+    with pytest.raises(StepError, match=rf"one backward more than the {len(own)} of a step"):
         _backward(model, own[0])
     model.zero_grad()
     _backward(model, own[0])

@@ -424,11 +424,11 @@ class Scheduler:
             return
         number = len(self._mesh.own_leaves)
         raise StepError(
-            f"the backward after the {number} of a step (reproducible={self._mesh.leaves} on "
-            f"{self._mesh.num_ranks} ranks), but neither an optimizer nor zero_grad() has used the "
-            "gradients: expected one backward for each of sw.leaves(model), and then a step of "
-            "the optimizer; add the losses of a micro-batch before its backward, and call "
-            "zero_grad() to drop this step"
+            f"one backward more than the {number} of a step (reproducible={self._mesh.leaves} on "
+            f"{self._mesh.num_ranks} ranks), whose gradients neither an optimizer nor zero_grad() "
+            "has used: expected one backward for each of sw.leaves(model), and then a step of the "
+            "optimizer; add several losses of a micro-batch before its backward, or call "
+            "zero_grad() to drop the step"
         )
 
     def _check_one_forward(self) -> None:
