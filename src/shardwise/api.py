@@ -334,7 +334,8 @@ class ShardingRequest:
         if mesh.accelerator is not None:
             make_current(device)
         if mesh.leaves is not None:
-            _check_deterministic(device)
+            offloads = any(unit.offload is not None for unit in plan.units)
+            _check_deterministic(device, offloads=offloads)
         check_same_plan(plan, mesh, warns=self.warns)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
@@ -387,18 +388,23 @@ def _check_reproducible(
             raise PlanError(
                 f"reproducible={mesh.leaves}: {name} ({type(module).__name__}) keeps statistics of "
                 "the micro-batches of its own rank; use a norm without running statistics, such as "
-                "LayerNorm, GroupNorm, or track_running_stats=False"
+                "LayerNorm or GroupNorm; if it stays in eval(), set its track_running_stats to "
+                "False, and it will still use those that it has"
             )
 
 
-def _check_deterministic(device: torch.device) -> None:
-    """Check that the kernels of ``device`` give the same results in every run.
+def _check_deterministic(device: torch.device, *, offloads: bool) -> None:
+    """Check that kernels give the same results in every run.
+
+    Args:
+        device: where the model computes.
+        offloads: the optimizer steps units on the CPU.
 
     Raises:
         PlanError: the device may use others.
     """
     threads = torch.get_num_threads()
-    if device.type == "cpu" and threads > 1:
+    if (device.type == "cpu" or offloads) and threads > 1:
         warn_caller(
             f"reproducible=... with {threads} threads per rank: results depend on their number, "
             "and in bfloat16 on the number of ranks; first call torch.set_num_threads(1)"

@@ -96,6 +96,16 @@ def test_results_equal_those_of_torch() -> None:
             assert torch.equal(flat, before), "a reduction only reads its input"
 
 
+def test_a_tree_of_any_number_of_rows() -> None:
+    one, two, three, four, five = rows = torch.randn(5, 100)
+    expected = ((one + two) + (three + four)) + five
+    assert torch.equal(tree_sum(rows), expected)
+    assert torch.equal(rows[0], one)
+    total = tree_sum(rows, in_place=True)
+    assert torch.equal(total, expected)
+    assert total.data_ptr() == rows.data_ptr()  # no further memory
+
+
 @on_ranks(3, 4)
 def test_sums_are_taken_in_a_tree_over_the_order_of_ranks() -> None:
     comm = _communicator()

@@ -9,7 +9,7 @@ from benchmarks.padding import BLOCKS, GRANULARITIES, RANKS, as_specs, measure
 from torch import nn
 
 from shardwise.features.padding import explain_padding, padding_report
-from shardwise.plan.granularity import Granularity
+from shardwise.plan.granularity import Granularity, WholeBlocks
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
 from shardwise.plan.plan import make_plan
 from tests.covering import covered_first
@@ -61,6 +61,18 @@ def test_suggestions_save_what_they_state() -> None:
                 lay_out_in_buffers(parameters, 2)
             ),
         }
+    )
+
+
+def test_reproducible_models_keep_blocks_of_norms_together() -> None:
+    """What pads is named, and suggestions are those that such a model can follow."""
+    parameters = specs(WholeBlocks("row"), (HIDDEN, 1000), (HIDDEN, 1001))
+    padding = explain_padding(lay_out_in_buffers(parameters, 64))
+    assert "p0 [3584, 1000] by row in blocks of 1,024 (reproducible) spans" in padding.reasons[0]
+    finer = [replace(p, granularity=WholeBlocks("element")) for p in parameters]
+    shares = {one.change: one.share for one in padding.suggestions}
+    assert shares["granularity 'element' for p0 and 1 more"] == pytest.approx(
+        share(lay_out_in_buffers(finer, 64))
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise import api
 from shardwise.comm import communicator as communicators
-from shardwise.errors import PlanError, ShardedTensorError, StepError
+from shardwise.errors import CheckpointError, PlanError, ShardedTensorError, StepError
 from shardwise.fsdp import fully_shard as fully_shard_as_fsdp2
 from shardwise.replicas.elastic import check_replica
 from shardwise.runtime.module import runtime_of_root
@@ -324,13 +325,81 @@ def test_the_optimizer_waits_for_all_micro_batches() -> None:
         model.double()
 
 
-@on_ranks(8)
-def test_a_model_may_not_be_called_twice_in_a_micro_batch() -> None:
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_model_may_not_be_called_twice_in_a_micro_batch(size: int) -> None:
+    run_on(size, _call_twice)
+
+
+def _call_twice() -> None:
     model = _model()
+    first, *others = sw.leaves(model)
     x = torch.randn(2, 64)
     with pytest.raises(StepError, match="called several times before one backward"):
         (model(x).sum() + model(x).sum()).backward()
-    _backward(model, 0)  # the model is usable
+    _backward(model, first)  # the model is usable
+    for leaf in others:
+        _backward(model, leaf)
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def _one_backward_more() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    uses: list[Callable[[], object]] = [
+        optimizer.step,
+        fused.step,
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: sw.clip_grad_norm_(model.parameters(), 1e-3),
+        model.zero_grad,
+    ]
+    for use in uses:  # an optimizer uses the gradients, or they are dropped or changed
+        for leaf in sw.leaves(model):
+            _backward(model, leaf)
+        use()
+        _evaluate(model)
+    own = sw.leaves(model)
+    for leaf in own:
+        _backward(model, leaf)
+    with pytest.raises(StepError, match=rf"one backward more than the {len(own)} of a step"):
+        _backward(model, own[0])
+    model.zero_grad()
+    _backward(model, own[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_more_backwards_than_micro_batches_are_noticed(size: int) -> None:
+    run_on(size, _one_backward_more)
+
+
+@on_ranks(2)
+def test_a_rank_that_skips_a_micro_batch_is_named() -> None:
+    model = _model(strategy="ddp")
+    optimizer = optimizer_of(model, "adamw")
+    rank = dist.get_rank()
+    for leaf in sw.leaves(model)[1:]:
+        _backward(model, leaf)
+    with pytest.raises(StepError) as found:  # rank 1 waits for rank 0
+        optimizer.step() if rank == 0 else _backward(model, 0)
+    assert "the last of its 4 micro-batches on this rank" in str(found.value)
+    assert rank == 0 or "rank 0" in str(found.value)
+    model.zero_grad()
+    for leaf in sw.leaves(model):
+        _backward(model, leaf)
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_checkpoints_are_refused_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    model = _model()
+    sw.save(tmp_path / "before", model=model)
+    _backward(model, sw.leaves(model)[0])
+    with pytest.raises(CheckpointError, match="after 1 of this rank's 4 micro-batches"):
+        sw.save(tmp_path / "new", model=model)
+    with pytest.raises(CheckpointError, match="after 1 of this rank's 4 micro-batches"):
+        sw.load(tmp_path / "before", model=model)
+    model.zero_grad()
+    sw.save(tmp_path / "new", model=model)
 
 
 @on_ranks(2)
@@ -381,6 +450,15 @@ def test_what_cannot_hold_is_refused() -> None:
     for norm in (nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)):
         with pytest.raises(PlanError, match="use a norm"):
             sw.fully_shard(nn.Sequential(nn.Linear(4, 4), norm), reproducible=2)
+    frozen = nn.BatchNorm1d(4).eval()
+    with pytest.raises(PlanError, match=r"if it stays in eval\(\), set its track_running_stats"):
+        sw.fully_shard(nn.Sequential(nn.Linear(4, 4), frozen), reproducible=2)
+    frozen.track_running_stats = False
+    x, before = torch.randn(3, 4), [one.clone() for one in frozen.buffers()]
+    expected = frozen(x)
+    sharded_norm = sw.fully_shard(nn.Sequential(frozen), reproducible=2).eval()
+    assert torch.equal(sharded_norm(x), expected)
+    assert all(map(torch.equal, before, frozen.buffers()))
     with pytest.raises(PlanError, match="different sharding plans"):
         sw.fully_shard(nn.Linear(4, 4), reproducible=2 << dist.get_rank())
     with pytest.raises(PlanError, match=r"sw.leaves: the model has none"):
@@ -398,10 +476,14 @@ def test_replicas_that_come_and_go_are_refused() -> None:
 
 def test_kernels_with_other_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"first call torch\.use_deterministic_algorithms"):
-        api._check_deterministic(torch.device("cuda", 0))
+        api._check_deterministic(torch.device("cuda", 0), offloads=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.warns(UserWarning, match="with 2 threads per rank"):
-        api._check_deterministic(torch.device("cpu"))
+        api._check_deterministic(torch.device("cpu"), offloads=False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    api._check_deterministic(torch.device("cuda", 0), offloads=False)
+    with pytest.warns(UserWarning, match="with 2 threads per rank"):
+        api._check_deterministic(torch.device("cuda", 0), offloads=True)
 
 
 @on_ranks(2)

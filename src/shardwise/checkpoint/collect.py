@@ -244,6 +244,12 @@ def check_sharded(module: nn.Module) -> None:
             raise CheckpointError(
                 "the model's values were discarded by sw.sleep; call sw.wake and sw.load first"
             )
+        if handle is not None and (done := handle.runtime.scheduler.num_open_leaves()):
+            raise CheckpointError(
+                f"after {done} of this rank's {len(handle.runtime.mesh.own_leaves)} micro-batches "
+                "of a step of a reproducible model, whose gradients no checkpoint contains; save "
+                "and load between steps, or drop the gradients with zero_grad()"
+            )
         for name, parameter in unit.named_parameters():
             if sharding_of(parameter) is None:
                 raise CheckpointError(

@@ -305,7 +305,7 @@ class ProcessGroupCollectives:
         if in_tree:  # sends the same bytes
             rows = torch.empty_like(flat)
             dist.all_to_all_single(rows, flat, group=self._process_group(group))
-            out.copy_(tree_sum(rows.view(group.size, -1)))
+            out.copy_(tree_sum(rows.view(group.size, -1), in_place=True))
             return
         if not self._can.in_place:
             flat = flat.clone()
@@ -323,7 +323,7 @@ class ProcessGroupCollectives:
         if rest.numel():
             rows = rest.new_empty(group.size, len(rest))
             _all_gather(rows.view(-1), rest.clone(), group=made)
-            rest.copy_(tree_sum(rows))
+            rest.copy_(tree_sum(rows, in_place=True))
 
     def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
         if group.size == 1:

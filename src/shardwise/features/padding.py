@@ -6,7 +6,7 @@ Each suggestion is laid out, so the share that it states is exact.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.plan.granularity import Granularity
+from shardwise.plan.granularity import WholeBlocks, Word
 from shardwise.plan.layout import Cast, Layout, ParameterExtent, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.units import UnitPlan
 
@@ -16,7 +16,7 @@ REPORT_THRESHOLD = 0.05  # relative to the parameters
 REPORT_THRESHOLD_BYTES = 1 << 20
 UNIT_FACTORS = (2, 4, 8, 16)
 MAX_PARAMETERS = 500  # larger units are not laid out, because that takes seconds
-_FINER: tuple[Granularity, ...] = ("row", "element")
+_FINER: tuple[Word, ...] = ("row", "element")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +144,16 @@ def _finer(
     specs: Sequence[ParameterSpec], names: Sequence[str], world_size: int
 ) -> Iterator[Suggestion]:
     for granularity in _FINER:
-        finer = [replace(s, granularity=granularity) if s.name in names else s for s in specs]
+        finer = [_with_granularity(s, granularity) if s.name in names else s for s in specs]
         if sum(s.granule_elements for s in finer) < sum(s.granule_elements for s in specs):
             shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
             share = _share(lay_out_in_buffers(finer, world_size))
             yield Suggestion(f"granularity {granularity!r} for {shown}", share)
+
+
+def _with_granularity(spec: ParameterSpec, granularity: Word) -> ParameterSpec:
+    in_blocks = isinstance(spec.granularity, WholeBlocks)
+    return replace(spec, granularity=WholeBlocks(granularity) if in_blocks else granularity)
 
 
 def _larger_units(specs: Sequence[ParameterSpec], world_size: int) -> Iterator[Suggestion]:

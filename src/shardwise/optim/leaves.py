@@ -84,7 +84,8 @@ def leaf_rng(seed: int, step: int, leaf: int) -> Iterator[None]:
     Dropout in the forward of a micro-batch then draws the same numbers on any rank. Activation
     checkpointing draws them again in backward, inside the block or after it, because torch restores
     the state of the generators when it recomputes a forward. At the end of the block the generators
-    return to their states before it.
+    return to their states before it. They are those of the CPU and of the current accelerator,
+    which is that of the model unless it was changed after `fully_shard`.
 
     There is nothing to save but ``seed`` and ``step``, as in ``sw.save(path, model=model,
     optimizer=optimizer, step=step)``.

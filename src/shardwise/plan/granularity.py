@@ -25,6 +25,7 @@ __all__ = [
     "Granularity",
     "Granularizer",
     "WholeBlocks",
+    "Word",
     "block",
     "granule_elements",
 ]
@@ -66,7 +67,7 @@ class WholeBlocks:
     of: "Word | Block"
 
     def __str__(self) -> str:
-        return f"{self.of} in blocks"
+        return f"{self.of} in blocks of {SUM_BLOCK:,} (reproducible)"
 
 
 Word = Literal["element", "row", "tensor"]

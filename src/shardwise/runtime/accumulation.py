@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise._private import new_empty_subclass, pytree, without_tensor_functions
+from shardwise.comm.communicator import communicator
 from shardwise.errors import StepError
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout
@@ -52,19 +53,26 @@ class UnreducedGradient(Tensor):
     _name: str
     _set_to_zero: Callable[[], None]
     _reason: str
+    _tell: Callable[[StepError], None] | None
 
     @staticmethod
     def make(
-        parameter: FSDPParameter, set_to_zero: Callable[[], None], reason: str
+        parameter: FSDPParameter,
+        set_to_zero: Callable[[], None],
+        reason: str,
+        tell: Callable[[StepError], None] | None,
     ) -> "UnreducedGradient":
-        """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``."""
+        """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``.
+
+        Operations that it refuses raise an error with ``reason``, and call ``tell`` with it.
+        """
         sharded = parameter.sharded
         dtype = dtype_of_gradient(sharded)
         self: UnreducedGradient = new_empty_subclass(
             UnreducedGradient, sharded.shape, dtype, sharded.device
         )
         self._name, self._set_to_zero, self.reduced = parameter.name, set_to_zero, None
-        self._reason = reason
+        self._reason, self._tell = reason, tell
         return self
 
     @property
@@ -107,10 +115,13 @@ class UnreducedGradient(Tensor):
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the StepError of ``operation``, which needs the elements."""
-        raise StepError(
+        error = StepError(
             f"{self._name}.grad: {operation} needs the gradient, which is not reduced yet, because "
             f"{self._reason}, or drop the gradients with zero_grad()"
         )
+        if self._tell is not None:
+            self._tell(error)
+        raise error
 
     @classmethod
     def __torch_function__(
@@ -386,9 +397,16 @@ class AccumulatedGradients:
             else "set_requires_gradient_sync or set_requires_all_reduce was False in the last "
             "backward; first run the last micro-batch with True"
         )
-        made = UnreducedGradient.make(parameter, set_to_zero, reason)
+        made = UnreducedGradient.make(
+            parameter, set_to_zero, reason, self._tell_ranks if self._in_tree else None
+        )
         self._gradients[position] = made
         return made
+
+    def _tell_ranks(self, error: StepError) -> None:
+        """Tell ranks that may have run more leaves than this one, and wait for its gradients."""
+        if self._mesh.num_ranks > 1:
+            communicator(self._mesh.world, self._own_pool.device).watch.abort(error)
 
     def _set_to_zero(self, position: int) -> None:
         """Set the gradient of a parameter to zero."""

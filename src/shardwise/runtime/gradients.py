@@ -103,7 +103,6 @@ class Gradients:
         # By position: the gradient that is computed in memory from `claim`.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
-        self._was_reduced = False  # in this backward
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._host_scale = 1.0  # the part of the scale of sums that the host applies
         self._reduced: Tensor | None = None  # [S]
@@ -208,7 +207,6 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Accumulate gradients that await a later reduction."""
-        self._was_reduced = False
         self.write_kept()
         is_left = self.state is GradientState.FILLING
         if is_left:
@@ -238,13 +236,6 @@ class Gradients:
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
-        if self._was_reduced and self.mesh.leaves is not None:
-            raise StepError(
-                f"{self.parameters[0].name}: a reproducible model was called several times before "
-                "one backward, which reduces the gradients of each call and so sums them in "
-                "another order than one rank would; call it once per micro-batch"
-            )
-        self._was_reduced = True
         join_streams(self._own_pool.device)  # on which autograd has written gradients
         self.write_kept()
         self._open()
@@ -366,7 +357,6 @@ class Gradients:
 
     def discard(self) -> None:
         """Drop the gradients of the backward that raised."""
-        self._was_reduced = False
         self._forget_written()
         reduced, self._reduced = self._reduced, None
         if reduced is not None and self._shard.offloader is not None:  # it was not delivered

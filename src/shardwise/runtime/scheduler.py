@@ -32,7 +32,7 @@ from shardwise.runtime.accumulation import AccumulatedGradients
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepObserver
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.versions import ShardVersions
+from shardwise.runtime.versions import CompleteStep, ShardVersions
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
@@ -95,6 +95,7 @@ class Scheduler:
         # whether the last one has left gradients.
         self.num_leaves_done = 0
         self._leaves_hold_gradients = False
+        self._last_step: CompleteStep | None = None
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
@@ -206,7 +207,7 @@ class Scheduler:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def join_backward(self, task: int) -> None:
+    def join_backward(self, task: int, *, is_transformed: bool = False) -> None:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
@@ -218,7 +219,7 @@ class Scheduler:
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
-            self._begin_leaf()
+            self._begin_leaf(checks_last_step=not is_transformed)
         elif self.call_observer is not None:
             self.call_observer.began_inner_backward()
         self._tasks.add(task)
@@ -232,17 +233,17 @@ class Scheduler:
         task = hooks.current_task()
         if not is_transformed:
             hooks.check_first_order()
-        self.join_backward(task)
+        self.join_backward(task, is_transformed=is_transformed)
         if self.call_observer is not None:
             is_first = len(self._tasks) == 1 and not self.sequencer.is_in_backward(task)
             self.call_observer.reached(call, is_first=is_first)
         self.report(f"backward of {self.units[call.unit].plan.label}")
         self._versions.check(call, steps_in_backward=self.steps_in_backward)
-        self._perform(
-            self.sequencer.before_backward(
-                call, task, reduces=not is_transformed, is_recorded=torch.is_grad_enabled()
-            )
+        events = self.sequencer.before_backward(
+            call, task, reduces=not is_transformed, is_recorded=torch.is_grad_enabled()
         )
+        self._check_one_forward()
+        self._perform(events)
 
     def unseen_call(self, index: int) -> Call | None:
         """The call whose backward shows only when the unit's parameters receive gradients."""
@@ -261,6 +262,7 @@ class Scheduler:
             self.call_observer.ending_backward(is_inner=bool(self._tasks))
         is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
+        self._check_one_forward()
         if not is_last:
             self._perform(events)
             self._use_sharded(range(len(self.units)))
@@ -404,19 +406,55 @@ class Scheduler:
     def _accumulated(self) -> list[AccumulatedGradients]:
         return [one.accumulated for unit in self.units for one in unit.gradients]
 
-    def _begin_leaf(self) -> None:
+    def _begin_leaf(self, *, checks_last_step: bool = False) -> None:
         """Let the next backward reduce gradients if it is that of this rank's last leaf."""
         leaves = self._mesh.own_leaves
         if not leaves:
             return
-        if self._leaves_hold_gradients and all(one.is_empty for one in self._accumulated):
-            self.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
+        self._drop_zeroed()
+        if checks_last_step:
+            self._check_last_step_was_used()
         for unit in self.units:
             unit.settings.reduce_grads = self.num_leaves_done + 1 == len(leaves)
 
     def _end_leaf(self) -> None:
         self.num_leaves_done = (self.num_leaves_done + 1) % len(self._mesh.own_leaves)
         self._leaves_hold_gradients = any(one.is_active for one in self._accumulated)
+        self._last_step = None if self.num_leaves_done else CompleteStep(self.units)
+
+    def _drop_zeroed(self) -> None:
+        if self._leaves_hold_gradients and all(one.is_empty for one in self._accumulated):
+            self.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
+
+    def num_open_leaves(self) -> int:
+        """The leaves of an incomplete step that this rank has run, between backwards."""
+        if self.num_leaves_done:
+            self.drop_replaced_gradients()
+            self._drop_zeroed()
+        return self.num_leaves_done
+
+    def _check_last_step_was_used(self) -> None:
+        """Raise a StepError if nothing has used the gradients of the last step."""
+        if self._last_step is None or not self._last_step.is_untouched():
+            self._last_step = None
+            return
+        number = len(self._mesh.own_leaves)
+        raise StepError(
+            f"one backward more than the {number} of a step (reproducible={self._mesh.leaves} on "
+            f"{self._mesh.num_ranks} ranks), whose gradients neither an optimizer nor zero_grad() "
+            "has used: expected one backward for each of sw.leaves(model), and then a step of the "
+            "optimizer; add several losses of a micro-batch before its backward, or call "
+            "zero_grad() to drop the step"
+        )
+
+    def _check_one_forward(self) -> None:
+        """Raise a StepError if the running backward is that of several forwards of a unit."""
+        if (unit := self.sequencer.finished_again) is not None and self._mesh.leaves is not None:
+            raise StepError(
+                f"{self.units[unit].plan.label}: a reproducible model was called several times "
+                "before one backward; its gradients would be reduced once per call, in an order "
+                "that depends on the number of ranks; call it once per micro-batch"
+            )
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""

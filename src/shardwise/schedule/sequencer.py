@@ -151,6 +151,8 @@ class Sequencer:
         # while the host steps the one before, after the next reduction was launched.
         self._arriving: deque[int] = deque()
         self._is_accumulating = False  # no optimizer steps before the next backward
+        self._finished: set[int] = set()  # trainable units that the running backward is done with
+        self.finished_again: int | None = None  # one that it reached in another forward as well
         self._events: list[Event] = []
 
     # -- forward ---------------------------------------------------------------------------------
@@ -264,6 +266,7 @@ class Sequencer:
         """The events of `finish_backward` were performed: `abandon` cannot undo them any more."""
         for status in self._status:
             status.awaited_before = status.awaits_reduction
+        self._finished, self.finished_again = set(), None
 
     def abandon(self) -> list[Event]:
         """Drop the state of a pass that failed; reductions in flight count as finished.
@@ -275,6 +278,7 @@ class Sequencer:
         self._backwards.clear()
         self._reducing.clear()
         self._arriving.clear()
+        self._finished, self.finished_again = set(), None
         for status in self._status:
             status.awaits_reduction = status.awaited_before
             status.awaits_step = False
@@ -406,6 +410,9 @@ class Sequencer:
             self._free(unit, to_subgroup=not is_last or accumulates)
         if self._units[unit].is_trainable and is_last and backward.reduces:
             self._status[unit].calls_left -= backward.num_calls[unit]
+            if unit in self._finished:
+                self.finished_again = unit
+            self._finished.add(unit)
             if self._settings[unit].reduce_grads:
                 self._reduce(unit)
             else:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from shardwise._private import OpOverload, own_operators, pytree
 from shardwise.comm.device import random_states
 from shardwise.errors import ShardedTensorError
-from shardwise.plan.layout import Run
 from shardwise.tensor.reductions import across, combine, norms
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
 from shardwise.tensor.sharding import local_of
@@ -271,9 +270,9 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     run = local_of(x) if dtype is None else local_of(x).to(dtype)
     if kind == "norm":
-        result = norms([run], mesh, 2.0 if order is None else float(order), [_cuts_of(x)])[0]
+        result = norms([run], mesh, 2.0 if order is None else float(order), [x._sharding.cuts])[0]
     else:
-        result = combine(kind, run, x.numel(), mesh, _cuts_of(x))
+        result = combine(kind, run, x.numel(), mesh, x._sharding.cuts)
     return result.view([1] * x.ndim) if given.get("keepdim") else result
 
 
@@ -304,16 +303,10 @@ def _foreach_norm(
             results[i] = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for members in groups.values():
         runs = [local_of(tensors[i]).to(dtype or tensors[i].dtype) for i in members]
-        cuts = [_cuts_of(tensors[i]) for i in members]
+        cuts = [tensors[i]._sharding.cuts for i in members]
         found = norms(runs, tensors[members[0]]._sharding.mesh, order, cuts)
         results.update(zip(members, found, strict=True))
     return [results[i] for i in range(len(tensors))]
-
-
-def _cuts_of(x: ShardedTensor) -> tuple[Run, ...]:
-    """The runs of all ranks; only a reproducible model uses them."""
-    sharding = x._sharding
-    return sharding.layout.runs(sharding.extent) if sharding.mesh.leaves is not None else ()
 
 
 def _foreach_max(_func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Any:

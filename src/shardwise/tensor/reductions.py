@@ -32,7 +32,7 @@ def combine(
         if mesh.leaves is None:
             total = across([run.sum()], mesh).sum()
         else:
-            total = sums_in_blocks([run], [cuts], mesh, gather_runs)[0].to(run.sum().dtype)
+            total = sums_in_blocks([run], [cuts], mesh, gather_runs)[0].to(run[:0].sum().dtype)
         return total / num_elements if kind == "mean" else total
     if run.dtype is torch.bool or kind in ("all", "any"):
         # Sent as bytes, because not every backend sends booleans.

@@ -83,6 +83,11 @@ class RunSharding(Sharding):
         return self.layout.runs(self.extent)
 
     @cached_property
+    def cuts(self) -> tuple[Run, ...]:
+        """``runs``, kept for the norms of a reproducible model; other models need none."""
+        return self.runs if self.mesh.leaves is not None else ()
+
+    @cached_property
     def run(self) -> Run:
         """The elements that this rank stores."""
         return self.layout.run(self.extent, self.mesh.rank)
