@@ -34,7 +34,8 @@ class CPUOffloadPolicy(OffloadPolicy):
         step: where the optimizer runs. ``"host"``: on the CPU, and gradients are in host memory,
             too; ``AdamW(..., fused=True)`` is fast there. ``"device"``: on the device, unit by
             unit; shards and states of at most three units are there at a time, and gradients stay
-            there. docs/large-models.md compares the two.
+            there. It takes optimizers that treat every element alone: most of torch's, and classes
+            that set ``steps_units = True``. docs/large-models.md compares the two.
 
     Raises:
         PlanError: ``step`` is another word.
