@@ -336,6 +336,7 @@ class ShardingRequest:
         if mesh.leaves is not None:
             _check_deterministic(device)
         check_same_plan(plan, mesh, warns=self.warns)
+        device_step.check_granularity(plan)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
         materializer = None if init is None else Materializer(root, plan, init, Pool(device))

@@ -16,7 +16,11 @@ import shardwise as sw
 from shardwise.comm.device import Device
 from shardwise.features import device_step
 from shardwise.features.device_step import DeviceSteps
+from shardwise.features.snapshot import ModelSnapshot
+from shardwise.runtime.gradient_shards import _accumulate
+from shardwise.runtime.hooks import apply_gradient_hooks
 from shardwise.runtime.memory import Pool
+from shardwise.runtime.module import keeping_gradients
 from shardwise.tensor.sharding import local_of
 from tests.covering import covered_first
 from tests.models import CASES, build
@@ -309,7 +313,7 @@ def test_what_cannot_be_stepped_by_unit_is_refused() -> None:
     with pytest.raises(sw.PlanError, match=r"step='gpu'\): expected 'host' or 'device'"):
         sw.CPUOffloadPolicy(step="gpu")  # type: ignore[arg-type]
     with pytest.raises(sw.PlanError, match=r"is cut by a dim \(granularity='dim'"):
-        step(*make(ON_DEVICE, "fused", granularity="dim"), 0)
+        make(ON_DEVICE, "fused", granularity="dim")
 
 
 @on_ranks(2)
@@ -439,6 +443,32 @@ def test_what_arrives_is_awaited() -> None:
     assert waits(optimizer.state_dict) == 4
     assert waits(optimizer.state_dict) == 0
     assert model.inner.bias not in optimizer.state
+
+
+@on_ranks(2)
+def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
+    """As on a GPU; the gradients are on meta here."""
+
+    def assert_elsewhere() -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            assert (p.grad.device.type, local_of(p.grad).device.type) == ("cpu", "meta")
+
+    model, _ = make(ON_DEVICE, "fused")
+    for unit in runtime_of(model).units:
+        for p in unit.parameters:
+            p.sharded.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+            elsewhere = torch.empty(p.local.numel(), device="meta")
+            gradient = apply_gradient_hooks(p.sharded, p.wrap_gradient(elsewhere))
+            _accumulate(p, gradient)
+    assert_elsewhere()
+    snapshot = ModelSnapshot(model, torch.device("cpu"))
+    model.zero_grad()
+    snapshot.restore()
+    assert_elsewhere()
+    with keeping_gradients(model):
+        model.zero_grad()
+    assert_elsewhere()
 
 
 @on_ranks(2)

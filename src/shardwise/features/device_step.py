@@ -46,17 +46,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
+from shardwise.plan.granularity import Dim
 from shardwise.plan.offload import MAX_STEPPED_UNITS
+from shardwise.plan.plan import Plan
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.parameters import FSDPParameter, attributes_of
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.events import Event, EventKind
-from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
 
-__all__ = ["ELEMENTWISE", "DeviceSteps", "one_step_at_a_time", "prefetch_states", "watch"]
+__all__ = [
+    "ELEMENTWISE",
+    "DeviceSteps",
+    "check_granularity",
+    "one_step_at_a_time",
+    "prefetch_states",
+    "watch",
+]
 
 # Torch's optimizers whose step treats every element alone.
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
@@ -64,22 +73,25 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 State = dict[str, Any]  # of one parameter
 
 
-def watch(runtime: Runtime) -> None:
-    """Have optimizers step the units of ``runtime`` on the device whose policy says so.
+def check_granularity(plan: Plan) -> None:
+    """Raise a PlanError if parameters to step on the device are cut by a dim."""
+    for unit in plan.units:
+        for layout in unit.trainable_layouts if unit.steps_on_device else ():
+            spec = layout.extents[0].parameter
+            if isinstance(spec.granularity, Dim) and not layout.is_extended:
+                raise PlanError(
+                    f"{spec.name} is cut by a dim (granularity='dim', or tensor parallelism): "
+                    "torch's DTensors cannot have a gradient on the device and report the host; "
+                    "use another granularity or CPUOffloadPolicy(step='host')"
+                )
 
-    Raises:
-        PlanError: parameters are cut by a dim.
-    """
+
+def watch(runtime: Runtime) -> None:
+    """Have optimizers step the units of ``runtime`` on the device whose policy says so."""
     steps = DeviceSteps(runtime)
     for index, unit in enumerate(runtime.units):
         for flat in _offloaded(unit):
             for position, parameter in enumerate(flat.parameters):
-                if not isinstance(parameter.sharding, RunSharding):
-                    raise PlanError(
-                        f"{parameter.name} is cut by a dim (granularity='dim', or tensor "
-                        "parallelism): torch's DTensors cannot have a gradient on the device and "
-                        "report the host; use another granularity or CPUOffloadPolicy(step='host')"
-                    )
                 _places[parameter.sharding] = _Place(steps, index, weakref.ref(flat), position)
     _watch_optimizers()
 

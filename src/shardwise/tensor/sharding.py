@@ -32,6 +32,7 @@ __all__ = [
     "ExtendedSharding",
     "Sharding",
     "arrives",
+    "as_gradient_of",
     "is_tensor_parallel",
     "local_of",
     "mesh_of",
@@ -427,6 +428,24 @@ def local_of(tensor: Tensor) -> Tensor:
     if _BEFORE_USE in vars(local):
         vars(local).pop(_BEFORE_USE)()
     return local
+
+
+def as_gradient_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` as torch lets a program assign it to ``parameter.grad``.
+
+    torch requires that it reports the device of the parameter. If the shard is in host memory and
+    the gradient is not, only its local tensor tells where it is.
+    """
+    sharding = sharding_of(parameter)
+    if sharding is None or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.device == parameter.device:
+        return gradient
+    local = local_of(gradient)
+    one = torch.empty(1, dtype=local.dtype, device=parameter.device)
+    reported = sharding.wrap_gradient(one.expand(local.numel()))
+    reported._local_tensor = local
+    return reported
 
 
 def arrives(tensor: DTensor, wait: Callable[[], None]) -> None:
