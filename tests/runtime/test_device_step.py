@@ -472,9 +472,12 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
 
 
 @on_ranks(2)
-def test_no_entries_without_states() -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_entries_without_states(in_backward: bool) -> None:
     pair = make(ON_DEVICE, "without states")
-    step(*pair, 0)
+    if in_backward:
+        sw.optimizer_in_backward(*pair)
+    step(*pair, 0, "in backward" if in_backward else "clipped")
     assert not pair[1].state
 
 

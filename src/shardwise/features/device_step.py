@@ -16,6 +16,7 @@ and classes that declare it with ``steps_units = True``. All others are refused.
 """
 
 import inspect
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -151,10 +152,8 @@ class _OnDevice:
     groups: dict[int, list[Tensor]] = field(default_factory=dict)  # stand-ins by number of group
     states: dict[Tensor, State] = field(default_factory=dict)  # by parameter, on the device
     work: DeviceWork | None = None  # the copies to the device, later those to the host
-    is_stale: bool = False  # the program has used the tensors of the host since they were copied
-
-    def note_use(self) -> None:
-        self.is_stale = True
+    # Set if the program has used the tensors of the host since they were copied.
+    is_stale: threading.Event = field(default_factory=threading.Event)
 
 
 class DeviceSteps:
@@ -183,7 +182,7 @@ class DeviceSteps:
                 current = self._copy_to_device(optimizer, index, groups)
             for following in indices[position + 1 : position + 2]:
                 self._prefetch(optimizer, following, groups, beside=1)
-            if current.is_stale:
+            if current.is_stale.is_set():
                 self._fill(current)
             self._step(current)
             self._copy_to_host(current)
@@ -194,13 +193,15 @@ class DeviceSteps:
         Until it steps, hooks may change its parameters and states; then it is copied again.
         """
         self.is_in_backward = True
+        if index in self._ahead:
+            return
         self._prefetch(optimizer, index, _groups_of(optimizer))
         here = self._ahead.get(index)
         if here is not None:
-            states = (value for p in here.states for value in optimizer.state[p].values())
-            for tensor in (*here.parameters, *states):
+            states = [optimizer.state.get(p, {}) for p in here.states]
+            for tensor in (*here.parameters, *(one for state in states for one in state.values())):
                 if isinstance(tensor, ShardedTensor):
-                    notice_use(tensor, here.note_use)
+                    notice_use(tensor, here.is_stale.set)  # keeps no memory of the device
 
     def _prefetch(
         self, optimizer: Optimizer, index: int, groups: dict[Tensor, int], *, beside: int = 0
@@ -271,7 +272,7 @@ class DeviceSteps:
         with self._to_device.enqueue(timed=self._ledger.is_timed) as here.work:
             for to, of in here.copies:
                 copy_(to, of)
-        here.is_stale = False
+        here.is_stale.clear()
         self._record(EventKind.STATES_TO_DEVICE, here, here.copies, began)
 
     def _on_device(
