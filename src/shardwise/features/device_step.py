@@ -18,7 +18,6 @@ and classes that declare it with ``steps_units = True``. All others are refused.
 import inspect
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.granularity import Dim
-from shardwise.plan.offload import MAX_STEPPED_UNITS
+from shardwise.plan.offload import SteppedUnits
 from shardwise.plan.plan import Plan
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
@@ -167,21 +166,21 @@ class DeviceSteps:
         policies = (unit.plan.offload for unit in runtime.units)
         is_pinned = any(policy is not None and policy.pin_memory for policy in policies)
         self._is_pinned = is_pinned and is_accelerator(self.device)
-        self._ahead: dict[int, _OnDevice] = {}  # by unit: brought before its step
-        self._leaving: deque[_OnDevice] = deque()
+        self._window: SteppedUnits[_OnDevice] = SteppedUnits(drop=_end_copies)
         self.is_in_backward = False  # units step in a backward, whose end calls `finish`
 
     def step(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Step the units at ``indices``, all of whose parameters with gradients are stepped."""
         groups = _groups_of(optimizer)
         for position, index in enumerate(indices):
-            current = self._ahead.pop(index, None)
+            current = self._window.ahead.pop(index, None)
             if current is None or current.optimizer is not optimizer:
-                self._drop(current)
-                self._make_room()
+                if current is not None:
+                    _await_copies(current)
+                self._window.make_room()
                 current = self._copy_to_device(optimizer, index, groups)
             for following in indices[position + 1 : position + 2]:
-                self._prefetch(optimizer, following, groups, beside=1)
+                self._prefetch(optimizer, following, groups, others=1)
             if current.is_stale.is_set():
                 self._fill(current)
             self._step(current)
@@ -193,10 +192,10 @@ class DeviceSteps:
         Until it steps, hooks may change its parameters and states; then it is copied again.
         """
         self.is_in_backward = True
-        if index in self._ahead:
+        if index in self._window.ahead:
             return
         self._prefetch(optimizer, index, _groups_of(optimizer))
-        here = self._ahead.get(index)
+        here = self._window.ahead.get(index)
         if here is not None:
             states = [optimizer.state.get(p, {}) for p in here.states]
             for tensor in (*here.parameters, *(one for state in states for one in state.values())):
@@ -204,11 +203,11 @@ class DeviceSteps:
                     notice_use(tensor, here.is_stale.set)  # keeps no memory of the device
 
     def _prefetch(
-        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int], *, beside: int = 0
+        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int], *, others: int = 0
     ) -> None:
-        if index not in self._ahead and len(self._ahead) + beside + 1 < MAX_STEPPED_UNITS:
-            self._make_room(beside)
-            self._ahead[index] = self._copy_to_device(optimizer, index, groups)
+        if self._window.takes_ahead(index, others=others):
+            self._window.make_room(others=others)
+            self._window.ahead[index] = self._copy_to_device(optimizer, index, groups)
 
     def finish(self) -> None:
         """Make later work of the device wait for all copies, and free the memory on the device.
@@ -216,28 +215,14 @@ class DeviceSteps:
         Raises what a copy to the host has raised, after all.
         """
         self.is_in_backward = False
-        for one in self._ahead.values():  # not stepped, after an error
-            self._drop(one)
-        self._ahead.clear()
-        leaving, self._leaving = self._leaving, deque()
+        for one in self._window:  # also those that have not stepped, after an error
+            _await_copies(one)
+        leaving = list(self._window.leaving)
+        self._window.clear()
         for one in leaving:
-            self._drop(one)
-        for one in leaving:
-            _raise_error_of(one)
+            _end_copies(one)
 
     # -- copies ------------------------------------------------------------------------------------
-
-    def _make_room(self, beside: int = 0) -> None:
-        while self._leaving and len(self._ahead) + len(self._leaving) + beside >= MAX_STEPPED_UNITS:
-            one = self._leaving.popleft()
-            self._drop(one)
-            _raise_error_of(one)
-
-    @staticmethod
-    def _drop(one: "_OnDevice | None") -> None:
-        """Make the current stream, on which its memory is freed, wait for its copies."""
-        if one is not None and one.work is not None:
-            one.work.wait()
 
     def _copy_to_device(
         self, optimizer: Optimizer, index: int, groups: dict[Tensor, int]
@@ -316,7 +301,7 @@ class DeviceSteps:
         if not all(isinstance(tensor, ShardedTensor) for tensor in written):
             here.work.synchronize()  # operators of torch read these without asking
         self._record(EventKind.STATES_TO_HOST, here, copies, began)
-        self._leaving.append(here)
+        self._window.leaving.append(here)
 
     def _host_copy(self, before: object, value: Tensor) -> Tensor:
         """Memory of the host for ``value``: that of ``before`` if it fits."""
@@ -384,8 +369,17 @@ class _UnitOnHost:
                 yield flat.shard, list(zip(flat.parameters, slices, strict=True))
 
 
-def _raise_error_of(one: _OnDevice) -> None:
-    if one.work is not None and one.work.error is not None:
+def _await_copies(one: _OnDevice) -> None:
+    """Make the current stream, on which the memory of a unit is freed, wait for its copies."""
+    assert one.work is not None
+    one.work.wait()
+
+
+def _end_copies(one: _OnDevice) -> None:
+    """Do the same, or raise what a copy has raised."""
+    _await_copies(one)
+    assert one.work is not None
+    if one.work.error is not None:
         raise one.work.error
 
 
