@@ -401,7 +401,9 @@ def test_attributes_of_parameters_are_carried() -> None:
     model, optimizer = make(ON_DEVICE, "fused")
     step(model, optimizer, 0)
     layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    local_of(layer.weight)
+    with torch.no_grad():
+        model(own_part(CASES["gpt"].batch(12)))
+    local_of(layer.weight)  # it has arrived
     vars(layer.weight)["tag"] = "a"
     seen: list[Any] = []
     layer.register_forward_hook(lambda module, *_: seen.append(getattr(module.weight, "tag", "")))
