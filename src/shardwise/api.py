@@ -337,6 +337,7 @@ class ShardingRequest:
             offloads = any(unit.offload is not None for unit in plan.units)
             _check_deterministic(device, offloads=offloads)
         check_same_plan(plan, mesh, warns=self.warns)
+        device_step.check_granularity(plan)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
         materializer = None if init is None else Materializer(root, plan, init, Pool(device))

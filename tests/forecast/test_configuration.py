@@ -17,6 +17,9 @@ def test_mesh() -> None:
     assert configuration.tokens_per_step == configuration.global_batch * 2048
 
 
+ON_DEVICE = {"offload": "optimizer", "offload_step": "device"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -28,6 +31,9 @@ def test_mesh() -> None:
         ({"checkpointing": ("none", "ful")}, r"checkpointing='ful'.*did you mean 'full'"),
         ({"chunks": 2}, r"chunks=2: expected pipeline to be 2 or more"),
         ({"shard_size": 4, "expert": 3}, r"expert=3: expected a divisor of the 4"),
+        ({"offload_step": "device"}, r"offload_step='device' without offload"),
+        (ON_DEVICE | {"optimizer": "muon"}, r"muon works on whole matrices"),
+        (ON_DEVICE | {"tensor": 2}, r"offload_step='device' with tensor=2"),
     ],
 )
 def test_invalid_settings_are_refused(options: dict[str, object], message: str) -> None:

@@ -13,13 +13,20 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 import shardwise as sw
+from shardwise.comm.device import Device
+from shardwise.features import device_step
+from shardwise.features.device_step import DeviceSteps
+from shardwise.features.snapshot import ModelSnapshot
+from shardwise.runtime.gradient_shards import _accumulate
+from shardwise.runtime.hooks import apply_gradient_hooks
 from shardwise.runtime.memory import Pool
+from shardwise.runtime.module import keeping_gradients
 from shardwise.tensor.sharding import local_of
 from tests.covering import covered_first
 from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
-from tests.runtime.one_process import full, options_of, own_part
+from tests.runtime.one_process import full, options_of, own_part, runtime_of
 
 ON_DEVICE = sw.CPUOffloadPolicy(step="device")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -235,23 +242,275 @@ def test_an_optimizer_of_other_tensors_steps_them() -> None:
     assert_same_bits(bits(model, SGD(model.parameters())), before)
 
 
+class Undeclared(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        self.update()
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    average = state.setdefault("average", torch.zeros_like(p))
+                    average.mul_(0.9).add_(p.grad)
+                    p.add_(average, alpha=-group["lr"])
+
+
+class Declared(Undeclared):
+    steps_units = True
+
+
+class Redefined(Declared):
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # noqa: ARG002
+        self.update()
+
+
+class WithArguments(Redefined):
+    steps_units = True
+
+
+class Nested(Declared):
+    steps_units = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Counting(Declared):
+    steps_units = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        self.update()
+
+
 @on_ranks(2)
 def test_what_cannot_be_stepped_by_unit_is_refused() -> None:
     for kind in (sw.optim.Muon, sw.optim.SOAP):
         model = sw.fully_shard(build("gpt"), units="auto", offload_policy=ON_DEVICE)
-        with pytest.raises(sw.PlanError, match=rf"{kind.__name__}: works on whole .*step='host'"):
+        with pytest.raises(sw.StepError, match=rf"{kind.__name__} works on whole .*step='host'"):
             step(model, kind(matrix_groups(model.parameters())), 0)
-
-    class Counting(SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-            return super().step(closure)
-
     model, _ = make(ON_DEVICE, "fused")
+    before = bits(model, SGD(model.parameters()))
+    for unknown in (Undeclared, Redefined):
+        expected = rf"{unknown.__name__} is not known to .*steps_units = True.*step='host'"
+        with pytest.raises(sw.StepError, match=expected):
+            step(model, unknown(model.parameters()), 0)
+    optimizer: Any = WithArguments(model.parameters())
+    with pytest.raises(sw.StepError, match=r"WithArguments.step: .* no argument but closure"):
+        optimizer.step(scale=2.0)
+    assert_same_bits(bits(model, SGD(model.parameters())), before)
     with pytest.raises(sw.StepError, match=r"Counting changed k of .*step=.host"):
-        step(model, Counting(model.parameters(), lr=0.1), 0)
+        step(model, Counting(model.parameters()), 0)
+    with pytest.raises(sw.StepError, match=r"Nested.step\(\) calls step\(\) of another class"):
+        step(model, Nested(model.parameters()), 0)
     with pytest.raises(sw.PlanError, match=r"step='gpu'\): expected 'host' or 'device'"):
         sw.CPUOffloadPolicy(step="gpu")  # type: ignore[arg-type]
+    with pytest.raises(sw.PlanError, match=r"is cut by a dim \(granularity='dim'"):
+        make(ON_DEVICE, "fused", granularity="dim")
+
+
+@on_ranks(2)
+def test_a_declared_optimizer_steps_unit_by_unit() -> None:
+    pairs = []
+    for policy in (sw.OffloadPolicy(), ON_DEVICE):
+        model, _ = make(policy, "fused")
+        pairs.append((model, Declared(model.parameters())))
+    for seed in range(3):
+        for pair in pairs:
+            step(*pair, seed, "kept gradients")
+        assert all(p.grad is not None for p in pairs[1][0].parameters())
+        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+
+
+@on_ranks(2)
+def test_a_hook_after_the_step_sees_gradients_and_may_drop_them() -> None:
+    model, optimizer = make(ON_DEVICE, "fused")
+    seen: list[bool] = []
+
+    def drop(optimizer: Optimizer, *_: Any) -> None:
+        seen.extend(p.grad is not None for p in model.parameters())
+        optimizer.zero_grad()
+
+    optimizer.register_step_post_hook(drop)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        torch.autograd.backward(CASES["gpt"].loss(model(own_part(CASES["gpt"].batch(12)))))
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+    assert seen
+    assert all(seen)
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.data.mul_(0.5)
+
+
+def halve_all(optimizer: Optimizer, *_: Any) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if p.grad is not None:
+            halve(p)
+            for value in optimizer.state[p].values():
+                value.mul_(0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("of", ["parameter", "optimizer"])
+def test_hooks_in_backward_may_change_parameters_and_states(of: str) -> None:
+    pairs = [make(policy, "momentum") for policy in (sw.OffloadPolicy(), ON_DEVICE)]
+    for model, optimizer in pairs:
+        if of == "parameter":
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        else:
+            optimizer.register_step_pre_hook(halve_all)
+        sw.optimizer_in_backward(model, optimizer)
+    for seed in range(3):
+        for pair in pairs:
+            step(*pair, seed, "in backward")
+        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+
+
+@on_ranks(2)
+def test_a_copy_that_fails_raises_at_the_end_of_the_step() -> None:
+    model, optimizer = make(ON_DEVICE, "fused")
+    step(model, optimizer, 0)
+    host = {id(flat.shard) for unit in runtime_of(model).units for flat in unit.flats}
+
+    def fail(to: Tensor, of: Tensor) -> None:
+        if id(to) in host:
+            raise RuntimeError("no copy to the host")
+        to.copy_(of)
+
+    with (
+        mock.patch.object(device_step, "copy_", fail),
+        pytest.raises(RuntimeError, match="no copy to the host"),
+    ):
+        step(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_attributes_of_parameters_are_carried() -> None:
+    model, optimizer = make(ON_DEVICE, "fused")
+    step(model, optimizer, 0)
+    layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    with torch.no_grad():
+        model(own_part(CASES["gpt"].batch(12)))
+    local_of(layer.weight)  # it has arrived
+    vars(layer.weight)["tag"] = "a"
+    seen: list[Any] = []
+    layer.register_forward_hook(lambda module, *_: seen.append(getattr(module.weight, "tag", "")))
+    step(model, optimizer, 1)
+    assert seen == ["a"]
+
+
+@on_ranks(2)
+def test_what_arrives_is_awaited() -> None:
+    """Parameters that the optimizer does not have, parameters without dims, and state dicts."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x) * self.scale
+            return out
+
+    model = Scaled()
+    sw.fully_shard(model, offload_policy=ON_DEVICE)
+    optimizer = AdamW([model.inner.weight, model.scale])
+
+    def train() -> None:
+        torch.autograd.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+
+    def waits(use: Callable[[], object]) -> int:
+        with mock.patch.object(Device, "synchronize") as wait:
+            use()
+        return int(wait.call_count)
+
+    train()
+    assert waits(lambda: local_of(model.inner.bias)) == 1
+    assert waits(lambda: local_of(model.inner.bias)) == 0
+    assert waits(lambda: local_of(optimizer.state[model.scale]["exp_avg"])) == 1
+    train()
+    assert waits(optimizer.state_dict) == 4
+    assert waits(optimizer.state_dict) == 0
+    assert model.inner.bias not in optimizer.state
+
+
+@on_ranks(2)
+def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
+    """As on a GPU; the gradients are on meta here."""
+
+    def assert_elsewhere() -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            assert (p.grad.device.type, local_of(p.grad).device.type) == ("cpu", "meta")
+
+    model, _ = make(ON_DEVICE, "fused")
+    for unit in runtime_of(model).units:
+        for p in unit.parameters:
+            p.sharded.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+            elsewhere = torch.empty(p.local.numel(), device="meta")
+            gradient = apply_gradient_hooks(p.sharded, p.wrap_gradient(elsewhere))
+            _accumulate(p, gradient)
+    assert_elsewhere()
+    snapshot = ModelSnapshot(model, torch.device("cpu"))
+    model.zero_grad()
+    snapshot.restore()
+    assert_elsewhere()
+    with keeping_gradients(model):
+        model.zero_grad()
+    assert_elsewhere()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_entries_without_states(in_backward: bool) -> None:
+    pair = make(ON_DEVICE, "without states")
+    if in_backward:
+        sw.optimizer_in_backward(*pair)
+    step(*pair, 0, "in backward" if in_backward else "clipped")
+    assert not pair[1].state
+
+
+@on_ranks(2)
+def test_a_step_outside_of_backward_is_finished() -> None:
+    model, optimizer = make(ON_DEVICE, "fused")
+    sw.optimizer_in_backward(model, optimizer)
+    step(model, optimizer, 0, "in backward")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with mock.patch.object(DeviceSteps, "finish", autospec=True) as finish:
+        optimizer.step()
+    assert finish.call_count == 1
+
+
+@on_ranks(2)
+def test_gradients_stay_after_an_error_in_other_parameters() -> None:
+    model, _ = make(ON_DEVICE, "fused")
+    head = nn.Linear(2, 2)
+
+    class Failing(Declared):
+        def update(self) -> None:
+            if any(p is head.weight for group in self.param_groups for p in group["params"]):
+                raise ValueError("head")
+            super().update()
+
+    optimizer = Failing([*model.parameters(), *head.parameters()])
+    torch.autograd.backward(head(torch.ones(2)).sum())
+    with pytest.raises(ValueError, match="head"):
+        step(model, optimizer, 0)
+    assert all(p.grad is not None for p in (*model.parameters(), *head.parameters()))
 
 
 @on_ranks(2)

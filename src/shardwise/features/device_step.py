@@ -10,25 +10,45 @@ Each direction has a stream of its own, and at most `MAX_STEPPED_UNITS` units ar
 
 The host does not wait. A tensor that is still being written remembers that (`arrives`), and
 `local_of` waits for it.
+
+Only optimizers that treat every element alone can be called unit by unit: those of `ELEMENTWISE`,
+and classes that declare it with ``steps_units = True``. All others are refused.
 """
 
+import inspect
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
-from shardwise.plan.offload import MAX_STEPPED_UNITS
+from shardwise.plan.granularity import Dim
+from shardwise.plan.offload import SteppedUnits
+from shardwise.plan.plan import Plan
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import Ledger, Record
@@ -36,11 +56,34 @@ from shardwise.runtime.parameters import FSDPParameter, attributes_of
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.sharding import Sharding, arrives, sharding_of
+from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
 
-__all__ = ["DeviceSteps", "one_step_at_a_time", "prefetch_states", "watch"]
+__all__ = [
+    "ELEMENTWISE",
+    "DeviceSteps",
+    "check_granularity",
+    "one_step_at_a_time",
+    "prefetch_states",
+    "watch",
+]
+
+# Torch's optimizers whose step treats every element alone.
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 State = dict[str, Any]  # of one parameter
+
+
+def check_granularity(plan: Plan) -> None:
+    """Raise a PlanError if parameters to step on the device are cut by a dim."""
+    for unit in plan.units:
+        for layout in unit.trainable_layouts if unit.steps_on_device else ():
+            spec = layout.extents[0].parameter
+            if isinstance(spec.granularity, Dim) and not layout.is_extended:
+                raise PlanError(
+                    f"{spec.name} is cut by a dim (granularity='dim', or tensor parallelism): "
+                    "torch's DTensors cannot have a gradient on the device and report the host; "
+                    "use another granularity or CPUOffloadPolicy(step='host')"
+                )
 
 
 def watch(runtime: Runtime) -> None:
@@ -62,7 +105,7 @@ def prefetch_states(optimizer: Optimizer, unit: Unit) -> "DeviceSteps | None":
     place = next((one for one in found if one is not None), None)
     if place is None:
         return None
-    place.steps.prefetch(optimizer, place.unit)
+    place.steps.prefetch_in_backward(optimizer, place.unit)
     return place.steps
 
 
@@ -82,10 +125,6 @@ class _Place:
 
 
 _places: "weakref.WeakKeyDictionary[Sharding, _Place]" = weakref.WeakKeyDictionary()
-_hooks: "weakref.WeakKeyDictionary[Optimizer, Any]" = weakref.WeakKeyDictionary()
-_hidden: "weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]]" = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def _offloaded(unit: Unit) -> Iterator[FlatParameters]:
@@ -106,9 +145,14 @@ class _OnDevice:
     index: int
     optimizer: Optimizer
     shards: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # host, device
+    parameters: list[Tensor] = field(default_factory=list)  # all of the shards
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to the device, of the host
     stand_ins: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter
+    groups: dict[int, list[Tensor]] = field(default_factory=dict)  # stand-ins by number of group
     states: dict[Tensor, State] = field(default_factory=dict)  # by parameter, on the device
     work: DeviceWork | None = None  # the copies to the device, later those to the host
+    # Set if the program has used the tensors of the host since they were copied.
+    is_stale: threading.Event = field(default_factory=threading.Event)
 
 
 class DeviceSteps:
@@ -122,81 +166,99 @@ class DeviceSteps:
         policies = (unit.plan.offload for unit in runtime.units)
         is_pinned = any(policy is not None and policy.pin_memory for policy in policies)
         self._is_pinned = is_pinned and is_accelerator(self.device)
-        self._scheduler = weakref.ref(runtime.scheduler)
-        self._ahead: dict[int, _OnDevice] = {}  # by unit: brought before its step
-        self._leaving: deque[_OnDevice] = deque()
+        self._window: SteppedUnits[_OnDevice] = SteppedUnits(drop=_end_copies)
+        self.is_in_backward = False  # units step in a backward, whose end calls `finish`
 
     def step(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Step the units at ``indices``, all of whose parameters with gradients are stepped."""
+        groups = _groups_of(optimizer)
         for position, index in enumerate(indices):
-            current = self._ahead.pop(index, None)
+            current = self._window.ahead.pop(index, None)
             if current is None or current.optimizer is not optimizer:
-                self._drop(current)
-                self._make_room()
-                current = self._copy_to_device(optimizer, index)
+                if current is not None:
+                    _await_copies(current)
+                self._window.make_room()
+                current = self._copy_to_device(optimizer, index, groups)
             for following in indices[position + 1 : position + 2]:
-                self.prefetch(optimizer, following, beside=1)
+                self._prefetch(optimizer, following, groups, others=1)
+            if current.is_stale.is_set():
+                self._fill(current)
             self._step(current)
             self._copy_to_host(current)
 
-    def prefetch(self, optimizer: Optimizer, index: int, *, beside: int = 0) -> None:
-        """Begin to copy a unit to the device, unless others that were copied have not stepped."""
-        if index in self._ahead:
-            return
-        if len(self._ahead) + beside + 1 < MAX_STEPPED_UNITS:
-            self._make_room(beside)
-            self._ahead[index] = self._copy_to_device(optimizer, index)
+    def prefetch_in_backward(self, optimizer: Optimizer, index: int) -> None:
+        """Begin to copy a unit to the device, unless others that were copied have not stepped.
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether units step in backward, whose end calls `finish`."""
-        scheduler = self._scheduler()
-        return scheduler is not None and scheduler.steps_in_backward
+        Until it steps, hooks may change its parameters and states; then it is copied again.
+        """
+        self.is_in_backward = True
+        if index in self._window.ahead:
+            return
+        self._prefetch(optimizer, index, _groups_of(optimizer))
+        here = self._window.ahead.get(index)
+        if here is not None:
+            states = [optimizer.state.get(p, {}) for p in here.states]
+            for tensor in (*here.parameters, *(one for state in states for one in state.values())):
+                if isinstance(tensor, ShardedTensor):
+                    notice_use(tensor, here.is_stale.set)  # keeps no memory of the device
+
+    def _prefetch(
+        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int], *, others: int = 0
+    ) -> None:
+        if self._window.takes_ahead(index, others=others):
+            self._window.make_room(others=others)
+            self._window.ahead[index] = self._copy_to_device(optimizer, index, groups)
 
     def finish(self) -> None:
-        """Make later work of the device wait for all copies, and free the memory on the device."""
-        for one in self._ahead.values():  # not stepped, after an error
-            self._drop(one)
-        self._ahead.clear()
-        while self._leaving:
-            self._drop(self._leaving.popleft())
+        """Make later work of the device wait for all copies, and free the memory on the device.
+
+        Raises what a copy to the host has raised, after all.
+        """
+        self.is_in_backward = False
+        for one in self._window:  # also those that have not stepped, after an error
+            _await_copies(one)
+        leaving = list(self._window.leaving)
+        self._window.clear()
+        for one in leaving:
+            _end_copies(one)
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _make_room(self, beside: int = 0) -> None:
-        while self._leaving and len(self._ahead) + len(self._leaving) + beside >= MAX_STEPPED_UNITS:
-            self._drop(self._leaving.popleft())
-
-    @staticmethod
-    def _drop(one: "_OnDevice | None") -> None:
-        """Make the current stream, on which its memory is freed, wait for its copies."""
-        if one is not None and one.work is not None:
-            one.work.wait()
-
-    def _copy_to_device(self, optimizer: Optimizer, index: int) -> _OnDevice:
-        unit, began = self._units[index], self._now()
+    def _copy_to_device(
+        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int]
+    ) -> _OnDevice:
+        unit = self._units[index]
         here = _OnDevice(index, optimizer)
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies = here.copies
         for shard, parameters in unit.shards():
             on_device = torch.empty_like(shard, device=self.device)
             copies.append((on_device, shard))
             here.shards.append((shard, on_device))
             for parameter, part in parameters:
                 original = parameter.sharded
-                if original not in groups:
+                here.parameters.append(original)
+                number = groups.get(original)
+                if number is None:
                     continue
-                here.stand_ins[original] = _stand_in(parameter, on_device[part].data)
-                state = optimizer.state.get(original, {})
+                stand_in = _stand_in(parameter, on_device[part].data)
+                here.stand_ins[original] = stand_in
+                here.groups.setdefault(number, []).append(stand_in)
+                group = optimizer.param_groups[number]
                 here.states[original] = {
-                    key: self._on_device(key, value, groups[original], copies)
-                    for key, value in state.items()
+                    key: self._on_device(key, value, group, copies)
+                    for key, value in optimizer.state.get(original, {}).items()
                 }
-        with self._to_device.enqueue(timed=self._ledger.is_timed) as here.work:
-            for to, of in copies:
-                copy_(to, of)
-        self._record(EventKind.STATES_TO_DEVICE, here, copies, began)
+        self._fill(here)
         return here
+
+    def _fill(self, here: _OnDevice) -> None:
+        """Copy the values of the host to the tensors on the device."""
+        began = self._now()
+        with self._to_device.enqueue(timed=self._ledger.is_timed) as here.work:
+            for to, of in here.copies:
+                copy_(to, of)
+        here.is_stale.clear()
+        self._record(EventKind.STATES_TO_DEVICE, here, here.copies, began)
 
     def _on_device(
         self, key: str, value: Any, group: State, copies: list[tuple[Tensor, Tensor]]
@@ -204,7 +266,7 @@ class DeviceSteps:
         """A state on the device; its values come by ``copies``."""
         if not isinstance(value, Tensor):
             return value
-        if not value.ndim:  # torch's optimizers choose where numbers are, most of them the host
+        if _is_number(value):  # torch's optimizers choose where numbers are, most of them the host
             is_needed = key == "step" and (group.get("fused") or group.get("capturable"))
             return value.to(self.device, non_blocking=True) if is_needed else value
         local = _local(value)
@@ -216,13 +278,15 @@ class DeviceSteps:
     def _copy_to_host(self, here: _OnDevice) -> None:
         began = self._now()
         copies = [(shard, on_device) for shard, on_device in here.shards]
-        written: list[Tensor] = list(here.stand_ins)
+        written = list(here.parameters)  # with the shards, also those that were not stepped
         for original, state in here.states.items():
+            if not state and original not in here.optimizer.state:
+                continue  # do not create an entry
             host = here.optimizer.state[original]
             for key in [key for key in host if key not in state]:
                 del host[key]
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
+                if isinstance(value, Tensor) and not _is_number(value):
                     host[key] = self._host_copy(host.get(key), value)
                     written.append(host[key])
                     copies.append((_local(host[key]), _local(value)))
@@ -232,11 +296,12 @@ class DeviceSteps:
             for to, of in copies:
                 copy_(to, of)
         for tensor in written:
-            arrives(tensor, here.work.synchronize)
+            if isinstance(tensor, ShardedTensor):
+                arrives(tensor, here.work.synchronize)
         if not all(isinstance(tensor, ShardedTensor) for tensor in written):
             here.work.synchronize()  # operators of torch read these without asking
         self._record(EventKind.STATES_TO_HOST, here, copies, began)
-        self._leaving.append(here)
+        self._window.leaving.append(here)
 
     def _host_copy(self, before: object, value: Tensor) -> Tensor:
         """Memory of the host for ``value``: that of ``before`` if it fits."""
@@ -259,15 +324,9 @@ class DeviceSteps:
             stand_in.grad = self._gradient_for(original)
             if here.states[original]:
                 optimizer.state[stand_in] = here.states[original]
-        lists = [(group, group["params"]) for group in optimizer.param_groups]
         try:
-            for group, originals in lists:
-                group["params"] = [here.stand_ins[p] for p in originals if p in here.stand_ins]
-            with one_step_at_a_time(optimizer, 'pass CPUOffloadPolicy(step="host") to fully_shard'):
-                _step_without_hooks(optimizer)
+            _step_only(optimizer, here.groups)
         finally:
-            for group, originals in lists:
-                group["params"] = originals
             for original, stand_in in here.stand_ins.items():
                 stand_in.grad = None  # its memory belongs to the backward
                 here.states[original] = optimizer.state.pop(stand_in, {})
@@ -308,6 +367,25 @@ class _UnitOnHost:
             if flat is not None:
                 slices = flat.layout.slices_of_shard(flat.mesh.rank)
                 yield flat.shard, list(zip(flat.parameters, slices, strict=True))
+
+
+def _await_copies(one: _OnDevice) -> None:
+    """Make the current stream, on which the memory of a unit is freed, wait for its copies."""
+    assert one.work is not None
+    one.work.wait()
+
+
+def _end_copies(one: _OnDevice) -> None:
+    """Do the same, or raise what a copy has raised."""
+    _await_copies(one)
+    assert one.work is not None
+    if one.work.error is not None:
+        raise one.work.error
+
+
+def _is_number(value: Tensor) -> bool:
+    """Whether a state is a number and not the state of a parameter without dims."""
+    return not value.ndim and not isinstance(value, DTensor)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -367,32 +445,101 @@ def _is_same(old: object, new: object) -> bool:
     return old is new or (type(old) is type(new) and isinstance(new, (int, float)) and old == new)
 
 
-def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Step; the hooks run once for all units. torch wraps ``step`` in what calls them."""
+def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    """The numbers of the groups of all parameters."""
+    groups = enumerate(optimizer.param_groups)
+    return {p: number for number, group in groups for p in group["params"]}
+
+
+def _step_only(optimizer: Optimizer, groups: dict[int, list[Tensor]]) -> None:
+    """Step the tensors in ``groups``, by number of group, without the hooks of the optimizer."""
+    # torch wraps `step` in what calls the hooks.
     step: Callable[[Optimizer], object] = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+    originals = [group["params"] for group in optimizer.param_groups]
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = groups.get(number, [])
+        getattr(step, "__wrapped__", step)(optimizer)
+    finally:
+        for group, parameters in zip(optimizer.param_groups, originals, strict=True):
+            group["params"] = parameters
 
 
+def _check_kind(optimizer: Optimizer) -> None:
+    """Raise a StepError if calling ``optimizer`` unit by unit might not give the same numbers."""
+    kind = type(optimizer)
+    step = _code_of(kind)
+    author = next(one for one in reversed(kind.__mro__) if _code_of(one) is step)
+    below = kind.__mro__[: kind.__mro__.index(author) + 1]
+    declared = next((vars(one)["steps_units"] for one in below if "steps_units" in vars(one)), None)
+    if declared or (declared is None and author in _AUTHORS):
+        return
+    reason = (
+        "is not known to treat every element alone; if its step() may be called for the parameters "
+        f"of one unit at a time, set {kind.__name__}.steps_units = True, otherwise pass"
+        if declared is None
+        else "works on whole matrices that ranks exchange, not on units; pass"
+    )
+    raise StepError(
+        f"{kind.__name__} {reason} CPUOffloadPolicy(step='host') to fully_shard: with "
+        "step='device', the optimizer steps one unit after the other"
+    )
+
+
+def _code_of(kind: type) -> object:
+    """The ``step`` of a class, without the wrappers of torch."""
+    step = getattr(kind, "step", None)
+    return None if step is None else inspect.unwrap(step)
+
+
+_AUTHORS = {  # of the steps in `ELEMENTWISE`; some classes inherit theirs
+    next(one for one in reversed(kind.__mro__) if _code_of(one) is _code_of(kind))
+    for kind in ELEMENTWISE
+}
+
+
+@dataclass(eq=False)
+class _Watched:
+    """An optimizer that steps units on the device."""
+
+    hook: Any  # before its steps
+    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients, during a step
+    is_stepping: bool = False  # units, now
+
+
+_watched: "weakref.WeakKeyDictionary[Optimizer, _Watched]" = weakref.WeakKeyDictionary()
+
+
+@cache
 def _watch_optimizers() -> None:
-    global _is_watching  # noqa: PLW0603
-    if not _is_watching:
-        register_optimizer_step_pre_hook(_watch_optimizer)
-        _is_watching = True
-
-
-_is_watching = False
+    register_optimizer_step_pre_hook(_watch_optimizer)
 
 
 def _watch_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step units on the device after all other hooks, such as those that save what will change."""
-    before = _hooks.pop(optimizer, None)
-    if before is not None:
-        before.remove()
+    watched = _watched.get(optimizer)
+    if watched is not None:
+        if watched.is_stepping:
+            raise StepError(
+                f"{type(optimizer).__name__}.step() calls step() of another class, whose hooks "
+                "would run once per unit; pass CPUOffloadPolicy(step='host') to fully_shard"
+            )
+        watched.hook.remove()
+        watched.hook = optimizer.register_step_pre_hook(_step_on_device)  # the last one
     elif any(_place_of(p) for group in optimizer.param_groups for p in group["params"]):
-        optimizer.register_step_post_hook(_show_gradients)
-    else:
-        return
-    _hooks[optimizer] = optimizer.register_step_pre_hook(_step_on_device)  # the last one
+        _check_kind(optimizer)
+        optimizer.register_state_dict_pre_hook(_await_states)
+        after: Any = optimizer.register_step_post_hook(_show_gradients)
+        after.hooks_dict_ref().move_to_end(after.id, last=False)  # others see gradients
+        _watched[optimizer] = _Watched(optimizer.register_step_pre_hook(_step_on_device))
+
+
+def _await_states(optimizer: Optimizer) -> None:
+    """Wait for states: a state dict is read without `local_of`."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, ShardedTensor):
+                local_of(value)
 
 
 def _place_of(parameter: Tensor) -> _Place | None:
@@ -406,30 +553,53 @@ def _place_of(parameter: Tensor) -> _Place | None:
 def _step_on_device(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
 ) -> tuple[tuple[Any, ...], State]:
-    if getattr(optimizer, "needs_all_units", False):
-        raise PlanError(
-            f"{type(optimizer).__name__}: works on whole matrices that ranks exchange, not on "
-            "units; pass CPUOffloadPolicy(step='host'), with which their owners compute on the "
-            "device as well"
-        )
+    watched = _watched[optimizer]
+    _check_arguments(optimizer, args, kwargs)
     args, kwargs = _with_evaluated_closure(args, kwargs)
-    units: dict[DeviceSteps, set[int]] = {}
-    _hidden[optimizer] = hidden = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            place = _place_of(parameter)
-            if place is not None and parameter.grad is not None:
-                units.setdefault(place.steps, set()).add(place.unit)
-                hidden.append((parameter, parameter.grad))
-    for steps, indices in units.items():
-        try:
-            steps.step(optimizer, sorted(indices))
-        finally:
-            if not steps.in_backward:
-                steps.finish()
-    for parameter, _ in hidden:  # the optimizer now steps all others
+    watched.is_stepping = True
+    try:
+        stepped = _step_units(optimizer)
+    finally:
+        watched.is_stepping = False
+    watched.hidden = [(p, p.grad) for p in stepped if p.grad is not None]
+    for parameter in stepped:  # nothing is left for the optimizer to step
         parameter.grad = None
     return args, kwargs
+
+
+def _step_units(optimizer: Optimizer) -> list[Tensor]:
+    """Step all parameters if some are stepped on the device, and return them."""
+    units: dict[DeviceSteps, set[int]] = {}
+    others: dict[int, list[Tensor]] = {}
+    stepped: list[Tensor] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in [p for p in group["params"] if p.grad is not None]:
+            stepped.append(parameter)
+            place = _place_of(parameter)
+            if place is None:
+                others.setdefault(number, []).append(parameter)
+            else:
+                units.setdefault(place.steps, set()).add(place.unit)
+    if not units:
+        return []
+    with one_step_at_a_time(optimizer, 'pass CPUOffloadPolicy(step="host") to fully_shard'):
+        for steps, indices in units.items():
+            try:
+                steps.step(optimizer, sorted(indices))
+            finally:
+                if not steps.is_in_backward:
+                    steps.finish()
+        if others:
+            _step_only(optimizer, others)
+    return stepped
+
+
+def _check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
+    if len(args) > 2 or kwargs.keys() - {"closure"}:  # noqa: PLR2004 - itself and the closure
+        raise StepError(
+            f"{type(optimizer).__name__}.step: with CPUOffloadPolicy(step='device'), expected no "
+            "argument but closure; pass step='host' to use others"
+        )
 
 
 def _with_evaluated_closure(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
@@ -441,9 +611,11 @@ def _with_evaluated_closure(args: tuple[Any, ...], kwargs: State) -> tuple[tuple
         loss = closure()
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
+    return (args[0], lambda: loss), kwargs
 
 
 def _show_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for parameter, gradient in _hidden.pop(optimizer, ()):
+    watched = _watched[optimizer]
+    hidden, watched.hidden = watched.hidden, []
+    for parameter, gradient in hidden:
         parameter.grad = gradient

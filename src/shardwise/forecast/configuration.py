@@ -174,7 +174,28 @@ class Configuration:
                     allowed = ", ".join(map(repr, get_args(kind)))
                     hint = did_you_mean(value, get_args(kind))
                     raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
+        self._check_offload()
         self._check_layers()
+
+    def _check_offload(self) -> None:
+        """Raise a PlanError if nothing could step on the device."""
+        if self.offload_step == "host":
+            return
+        if self.offload == "none":
+            raise PlanError(
+                "offload_step='device' without offload: expected offload='optimizer' or "
+                "'parameters'"
+            )
+        if not self.states.steps_units:
+            raise PlanError(
+                f"offload_step='device': {self.optimizer} works on whole matrices, not on units; "
+                "expected 'host'"
+            )
+        if self.tensor > 1:
+            raise PlanError(
+                f"offload_step='device' with tensor={self.tensor}: divided parameters are cut by "
+                "a dim, which the step on the device does not support; expected 'host'"
+            )
 
     def _check_layers(self) -> None:
         """Raise a PlanError if adapters or 8-bit products do not go with other settings."""

@@ -55,6 +55,8 @@ class Adam8bit(Optimizer):
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021 (arXiv 2110.02861).
     """
 
+    steps_units = True  # see `CPUOffloadPolicy`
+
     def __init__(
         self,
         params: Any,

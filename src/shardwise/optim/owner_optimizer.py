@@ -32,7 +32,7 @@ class OwnerOptimizer(Optimizer):
 
     method: str  # the method of groups of matrices
     accelerator_dtype: torch.dtype | None = None  # in which owners compute by default
-    needs_all_units = True  # in one step
+    steps_units = False  # a step needs all of them
 
     def __init__(self, params: Any, defaults: Group, dtype: torch.dtype | None) -> None:
         self._dtype = dtype

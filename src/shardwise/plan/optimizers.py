@@ -91,6 +91,11 @@ class OptimizerSpec:
         return "row" if self.kind == "blocks" else "element"
 
     @property
+    def steps_units(self) -> bool:
+        """Whether it may step one unit after the other."""
+        return self.kind in ("elements", "blocks")
+
+    @property
     def loop(self) -> Literal["fused", "foreach"]:
         """How the trainer's update iterates over parameters."""
         return "fused" if self.is_fusable or not self.takes_roots else "foreach"

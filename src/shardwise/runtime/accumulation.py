@@ -24,6 +24,7 @@ from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharding import as_gradient_of
 
 __all__ = [
     "Accumulated",
@@ -247,8 +248,10 @@ class AccumulatedGradients:
         if not self._is_held[position] or position in self._handed_over:
             return False
         assert gradient is not None
-        before = None if gradient.reduced is None else gradient.reduced.clone()
-        self._parameters[position].sharded.grad = self._handed_over[position] = before
+        sharded, before = self._parameters[position].sharded, gradient.reduced
+        if before is not None:
+            before = as_gradient_of(sharded, before.clone())
+        sharded.grad = self._handed_over[position] = before
         return True
 
     def end_hand_over(self, position: int) -> None:
@@ -356,7 +359,8 @@ class AccumulatedGradients:
         self.is_awaited = list(copy.is_awaited)
         for position, parameter in enumerate(self._parameters):
             if copy.is_held[position]:
-                parameter.sharded.grad = copy.reduced[position]
+                reduced, sharded = copy.reduced[position], parameter.sharded
+                sharded.grad = None if reduced is None else as_gradient_of(sharded, reduced)
         self._hold_all(copy.used)
 
     # -- helpers ---------------------------------------------------------------------------------

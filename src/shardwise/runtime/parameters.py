@@ -13,7 +13,7 @@ from shardwise._private import set_versions
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
-from shardwise.tensor.sharding import Sharding
+from shardwise.tensor.sharding import Sharding, as_gradient_of
 
 __all__ = ["CLASS", "STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
 
@@ -97,19 +97,9 @@ class FSDPParameter:
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 
-    def wrap_gradient(self, local: Tensor) -> DTensor:
-        """Make a gradient of the sharded parameter, of which this rank has ``local``, 1-D.
-
-        torch requires of a gradient that it reports the device of its parameter. If the shard is in
-        host memory, and the gradient is not, only its local tensor tells where it is.
-        """
-        gradient, device = self.sharding.wrap_gradient(local), self.sharded.device
-        if local.device == device:
-            return gradient
-        at_parameter = torch.empty(1, dtype=local.dtype, device=device).expand(local.shape)
-        reported = self.sharding.wrap_gradient(at_parameter)
-        reported._local_tensor = gradient._local_tensor
-        return reported
+    def wrap_gradient(self, local: Tensor) -> Tensor:
+        """Make a gradient of the sharded parameter, of which this rank has ``local``, 1-D."""
+        return as_gradient_of(self.sharded, self.sharding.wrap_gradient(local))
 
     def watch_gradient(self) -> None:
         """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""

@@ -32,14 +32,17 @@ __all__ = [
     "ExtendedSharding",
     "Sharding",
     "arrives",
+    "as_gradient_of",
     "is_tensor_parallel",
     "local_of",
     "mesh_of",
+    "notice_use",
     "sharding_of",
 ]
 
 _SHARDING = "_sharding"  # a parameter's attribute
-_ARRIVING = "_shardwise_arriving"  # of a tensor in host memory to which a device still writes
+# On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
+_BEFORE_USE = "_shardwise_before_use"
 
 
 class AssignableDTensor(DTensor):
@@ -421,11 +424,42 @@ def local_of(tensor: Tensor) -> Tensor:
     The host waits for a copy that `arrives`.
     """
     assert isinstance(tensor, DTensor)
-    if _ARRIVING in vars(tensor):
-        vars(tensor).pop(_ARRIVING)()
-    return tensor._local_tensor
+    local = tensor._local_tensor
+    if _BEFORE_USE in vars(local):
+        vars(local).pop(_BEFORE_USE)()
+    return local
 
 
-def arrives(tensor: Tensor, wait: Callable[[], None]) -> None:
+def as_gradient_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` as torch lets a program assign it to ``parameter.grad``.
+
+    torch requires that it reports the device of the parameter. If the shard is in host memory and
+    the gradient is not, only its local tensor tells where it is.
+    """
+    sharding = sharding_of(parameter)
+    if sharding is None or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.device == parameter.device:
+        return gradient
+    local = local_of(gradient)
+    one = torch.empty(1, dtype=local.dtype, device=parameter.device)
+    reported = sharding.wrap_gradient(one.expand(local.numel()))
+    reported._local_tensor = local
+    return reported
+
+
+def arrives(tensor: DTensor, wait: Callable[[], None]) -> None:
     """Have `local_of` call ``wait`` before it returns the local tensor, which is in host memory."""
-    vars(tensor)[_ARRIVING] = wait
+    vars(tensor._local_tensor)[_BEFORE_USE] = wait
+
+
+def notice_use(tensor: DTensor, note: Callable[[], None]) -> None:
+    """Have `local_of` call ``note`` when it next returns the local tensor, after a wait."""
+    wait = vars(tensor._local_tensor).get(_BEFORE_USE)
+
+    def both() -> None:
+        note()
+        if wait is not None:
+            wait()
+
+    vars(tensor._local_tensor)[_BEFORE_USE] = both

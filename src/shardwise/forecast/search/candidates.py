@@ -144,7 +144,7 @@ def offloaded(goal: Goal, configuration: Configuration) -> Iterator[Configuratio
         yield replace(configuration, activation_offload=True)
     # A step on the device is faster, and takes more of its memory.
     steps: tuple[OffloadStep, ...] = ("device", "host")
-    if configuration.states.has_owners:
+    if not configuration.states.steps_units or configuration.tensor > 1:
         steps = ("host",)
     for kind, step in product(host, steps):
         yield replace(configuration, offload=kind, offload_step=step)
