@@ -1,8 +1,10 @@
 """C13, `sw.join`: ranks with unequal numbers of batches compute what one process computes."""
 
+import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -580,12 +582,66 @@ class Scaled(Joined):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [ClippedByTorch, Scaled])
-def test_an_operation_that_join_does_not_know(kind: type[Joined]) -> None:
+@pytest.mark.parametrize("steps", [1, 3])  # of rank 0, and one without batches at first
+def test_an_operation_that_join_does_not_know(kind: type[Joined], steps: int) -> None:
     joined = kind()
-    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    error = sw.StepError if rank() == 1 or steps > 1 else sw.PeerAborted
+    before = full(next(joined.model.parameters()).detach())
     with pytest.raises(error, match=r"clip with sw\.clip_grad_norm_"):
-        joined.run(of_sizes([1] * 2, [1] * 3)[rank()], joined.optimizer, joined.scheduler)
+        joined.run(of_sizes([1] * (steps - 1), [1] * 3)[rank()], joined.optimizer, joined.scheduler)
     sw.clip_grad_norm_(joined.model.parameters(), 1.0)  # not refused any more
+    assert torch.equal(full(next(joined.model.parameters()).detach()), before)  # in the first step
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name", ["save", "load", "full_tensors", "publish", "sleep", "full_tensor", "norm"]
+)
+def test_other_operations_of_all_ranks(name: str, tmp_path: Path) -> None:
+    joined = Joined()
+    model = joined.model
+    weight = model.get_submodule("layers.0").get_parameter("up.weight")
+    operations: dict[str, Callable[[], object]] = {
+        "save": lambda: sw.save(tmp_path / "saved", model=model),
+        "load": lambda: sw.load(tmp_path / "saved", model=model),
+        "full_tensors": lambda: list(sw.full_tensors(model)),
+        "publish": lambda: sw.publish(model, tmp_path / "published"),
+        "sleep": lambda: sw.sleep(model),
+        "full_tensor": lambda: full(weight.detach()),
+        "norm": lambda: float(weight.norm()),
+    }
+
+    def run() -> None:
+        with sw.join(model):
+            if rank() == 0:  # the other rank has no batches
+                joined.accumulate(of_sizes([1])[0][0])
+                operations[name]()
+
+    error = sw.StepError if rank() == 0 else sw.PeerAborted
+    with pytest.raises(error, match=r"inside sw\.join.* the block"):
+        run()
+
+
+class RaisingIfNotFinite(Joined):
+    """Goes on after a step with gradients that are not finite."""
+
+    def update(self) -> None:
+        with contextlib.suppress(sw.StepError):
+            sw.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_finite() -> None:
+    alone, joined = Alone(clip=1.0), RaisingIfNotFinite()
+    batches = of_sizes([], [1] * 3)
+    alone.train([[batches[1][0]]])
+    alone.train([[batches[1][2]]])
+    batches[1][1][0][:] = torch.inf
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
 
 
 class WithoutBackward(Joined):

@@ -49,7 +49,8 @@ JOINED = "_shardwise_joined"  # set on the parameters of a model inside `sw.join
 _REDUCES_FULLY = 3  # a mode
 _REFUSAL = (
     "inside sw.join, ranks without batches do not know of this operation, which needs all ranks; "
-    "clip with sw.clip_grad_norm_, do without a GradScaler, and compute norms after the block"
+    "clip with sw.clip_grad_norm_, do without a GradScaler, and gather, save or compute norms "
+    "after the block"
 )
 
 
@@ -86,6 +87,7 @@ class JoinedRanks(CallRecorder):
         )
         self._versions: list[int] = []  # of gradients, when an optimizer stepped last
         self._computed_last: bool | None = None  # the last forward; None: there was none
+        self.refuse_others()
 
     # -- ranks that compute ----------------------------------------------------------------------
 
@@ -121,10 +123,29 @@ class JoinedRanks(CallRecorder):
         self._has_computed = False
         self._passes.clear()
 
-    def before_clip(self, parameters: Sequence[Tensor], max_norm: float, order: float) -> None:
-        """All ranks that compute clip the gradients of ``parameters``."""
-        if self.is_shadow or self.all_compute:
-            return
+    @contextlib.contextmanager
+    def clipping(
+        self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
+    ) -> Iterator[None]:
+        """All ranks that compute clip the gradients of ``parameters``.
+
+        Args:
+            parameters: those of the model, or some of them.
+            max_norm: bound of the norm.
+            order: of the norm.
+            checks: whether the ranks look for gradients that are not finite.
+        """
+        if not (self.is_shadow or self.all_compute):
+            self._announce_clip(parameters, max_norm, order, checks=checks)
+        self.refuse_others(refuses=False)
+        try:
+            yield
+        finally:
+            self.refuse_others()
+
+    def _announce_clip(
+        self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
+    ) -> None:
         clipped = {id(parameter) for parameter in parameters}
         if not clipped <= {id(parameter) for parameter in self._parameters}:
             raise StepError(
@@ -132,8 +153,8 @@ class JoinedRanks(CallRecorder):
                 "ranks without batches have no gradient for it; clip it by a call of its own"
             )
         self.announce(Action.CLIP)
-        self.share([max_norm, order, *(id(one) in clipped for one in self._parameters)], 1)
-        self.refuse_others(refuses=False)
+        flags = [checks, *(id(one) in clipped for one in self._parameters)]
+        self.share([max_norm, order, *flags], 1)
 
     def before_forward(self, unit: int) -> None:
         if self.is_shadow:
@@ -166,9 +187,8 @@ class JoinedRanks(CallRecorder):
     # -- agreements ------------------------------------------------------------------------------
 
     def refuse_others(self, *, refuses: bool = True) -> None:
-        """Refuse operations that need all ranks, of which shadows do not know."""
-        refuses = refuses and not (self.all_compute or self.is_shadow)
-        self.exchange.refuse_others(_REFUSAL if refuses else "")
+        """Refuse operations that need all ranks, of which shadows would not know."""
+        self.exchange.refuse_others(_REFUSAL if refuses and not self.is_shadow else "")
 
     def share(self, values: Sequence[float], priority: float) -> list[float]:
         """The ``values`` of the first rank with the highest ``priority``. All ranks call this."""
@@ -258,11 +278,11 @@ class JoinedRanks(CallRecorder):
 
     # -- shadows ---------------------------------------------------------------------------------
 
-    def clipped(self) -> tuple[list[Tensor], float, float]:
-        """What the ranks that compute pass to `before_clip`; a shadow calls this."""
-        max_norm, order, *flags = self.share([0.0] * (2 + len(self._parameters)), 0)
+    def clipped(self) -> tuple[list[Tensor], float, float, bool]:
+        """What the ranks that compute pass to `clipping`; a shadow calls this."""
+        max_norm, order, checks, *flags = self.share([0.0] * (3 + len(self._parameters)), 0)
         pairs = zip(self._parameters, flags, strict=True)
-        return [parameter for parameter, flag in pairs if flag], max_norm, order
+        return [parameter for parameter, flag in pairs if flag], max_norm, order, bool(checks)
 
     def _follow(self, agreed: Agreement) -> None:
         """Take part in what other ranks compute."""

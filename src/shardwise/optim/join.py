@@ -17,6 +17,7 @@ from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
 from shardwise.features.join import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -132,7 +133,7 @@ class _Steps:
         if not (self._ranks.is_shadow or self._ranks.all_compute):
             self._ranks.announce(Action.STEP, number)
             self._share_in_step()
-            self._ranks.refuse_others(refuses=False)
+        self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
         self._ranks.note_step()
 
@@ -192,8 +193,10 @@ class _Steps:
         self._optimizers[agreed.value].step()
 
     def _clip(self, _: Agreement) -> None:
-        parameters, max_norm, order = self._ranks.clipped()
-        clip_grad_norm_(parameters, max_norm, order)
+        parameters, max_norm, order, checks = self._ranks.clipped()
+        norm = clip_grad_norm_(parameters, max_norm, order)
+        if checks and not norm.isfinite():
+            describe_nonfinite(parameters)  # the others raise an error with this
 
 
 def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> None:

@@ -481,7 +481,10 @@ class Scheduler:
         """Raise a StepError with ``message`` inside a forward, a backward or `gathered`."""
         self.await_abandoned()
         if self.call_observer is not None:
-            raise StepError(f"inside sw.join, where ranks may run out of batches: {message}")
+            raise StepError(
+                f"{message}; nor inside sw.join, where ranks may run out of batches: do this after "
+                "the block"
+            )
         if not self.is_between_steps:
             raise StepError(message)
 
