@@ -644,6 +644,99 @@ def test_gradients_that_are_not_finite() -> None:
     assert_equal(joined, alone)
 
 
+def _clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def _drop_first(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+def _scale_last(model: nn.Module) -> None:
+    gradient = list(model.parameters())[-1].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+
+
+def _replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad * 2
+
+
+class Editing(Joined):
+    """Changes gradients, before it clips."""
+
+    edit: Callable[[nn.Module], None]
+    clips = False
+
+    def update(self) -> None:
+        if runtime_of(self.model).scheduler.call_observer.all_compute:  # type: ignore[union-attr]
+            return super().update()
+        self.edit(self.model)
+        if self.clips:
+            sw.clip_grad_norm_(self.model.parameters(), 1.0)
+        return super().update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("edit", [_clip_values, _drop_first, _scale_last, _replace])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_the_loop_changes(edit: Callable[[nn.Module], None], clips: bool) -> None:
+    joined = Editing()
+    joined.edit, joined.clips = staticmethod(edit), clips
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match=r"the gradient of \S+ was changed between backward and"):
+        joined.run(of_sizes([1], [1] * 3)[rank()], joined.optimizer, joined.scheduler)
+
+
+class Skipping(Joined):
+    """Drops the gradients of every second step."""
+
+    num_steps = 0
+
+    def update(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % 2:
+            super().update()
+        else:
+            self.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_steps_that_are_skipped() -> None:
+    alone, joined = Alone(), Skipping()
+    batches = of_sizes([], [1] * 5)
+    for number in (0, 2, 4):
+        alone.train([[batches[1][number]]])
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
+
+
+class Hooked(Joined):
+    """Halves gradients in hooks."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+@on_ranks(2)
+def test_gradients_that_hooks_change() -> None:
+    alone, joined = Alone(), Hooked()
+    for parameter in alone.model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+    batches = of_sizes([1], [1] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
 class WithoutBackward(Joined):
     """Runs a forward without backward, after which only the last rank has batches."""
 

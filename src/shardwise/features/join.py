@@ -18,7 +18,8 @@ is a shadow, too. So gradients are reduced once, with those of all micro-batches
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["JOINED", "Agreement", "JoinedRanks"]
 
@@ -86,6 +88,8 @@ class JoinedRanks(CallRecorder):
             for gradients in unit.gradients
         )
         self._versions: list[int] = []  # of gradients, when an optimizer stepped last
+        # The gradients that shadows have, too, and their versions, by the id of the parameter.
+        self._complete: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._computed_last: bool | None = None  # the last forward; None: there was none
         self.refuse_others()
 
@@ -112,6 +116,37 @@ class JoinedRanks(CallRecorder):
         """Return when all ranks have left their loops."""
         self.announce(Action.LEAVE)
         self._share_gradients()
+
+    def check_unchanged(self, parameters: Iterable[Tensor]) -> None:
+        """Raise a StepError if a gradient was changed where shadows do not follow."""
+        for parameter in parameters:
+            gradient, known = parameter.grad, self._complete.get(id(parameter))
+            if known is None or (known[0]() is gradient and known[1] == _version(gradient)):
+                continue
+            sharding = sharding_of(parameter)
+            raise StepError(
+                f"the gradient of {sharding.name if sharding else 'a parameter'} was changed "
+                "between backward and optimizer.step() inside sw.join, where ranks without batches "
+                "do not follow; clip with sw.clip_grad_norm_, and make other changes in "
+                "register_post_accumulate_grad_hook, which runs on all ranks"
+            )
+
+    def note_complete(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of ``parameters`` are the same on all ranks, shadows included."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not is_unreduced(gradient):
+                self._complete[id(parameter)] = weakref.ref(gradient), _version(gradient)
+
+    def forget_complete(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of ``parameters`` may change: an optimizer has stepped with them."""
+        for parameter in parameters:
+            self._complete.pop(id(parameter), None)
+
+    def ended_backward(self) -> None:
+        self._complete.clear()
+        if not (self.all_compute or self.is_shadow):
+            self.note_complete(self._parameters)
 
     def note_step(self) -> None:
         """An optimizer steps, on all ranks."""
@@ -142,6 +177,8 @@ class JoinedRanks(CallRecorder):
             yield
         finally:
             self.refuse_others()
+        if not (self.is_shadow or self.all_compute):
+            self.note_complete(parameters)
 
     def _announce_clip(
         self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
@@ -152,6 +189,7 @@ class JoinedRanks(CallRecorder):
                 "sw.clip_grad_norm_ inside sw.join, with a parameter that is not of the model: "
                 "ranks without batches have no gradient for it; clip it by a call of its own"
             )
+        self.check_unchanged(parameters)
         self.announce(Action.CLIP)
         flags = [checks, *(id(one) in clipped for one in self._parameters)]
         self.share([max_norm, order, *flags], 1)
@@ -177,6 +215,7 @@ class JoinedRanks(CallRecorder):
                 )
             age = self._age_of(call.forward_pass)
             if not self.all_compute:
+                self.check_unchanged(one for one in self._parameters if one.grad is not None)
                 self.announce(Action.BACKWARD, age * 4 + self._mode)
                 self._share_gradients()
             self._has_computed = True
@@ -412,6 +451,10 @@ class JoinedRanks(CallRecorder):
         self._set_num_computing(self.exchange.num_ranks)
         self.exchange.close()
         self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
 
 
 def _run_in_backward(run: Callable[[], None]) -> None:

@@ -71,11 +71,11 @@ def clip_grad_norm_(
         if error_if_nonfinite and not total.isfinite():
             where = describe_nonfinite(parameters)
             raise StepError(f"the gradient norm is {total.item()}: {where}")
-    # A NaN would spread to all gradients, and no error could name the first one. A norm of 0 leaves
-    # the gradients as they are.
-    norm = total.where(total.isfinite(), 0.0)
-    for some in _by_mesh(parameters).values():
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
+        # A NaN would spread to all gradients, and no error could name the first one. A norm of 0
+        # leaves the gradients as they are.
+        norm = total.where(total.isfinite(), 0.0)
+        for some in _by_mesh(parameters).values():
+            torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
     return total
 
 

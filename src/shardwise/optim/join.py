@@ -131,14 +131,16 @@ class _Steps:
         if kwargs.get("closure") is not None or any(map(callable, args[1:])):
             raise StepError("a closure inside sw.join: ranks without batches could not run it")
         if not (self._ranks.is_shadow or self._ranks.all_compute):
+            self._ranks.check_unchanged(_parameters_of(optimizer))
             self._ranks.announce(Action.STEP, number)
             self._share_in_step()
         self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
         self._ranks.note_step()
 
-    def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Is called after every step of any optimizer of this process."""
+        self._ranks.forget_complete(_parameters_of(optimizer))
         self._stepping_since = -1
         self._ranks.refuse_others()
 
@@ -228,9 +230,12 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
         raise PlanError("sw.join: replicas of sw.elastic cannot be joined")
 
 
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 def _steps_in_backward(optimizer: Optimizer) -> bool:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters)
+    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in _parameters_of(optimizer))
 
 
 def _options_in(group: dict[str, Any]) -> list[Any]:

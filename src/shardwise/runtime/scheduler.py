@@ -284,6 +284,8 @@ class Scheduler:
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
+        if self.call_observer is not None:
+            self.call_observer.ended_backward()
 
     def _await_all_ranks(self) -> None:
         """Return when all ranks have called this, or raise what one of them has raised instead."""
