@@ -737,6 +737,75 @@ def test_gradients_that_hooks_change() -> None:
     assert_equal(joined, alone)
 
 
+class Alternating(nn.Module):
+    """Leaves out a layer in every second forward; the first one comes with or without it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block().double() for _ in range(3))
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        for number, layer in enumerate(self.layers):
+            if number != 1 or self.number % 2:
+                x = layer(x)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1])  # of the rank without batches
+def test_a_path_that_alternates(number: int, steps: int) -> None:
+    model = sw.fully_shard(Alternating(number), units=Block)
+    optimizer = adamw(model.parameters())
+
+    def run() -> None:
+        with sw.join(model, optimizer):
+            for _ in range(4 if rank() == 1 else steps):
+                batch = torch.ones(2, WIDTH, dtype=torch.float64)
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match="in another order than the last one did"):
+        run()
+
+
+@on_ranks(2)
+def test_a_path_that_changed_before_a_rank_ran_out() -> None:
+    """The last recording counts."""
+    model = sw.fully_shard(Alternating(0), units=Block)
+    optimizer = adamw(model.parameters())
+    with sw.join(model, optimizer):
+        for number in range(4 if rank() == 1 else 2):
+            model.number = min(number, 1)
+            batch = torch.ones(2, WIDTH, dtype=torch.float64)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class WithTeacher(Joined):
+    """Runs a forward without gradients before each micro-batch."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for number, batch in enumerate(micro, start=1):
+            with torch.no_grad():
+                self.model(batch)
+            self.model.set_requires_gradient_sync(number == len(micro))
+            self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_errors_say_which_forward() -> None:
+    joined = WithTeacher()
+    what = r"rank 0 runs a forward of \S+ without gradients after 0 steps, rank 1 .* with gradients"
+    with pytest.raises(sw.StepError, match=what):
+        joined.run(of_sizes([2], [1])[rank()], joined.optimizer, joined.scheduler)
+
+
 class WithoutBackward(Joined):
     """Runs a forward without backward, after which only the last rank has batches."""
 

@@ -48,7 +48,7 @@ NAMES = {
     Action.ACCUMULATE: "runs a forward",
     Action.BACKWARD: "runs a backward",
     Action.FORWARD: "runs a forward",
-    Action.COUNT_TOKENS: "calls sw.backward",
+    Action.COUNT_TOKENS: "counts tokens",
     Action.CLIP: "clips gradients",
     Action.STEP: "steps an optimizer",
     Action.SUM_LOSSES: "ends sw.backward",

@@ -255,7 +255,7 @@ class JoinedRanks(CallRecorder):
         total = self.exchange.sum(row)
         first = next(one for one in Action if total.num[one])
         num = int(total.num[first])
-        self._check(action, first, total)
+        self._check(action, value, first, total)
         if first in FORWARDS or num < n:
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
@@ -268,22 +268,33 @@ class JoinedRanks(CallRecorder):
             total.amount,
         )
 
-    def _check(self, own: Action, first: Action, total: Row) -> None:
+    def _check(self, own: Action, value: int, first: Action, total: Row) -> None:
         """Raise a StepError on all ranks if they do not run the same program."""
         waiting = {action for action in Action if total.num[action]} - {first}
         is_same = are_equal(total.num[first], total.values[first], total.squares[first])
         if is_same and are_equal(self.exchange.num_ranks, *total.steps) and waiting <= MAY_WAIT:
             return
+        rows = self.exchange.rows([own, value, self._num_steps])
         texts = [
-            f"rank {rank} {NAMES[Action(int(action))]} after {int(steps)} steps"
-            for rank, (action, steps) in enumerate(self.exchange.rows([own, self._num_steps]))
+            f"rank {rank} {self._name(Action(int(action)), int(value))} after {int(steps)} steps"
+            for rank, (action, value, steps) in enumerate(rows)
         ]
         raise StepError(
             f"the ranks do different things inside sw.join: {', '.join(texts)}. All ranks must run "
             "the same loop, each until its batches end. If steps have different numbers of "
             "micro-batches, call set_requires_gradient_sync(True) before the last one of a step "
-            "and False before the others, or use sw.backward"
+            "and False before the others, or use sw.backward; and run as many forwards without "
+            "gradients on all ranks"
         )
+
+    def _name(self, action: Action, value: int) -> str:
+        """What a rank does, in words."""
+        if action not in FORWARDS:
+            return NAMES[action]
+        label = self.scheduler.units[value // 8].plan.label
+        kind = "with" if value // 4 % 2 else "without"
+        last = " of a micro-batch before the last one" if action is Action.ACCUMULATE else ""
+        return f"{NAMES[action]} of {label}{last} {kind} gradients"
 
     def _share_gradients(self) -> None:
         """Let shadows drop the gradients that computing ranks have dropped or set to zero."""
