@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.covering import covered_first, pairwise
@@ -560,10 +562,16 @@ def test_an_optimizer_that_join_does_not_know() -> None:
 
 @on_ranks(2)
 def test_a_schedule_that_join_does_not_know() -> None:
-    joined = Joined()
-    error, what = (sw.PlanError, "pass it") if rank() == 0 else (sw.PeerAborted, "learning rate")
-    with pytest.raises(error, match=what):
-        joined.run(of_sizes([1], [1] * 3)[rank()], joined.optimizer)
+    alone, joined = Alone(), Joined()
+    batches = of_sizes([1], [1] * 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joined.run(batches[rank()], joined.optimizer)
+    texts = [str(one.message) for one in caught if "inside sw.join" in str(one.message)]
+    assert len(texts) == (rank() == 0)
+    assert all("if a scheduler does that, pass it" in text for text in texts)
+    alone.train(batches)
+    assert_equal_models(joined.model, alone.model, 0)  # the rates are those of the other rank
 
 
 class ClippedByTorch(Joined):
@@ -806,6 +814,29 @@ def test_errors_say_which_forward() -> None:
         joined.run(of_sizes([2], [1])[rank()], joined.optimizer, joined.scheduler)
 
 
+class Reentrant(Joined):
+    """Runs the whole model again in backward."""
+
+    is_reentrant = True
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            output = checkpoint(self.model, batch.requires_grad_(), use_reentrant=self.is_reentrant)
+            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_checkpoints_of_the_whole_model() -> None:
+    alone, joined, reentrant = Alone(), Reentrant(), Reentrant()
+    joined.is_reentrant = False
+    batches = of_sizes([1], [1] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+    with pytest.raises(sw.StepError, match="use_reentrant=False"):  # in the first step
+        reentrant.train(batches)
+
+
 class WithoutBackward(Joined):
     """Runs a forward without backward, after which only the last rank has batches."""
 
@@ -895,6 +926,9 @@ def test_what_is_refused() -> None:
         pytest.raises(sw.PlanError, match="steps nothing"),
         sw.join(model, optimizer, training=False),
     ):
+        pass
+    other = adamw(iter([*model.parameters(), nn.Parameter(torch.zeros(5))]))
+    with pytest.raises(sw.PlanError, match=r"shape \(5,\) that is not of"), sw.join(model, other):
         pass
     plateau = ReduceLROnPlateau(optimizer)
     with pytest.raises(sw.PlanError, match="ReduceLROnPlateau"), sw.join(model, optimizer, plateau):

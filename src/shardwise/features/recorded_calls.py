@@ -46,6 +46,7 @@ class CallRecorder(CallObserver):
         self._passes: list[Pass] = []  # the forwards since the last step
         self._kind = ""  # of the forward or backward that is running
         self._is_told = False  # it is not recorded, so shadows are told
+        self._is_in_backward = False  # it is a backward
         self._ops: _Ops = []
         self._recomputed: list[Call] = []  # in the backward that is running
         self._reached: set[Call] = set()  # by it
@@ -79,10 +80,15 @@ class CallRecorder(CallObserver):
     def begin_backward(self, first: Pass, age: int) -> None:
         """All ranks begin a backward, of the forward ``first``."""
         self._begin(f"backward of {first.calls[0].unit}, {age}")
-        self._reached, self._recomputed = set(), []
+        self._reached, self._recomputed, self._is_in_backward = set(), [], True
 
     def entered(self, call: Call) -> None:
         if call.forward_pass.recomputed:
+            if not self._is_in_backward:  # so other ranks do not know of it
+                raise StepError(
+                    "inside sw.join, checkpoint parts of the model, or pass use_reentrant=False: "
+                    "backward runs the whole model again before it reaches any unit"
+                )
             self._recomputed.append(call)
         self._note(Op.ENTER, call.unit)
 
@@ -114,6 +120,7 @@ class CallRecorder(CallObserver):
         if is_inner:
             self._note(Op.END)
         else:
+            self._is_in_backward = False
             self._end()
 
     def _age_of(self, forward: Pass) -> int:
@@ -130,7 +137,7 @@ class CallRecorder(CallObserver):
         )
 
     def _begin(self, kind: str) -> None:
-        self._kind, self._ops = kind, []
+        self._kind, self._ops, self._is_in_backward = kind, [], False
         self._is_told = not self.all_compute and kind not in self._recordings
 
     def _end(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise import _private
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
 from shardwise.features.join import JOINED, Agreement, JoinedRanks
@@ -62,7 +63,8 @@ def join(
     Raises:
         PlanError: the model is not sharded; it cannot be joined (experts with other ranks,
             communication hooks, elastic replicas); an argument is not an optimizer or a scheduler,
-            or is a scheduler whose steps depend on a metric.
+            or is a scheduler whose steps depend on a metric, or an optimizer with parameters that
+            are not of the model.
         StepError: the ranks run different programs; an optimizer steps that is not in ``stepped``;
             in a forward, a backward, `gathered`, or another `join` of the model.
         PeerAborted: another rank raised in the block.
@@ -73,6 +75,7 @@ def join(
     scheduler = runtime.scheduler
     scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
     parameters = list(model.parameters())
+    _check_parameters(parameters, stepped)
     ranks = JoinedRanks(runtime, parameters, training=training)
     steps = _Steps(ranks, stepped, parameters)
     hooks = (
@@ -114,6 +117,7 @@ class _Steps:
         self._optimizers = [one for one in stepped if isinstance(one, Optimizer)]
         self._schedulers = [one for one in stepped if isinstance(one, LRScheduler)]
         self._parameters = {id(parameter) for parameter in parameters}
+        self._has_warned = False  # about a scheduler that may be missing
         self._stepping_since = -1  # the number of exchanges at the last step that has not ended
         ranks.shadows = {Action.STEP: self._step, Action.CLIP: self._clip}
         ranks.before_step_in_backward = self._share_in_step
@@ -168,11 +172,13 @@ class _Steps:
         for key in [key for key in group if key != "params"]:
             group[key] = _filled(group[key], numbers)
         is_scheduled = any(one.optimizer is optimizer for one in self._schedulers)
-        if "initial_lr" in group and before != float(group["lr"]) and not is_scheduled:
-            raise PlanError(
-                f"a scheduler changes the learning rate of {type(optimizer).__name__} inside "
-                "sw.join, and would stay behind on ranks without batches; pass it, as in "
-                "sw.join(model, optimizer, scheduler)"
+        is_changed = "initial_lr" in group and before != float(group["lr"])
+        if is_changed and not is_scheduled and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"the learning rate of {type(optimizer).__name__} changes inside sw.join: if a "
+                "scheduler does that, pass it, as in sw.join(model, optimizer, scheduler), or it "
+                "stays behind on ranks without batches"
             )
 
     def _refuse(self, optimizer: Optimizer) -> None:
@@ -228,6 +234,21 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
         raise PlanError("sw.join: a communication hook divides by the number of all ranks")
     if any(one.across_replicas is not None for one in settings):
         raise PlanError("sw.join: replicas of sw.elastic cannot be joined")
+
+
+def _check_parameters(
+    parameters: Sequence[Tensor], stepped: Sequence[Optimizer | LRScheduler]
+) -> None:
+    """Raise a PlanError if an optimizer steps parameters that are not in ``parameters``."""
+    known = {id(one) for one in parameters}
+    for optimizer in (one for one in stepped if isinstance(one, Optimizer)):
+        for other in _parameters_of(optimizer):
+            if other.requires_grad and id(other) not in known:
+                raise PlanError(
+                    f"sw.join: {type(optimizer).__name__} steps a parameter of shape "
+                    f"{tuple(other.shape)} that is not of the model, so it would differ on ranks "
+                    "without batches; make it part of the model"
+                )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
