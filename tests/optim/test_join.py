@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    ReduceLROnPlateau,
+)
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -572,6 +577,27 @@ def test_a_schedule_that_join_does_not_know() -> None:
     assert all("if a scheduler does that, pass it" in text for text in texts)
     alone.train(batches)
     assert_equal_models(joined.model, alone.model, 0)  # the rates are those of the other rank
+
+
+@on_ranks(2)
+def test_chained_schedulers() -> None:
+    alone, joined = Alone(), Joined()
+    members = {}
+    for one in (alone, joined):
+        members[one] = [ExponentialLR(one.optimizer, 0.5), ConstantLR(one.optimizer, 0.3, 2)]
+        one.scheduler = ChainedScheduler(members[one])  # type: ignore[assignment]
+    batches = of_sizes([1], [1] * 4)
+    alone.train(batches)
+    with (
+        pytest.raises(sw.PlanError, match="the schedulers in the"),
+        sw.join(joined.model, joined.optimizer, joined.scheduler),
+    ):
+        pass
+    joined.run(batches[rank()], joined.optimizer, *members[joined])
+    assert_equal_models(joined.model, alone.model, 0)
+    rates = [one.optimizer.param_groups[0]["lr"] for one in (joined, alone)]
+    assert rates[0] == rates[1]
+    assert [one.last_epoch for one in members[joined]] == [4, 4]
 
 
 class ClippedByTorch(Joined):

@@ -28,7 +28,8 @@ __all__ = [
     "with_square",
 ]
 
-MODULUS = 1 << 20  # of numbers whose squares are summed in float64, exactly
+# Of numbers whose squares are summed in float64: exactly, for up to 8192 ranks.
+MODULUS = 1 << 20
 
 
 class Action(IntEnum):

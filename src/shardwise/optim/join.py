@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -214,6 +214,8 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
         if not training:
             raise PlanError(f"sw.join(training=False) steps nothing; leave out the {name}")
         counts = hasattr(one, "last_epoch") and not isinstance(one, ReduceLROnPlateau)
+        if isinstance(one, ChainedScheduler):
+            raise PlanError("sw.join: pass the schedulers in the ChainedScheduler instead of it")
         if not (isinstance(one, Optimizer) or counts):
             raise PlanError(
                 "sw.join: expected optimizers and learning rate schedulers that count steps, got "
