@@ -652,7 +652,7 @@ def test_other_operations_of_all_ranks(name: str, tmp_path: Path) -> None:
                 operations[name]()
 
     error = sw.StepError if rank() == 0 else sw.PeerAborted
-    with pytest.raises(error, match=r"inside sw\.join.* the block"):
+    with pytest.raises(error, match=r"inside sw\.join.* after the block"):
         run()
 
 

@@ -61,12 +61,10 @@ def clip_grad_norm_(
                 "sw.optimizer_in_backward frees each after its step; clip single gradients in "
                 "register_post_accumulate_grad_hook, or call remove() of its handle"
             )
-    joined = getattr(parameters[0], JOINED, None) if parameters else None
-    with (
-        contextlib.nullcontext()
-        if joined is None
-        else joined.clipping(parameters, max_norm, norm_type, checks=error_if_nonfinite)
-    ):
+    with contextlib.ExitStack() as stack:
+        if parameters and (joined := getattr(parameters[0], JOINED, None)) is not None:
+            clipping = joined.clipping(parameters, max_norm, norm_type, checks=error_if_nonfinite)
+            stack.enter_context(clipping)
         total = _total_norm(parameters, norm_type)
         if error_if_nonfinite and not total.isfinite():
             where = describe_nonfinite(parameters)
