@@ -1,8 +1,11 @@
 """C13, `sw.join`: ranks with unequal numbers of batches compute what one process computes."""
 
+import contextlib
 import random
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    ReduceLROnPlateau,
+)
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.covering import covered_first, pairwise
@@ -558,10 +567,37 @@ def test_an_optimizer_that_join_does_not_know() -> None:
 
 @on_ranks(2)
 def test_a_schedule_that_join_does_not_know() -> None:
-    joined = Joined()
-    error, what = (sw.PlanError, "pass it") if rank() == 0 else (sw.PeerAborted, "learning rate")
-    with pytest.raises(error, match=what):
-        joined.run(of_sizes([1], [1] * 3)[rank()], joined.optimizer)
+    alone, joined = Alone(), Joined()
+    batches = of_sizes([1], [1] * 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joined.run(batches[rank()], joined.optimizer)
+    texts = [str(one.message) for one in caught if "inside sw.join" in str(one.message)]
+    assert len(texts) == (rank() == 0)
+    assert all("if a scheduler does that, pass it" in text for text in texts)
+    alone.train(batches)
+    assert_equal_models(joined.model, alone.model, 0)  # the rates are those of the other rank
+
+
+@on_ranks(2)
+def test_chained_schedulers() -> None:
+    alone, joined = Alone(), Joined()
+    members = {}
+    for one in (alone, joined):
+        members[one] = [ExponentialLR(one.optimizer, 0.5), ConstantLR(one.optimizer, 0.3, 2)]
+        one.scheduler = ChainedScheduler(members[one])  # type: ignore[assignment]
+    batches = of_sizes([1], [1] * 4)
+    alone.train(batches)
+    with (
+        pytest.raises(sw.PlanError, match="the schedulers in the"),
+        sw.join(joined.model, joined.optimizer, joined.scheduler),
+    ):
+        pass
+    joined.run(batches[rank()], joined.optimizer, *members[joined])
+    assert_equal_models(joined.model, alone.model, 0)
+    rates = [one.optimizer.param_groups[0]["lr"] for one in (joined, alone)]
+    assert rates[0] == rates[1]
+    assert [one.last_epoch for one in members[joined]] == [4, 4]
 
 
 class ClippedByTorch(Joined):
@@ -580,12 +616,251 @@ class Scaled(Joined):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [ClippedByTorch, Scaled])
-def test_an_operation_that_join_does_not_know(kind: type[Joined]) -> None:
+@pytest.mark.parametrize("steps", [1, 3])  # of rank 0, and one without batches at first
+def test_an_operation_that_join_does_not_know(kind: type[Joined], steps: int) -> None:
     joined = kind()
-    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    error = sw.StepError if rank() == 1 or steps > 1 else sw.PeerAborted
+    before = full(next(joined.model.parameters()).detach())
     with pytest.raises(error, match=r"clip with sw\.clip_grad_norm_"):
-        joined.run(of_sizes([1] * 2, [1] * 3)[rank()], joined.optimizer, joined.scheduler)
+        joined.run(of_sizes([1] * (steps - 1), [1] * 3)[rank()], joined.optimizer, joined.scheduler)
     sw.clip_grad_norm_(joined.model.parameters(), 1.0)  # not refused any more
+    assert torch.equal(full(next(joined.model.parameters()).detach()), before)  # in the first step
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name", ["save", "load", "full_tensors", "publish", "sleep", "full_tensor", "norm"]
+)
+def test_other_operations_of_all_ranks(name: str, tmp_path: Path) -> None:
+    joined = Joined()
+    model = joined.model
+    weight = model.get_submodule("layers.0").get_parameter("up.weight")
+    operations: dict[str, Callable[[], object]] = {
+        "save": lambda: sw.save(tmp_path / "saved", model=model),
+        "load": lambda: sw.load(tmp_path / "saved", model=model),
+        "full_tensors": lambda: list(sw.full_tensors(model)),
+        "publish": lambda: sw.publish(model, tmp_path / "published"),
+        "sleep": lambda: sw.sleep(model),
+        "full_tensor": lambda: full(weight.detach()),
+        "norm": lambda: float(weight.norm()),
+    }
+
+    def run() -> None:
+        with sw.join(model):
+            if rank() == 0:  # the other rank has no batches
+                joined.accumulate(of_sizes([1])[0][0])
+                operations[name]()
+
+    error = sw.StepError if rank() == 0 else sw.PeerAborted
+    with pytest.raises(error, match=r"inside sw\.join.* after the block"):
+        run()
+
+
+class RaisingIfNotFinite(Joined):
+    """Goes on after a step with gradients that are not finite."""
+
+    def update(self) -> None:
+        with contextlib.suppress(sw.StepError):
+            sw.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_finite() -> None:
+    alone, joined = Alone(clip=1.0), RaisingIfNotFinite()
+    batches = of_sizes([], [1] * 3)
+    alone.train([[batches[1][0]]])
+    alone.train([[batches[1][2]]])
+    batches[1][1][0][:] = torch.inf
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
+
+
+def _clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def _drop_first(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+def _scale_last(model: nn.Module) -> None:
+    gradient = list(model.parameters())[-1].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+
+
+def _replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad * 2
+
+
+class Editing(Joined):
+    """Changes gradients, before it clips."""
+
+    edit: Callable[[nn.Module], None]
+    clips = False
+
+    def update(self) -> None:
+        if runtime_of(self.model).scheduler.call_observer.all_compute:  # type: ignore[union-attr]
+            return super().update()
+        self.edit(self.model)
+        if self.clips:
+            sw.clip_grad_norm_(self.model.parameters(), 1.0)
+        return super().update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("edit", [_clip_values, _drop_first, _scale_last, _replace])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_the_loop_changes(edit: Callable[[nn.Module], None], clips: bool) -> None:
+    joined = Editing()
+    joined.edit, joined.clips = staticmethod(edit), clips
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match=r"the gradient of \S+ was changed between backward and"):
+        joined.run(of_sizes([1], [1] * 3)[rank()], joined.optimizer, joined.scheduler)
+
+
+class Skipping(Joined):
+    """Drops the gradients of every second step."""
+
+    num_steps = 0
+
+    def update(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % 2:
+            super().update()
+        else:
+            self.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_steps_that_are_skipped() -> None:
+    alone, joined = Alone(), Skipping()
+    batches = of_sizes([], [1] * 5)
+    for number in (0, 2, 4):
+        alone.train([[batches[1][number]]])
+    joined.run(batches[rank()], joined.optimizer, joined.scheduler)
+    assert_equal(joined, alone)
+
+
+class Hooked(Joined):
+    """Halves gradients in hooks."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+@on_ranks(2)
+def test_gradients_that_hooks_change() -> None:
+    alone, joined = Alone(), Hooked()
+    for parameter in alone.model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+    batches = of_sizes([1], [1] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
+class Alternating(nn.Module):
+    """Leaves out a layer in every second forward; the first one comes with or without it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block().double() for _ in range(3))
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        for number, layer in enumerate(self.layers):
+            if number != 1 or self.number % 2:
+                x = layer(x)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1])  # of the rank without batches
+def test_a_path_that_alternates(number: int, steps: int) -> None:
+    model = sw.fully_shard(Alternating(number), units=Block)
+    optimizer = adamw(model.parameters())
+
+    def run() -> None:
+        with sw.join(model, optimizer):
+            for _ in range(4 if rank() == 1 else steps):
+                batch = torch.ones(2, WIDTH, dtype=torch.float64)
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match="in another order than the last one did"):
+        run()
+
+
+@on_ranks(2)
+def test_a_path_that_changed_before_a_rank_ran_out() -> None:
+    """The last recording counts."""
+    model = sw.fully_shard(Alternating(0), units=Block)
+    optimizer = adamw(model.parameters())
+    with sw.join(model, optimizer):
+        for number in range(4 if rank() == 1 else 2):
+            model.number = min(number, 1)
+            batch = torch.ones(2, WIDTH, dtype=torch.float64)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class WithTeacher(Joined):
+    """Runs a forward without gradients before each micro-batch."""
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for number, batch in enumerate(micro, start=1):
+            with torch.no_grad():
+                self.model(batch)
+            self.model.set_requires_gradient_sync(number == len(micro))
+            self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_errors_say_which_forward() -> None:
+    joined = WithTeacher()
+    what = r"rank 0 runs a forward of \S+ without gradients after 0 steps, rank 1 .* with gradients"
+    with pytest.raises(sw.StepError, match=what):
+        joined.run(of_sizes([2], [1])[rank()], joined.optimizer, joined.scheduler)
+
+
+class Reentrant(Joined):
+    """Runs the whole model again in backward."""
+
+    is_reentrant = True
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            output = checkpoint(self.model, batch.requires_grad_(), use_reentrant=self.is_reentrant)
+            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
+
+
+@on_ranks(2)
+def test_checkpoints_of_the_whole_model() -> None:
+    alone, joined, reentrant = Alone(), Reentrant(), Reentrant()
+    joined.is_reentrant = False
+    batches = of_sizes([1], [1] * 3)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+    with pytest.raises(sw.StepError, match="use_reentrant=False"):  # in the first step
+        reentrant.train(batches)
 
 
 class WithoutBackward(Joined):
@@ -677,6 +952,9 @@ def test_what_is_refused() -> None:
         pytest.raises(sw.PlanError, match="steps nothing"),
         sw.join(model, optimizer, training=False),
     ):
+        pass
+    other = adamw(iter([*model.parameters(), nn.Parameter(torch.zeros(5))]))
+    with pytest.raises(sw.PlanError, match=r"shape \(5,\) that is not of"), sw.join(model, other):
         pass
     plateau = ReduceLROnPlateau(optimizer)
     with pytest.raises(sw.PlanError, match="ReduceLROnPlateau"), sw.join(model, optimizer, plateau):

@@ -17,7 +17,8 @@ from shardwise.checkpoint.format import File, index_of, pack, spec_of
 from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, StepError
+from shardwise.features.join import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
 from shardwise.runtime.engine import HANDLE, Handle
@@ -45,6 +46,7 @@ def check_kinds(action: str, model: object, optimizer: object) -> None:
 
     Raises:
         CheckpointError: states what to pass.
+        StepError: the model is inside `sw.join`.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise CheckpointError(
@@ -55,6 +57,11 @@ def check_kinds(action: str, model: object, optimizer: object) -> None:
         raise CheckpointError(
             f"{action}: optimizer={optimizer!r}: expected a torch.optim.Optimizer; pass the one "
             "that steps the model"
+        )
+    if model is not None and any(hasattr(one, JOINED) for one in model.parameters()):
+        raise StepError(
+            f"sw.{action} inside sw.join, where ranks may run out of batches: call it after the "
+            "block"
         )
 
 

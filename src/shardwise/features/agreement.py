@@ -28,7 +28,8 @@ __all__ = [
     "with_square",
 ]
 
-MODULUS = 1 << 20  # of numbers whose squares are summed in float64, exactly
+# Of numbers whose squares are summed in float64: exactly, for up to 8192 ranks.
+MODULUS = 1 << 20
 
 
 class Action(IntEnum):
@@ -48,7 +49,7 @@ NAMES = {
     Action.ACCUMULATE: "runs a forward",
     Action.BACKWARD: "runs a backward",
     Action.FORWARD: "runs a forward",
-    Action.COUNT_TOKENS: "calls sw.backward",
+    Action.COUNT_TOKENS: "counts tokens",
     Action.CLIP: "clips gradients",
     Action.STEP: "steps an optimizer",
     Action.SUM_LOSSES: "ends sw.backward",

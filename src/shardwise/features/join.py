@@ -18,7 +18,8 @@ is a shadow, too. So gradients are reduced once, with those of all micro-batches
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["JOINED", "Agreement", "JoinedRanks"]
 
@@ -49,7 +51,8 @@ JOINED = "_shardwise_joined"  # set on the parameters of a model inside `sw.join
 _REDUCES_FULLY = 3  # a mode
 _REFUSAL = (
     "inside sw.join, ranks without batches do not know of this operation, which needs all ranks; "
-    "clip with sw.clip_grad_norm_, do without a GradScaler, and compute norms after the block"
+    "clip with sw.clip_grad_norm_, do without a GradScaler, and gather, save or compute norms "
+    "after the block"
 )
 
 
@@ -85,7 +88,10 @@ class JoinedRanks(CallRecorder):
             for gradients in unit.gradients
         )
         self._versions: list[int] = []  # of gradients, when an optimizer stepped last
+        # The gradients that shadows have, too, and their versions, by the id of the parameter.
+        self._complete: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._computed_last: bool | None = None  # the last forward; None: there was none
+        self.refuse_others()
 
     # -- ranks that compute ----------------------------------------------------------------------
 
@@ -111,6 +117,37 @@ class JoinedRanks(CallRecorder):
         self.announce(Action.LEAVE)
         self._share_gradients()
 
+    def check_unchanged(self, parameters: Iterable[Tensor]) -> None:
+        """Raise a StepError if a gradient was changed where shadows do not follow."""
+        for parameter in parameters:
+            gradient, known = parameter.grad, self._complete.get(id(parameter))
+            if known is None or (known[0]() is gradient and known[1] == _version(gradient)):
+                continue
+            sharding = sharding_of(parameter)
+            raise StepError(
+                f"the gradient of {sharding.name if sharding else 'a parameter'} was changed "
+                "between backward and optimizer.step() inside sw.join, where ranks without batches "
+                "do not follow; clip with sw.clip_grad_norm_, and make other changes in "
+                "register_post_accumulate_grad_hook, which runs on all ranks"
+            )
+
+    def note_complete(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of ``parameters`` are the same on all ranks, shadows included."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not is_unreduced(gradient):
+                self._complete[id(parameter)] = weakref.ref(gradient), _version(gradient)
+
+    def forget_complete(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of ``parameters`` may change: an optimizer has stepped with them."""
+        for parameter in parameters:
+            self._complete.pop(id(parameter), None)
+
+    def ended_backward(self) -> None:
+        self._complete.clear()
+        if not (self.all_compute or self.is_shadow):
+            self.note_complete(self._parameters)
+
     def note_step(self) -> None:
         """An optimizer steps, on all ranks."""
         self._num_steps += 1
@@ -121,19 +158,41 @@ class JoinedRanks(CallRecorder):
         self._has_computed = False
         self._passes.clear()
 
-    def before_clip(self, parameters: Sequence[Tensor], max_norm: float, order: float) -> None:
-        """All ranks that compute clip the gradients of ``parameters``."""
-        if self.is_shadow or self.all_compute:
-            return
+    @contextlib.contextmanager
+    def clipping(
+        self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
+    ) -> Iterator[None]:
+        """All ranks that compute clip the gradients of ``parameters``.
+
+        Args:
+            parameters: those of the model, or some of them.
+            max_norm: bound of the norm.
+            order: of the norm.
+            checks: whether the ranks look for gradients that are not finite.
+        """
+        if not (self.is_shadow or self.all_compute):
+            self._announce_clip(parameters, max_norm, order, checks=checks)
+        self.refuse_others(refuses=False)
+        try:
+            yield
+        finally:
+            self.refuse_others()
+        if not (self.is_shadow or self.all_compute):
+            self.note_complete(parameters)
+
+    def _announce_clip(
+        self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
+    ) -> None:
         clipped = {id(parameter) for parameter in parameters}
         if not clipped <= {id(parameter) for parameter in self._parameters}:
             raise StepError(
                 "sw.clip_grad_norm_ inside sw.join, with a parameter that is not of the model: "
                 "ranks without batches have no gradient for it; clip it by a call of its own"
             )
+        self.check_unchanged(parameters)
         self.announce(Action.CLIP)
-        self.share([max_norm, order, *(id(one) in clipped for one in self._parameters)], 1)
-        self.refuse_others(refuses=False)
+        flags = [checks, *(id(one) in clipped for one in self._parameters)]
+        self.share([max_norm, order, *flags], 1)
 
     def before_forward(self, unit: int) -> None:
         if self.is_shadow:
@@ -156,6 +215,7 @@ class JoinedRanks(CallRecorder):
                 )
             age = self._age_of(call.forward_pass)
             if not self.all_compute:
+                self.check_unchanged(one for one in self._parameters if one.grad is not None)
                 self.announce(Action.BACKWARD, age * 4 + self._mode)
                 self._share_gradients()
             self._has_computed = True
@@ -166,9 +226,8 @@ class JoinedRanks(CallRecorder):
     # -- agreements ------------------------------------------------------------------------------
 
     def refuse_others(self, *, refuses: bool = True) -> None:
-        """Refuse operations that need all ranks, of which shadows do not know."""
-        refuses = refuses and not (self.all_compute or self.is_shadow)
-        self.exchange.refuse_others(_REFUSAL if refuses else "")
+        """Refuse operations that need all ranks, of which shadows would not know."""
+        self.exchange.refuse_others(_REFUSAL if refuses and not self.is_shadow else "")
 
     def share(self, values: Sequence[float], priority: float) -> list[float]:
         """The ``values`` of the first rank with the highest ``priority``. All ranks call this."""
@@ -196,7 +255,7 @@ class JoinedRanks(CallRecorder):
         total = self.exchange.sum(row)
         first = next(one for one in Action if total.num[one])
         num = int(total.num[first])
-        self._check(action, first, total)
+        self._check(action, value, first, total)
         if first in FORWARDS or num < n:
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
@@ -209,22 +268,33 @@ class JoinedRanks(CallRecorder):
             total.amount,
         )
 
-    def _check(self, own: Action, first: Action, total: Row) -> None:
+    def _check(self, own: Action, value: int, first: Action, total: Row) -> None:
         """Raise a StepError on all ranks if they do not run the same program."""
         waiting = {action for action in Action if total.num[action]} - {first}
         is_same = are_equal(total.num[first], total.values[first], total.squares[first])
         if is_same and are_equal(self.exchange.num_ranks, *total.steps) and waiting <= MAY_WAIT:
             return
+        rows = self.exchange.rows([own, value, self._num_steps])
         texts = [
-            f"rank {rank} {NAMES[Action(int(action))]} after {int(steps)} steps"
-            for rank, (action, steps) in enumerate(self.exchange.rows([own, self._num_steps]))
+            f"rank {rank} {self._name(Action(int(action)), int(value))} after {int(steps)} steps"
+            for rank, (action, value, steps) in enumerate(rows)
         ]
         raise StepError(
             f"the ranks do different things inside sw.join: {', '.join(texts)}. All ranks must run "
             "the same loop, each until its batches end. If steps have different numbers of "
             "micro-batches, call set_requires_gradient_sync(True) before the last one of a step "
-            "and False before the others, or use sw.backward"
+            "and False before the others, or use sw.backward; and run as many forwards without "
+            "gradients on all ranks"
         )
+
+    def _name(self, action: Action, value: int) -> str:
+        """What a rank does, in words."""
+        if action not in FORWARDS:
+            return NAMES[action]
+        label = self.scheduler.units[value // 8].plan.label
+        kind = "with" if value // 4 % 2 else "without"
+        last = " of a micro-batch before the last one" if action is Action.ACCUMULATE else ""
+        return f"{NAMES[action]} of {label}{last} {kind} gradients"
 
     def _share_gradients(self) -> None:
         """Let shadows drop the gradients that computing ranks have dropped or set to zero."""
@@ -258,11 +328,11 @@ class JoinedRanks(CallRecorder):
 
     # -- shadows ---------------------------------------------------------------------------------
 
-    def clipped(self) -> tuple[list[Tensor], float, float]:
-        """What the ranks that compute pass to `before_clip`; a shadow calls this."""
-        max_norm, order, *flags = self.share([0.0] * (2 + len(self._parameters)), 0)
+    def clipped(self) -> tuple[list[Tensor], float, float, bool]:
+        """What the ranks that compute pass to `clipping`; a shadow calls this."""
+        max_norm, order, checks, *flags = self.share([0.0] * (3 + len(self._parameters)), 0)
         pairs = zip(self._parameters, flags, strict=True)
-        return [parameter for parameter, flag in pairs if flag], max_norm, order
+        return [parameter for parameter, flag in pairs if flag], max_norm, order, bool(checks)
 
     def _follow(self, agreed: Agreement) -> None:
         """Take part in what other ranks compute."""
@@ -392,6 +462,10 @@ class JoinedRanks(CallRecorder):
         self._set_num_computing(self.exchange.num_ranks)
         self.exchange.close()
         self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
 
 
 def _run_in_backward(run: Callable[[], None]) -> None:

@@ -42,9 +42,11 @@ class CallRecorder(CallObserver):
         self.scheduler = scheduler
         self.all_compute = True  # no rank is a shadow in the forward or backward that runs
         self._recordings: dict[str, _Ops] = {}  # by kind
+        self._digest: int | None = None  # of the recordings; None: not computed yet
         self._passes: list[Pass] = []  # the forwards since the last step
         self._kind = ""  # of the forward or backward that is running
         self._is_told = False  # it is not recorded, so shadows are told
+        self._is_in_backward = False  # it is a backward
         self._ops: _Ops = []
         self._recomputed: list[Call] = []  # in the backward that is running
         self._reached: set[Call] = set()  # by it
@@ -56,8 +58,10 @@ class CallRecorder(CallObserver):
 
     @property
     def digest(self) -> int:
-        """A number that is the same on ranks that have recordings of the same kinds."""
-        return zlib.crc32(repr(sorted(self._recordings)).encode()) % MODULUS
+        """A number that is the same on ranks that have the same recordings."""
+        if self._digest is None:
+            self._digest = zlib.crc32(repr(sorted(self._recordings.items())).encode()) % MODULUS
+        return self._digest
 
     def share_recordings(self, *, has_them: bool) -> None:
         """Give all ranks the recordings of the first rank that ``has_them``."""
@@ -67,7 +71,7 @@ class CallRecorder(CallObserver):
         text = json.dumps(self._recordings).encode() if is_sender else b""
         [size] = exchange.maxima([len(text)])
         text = bytes(exchange.maxima(list(text or bytes(size))))
-        self._recordings = json.loads(text)
+        self._recordings, self._digest = json.loads(text), None
 
     def begin_forward(self, unit: int, *, grad: bool) -> None:
         """All ranks begin an outermost forward, of ``unit``."""
@@ -76,10 +80,15 @@ class CallRecorder(CallObserver):
     def begin_backward(self, first: Pass, age: int) -> None:
         """All ranks begin a backward, of the forward ``first``."""
         self._begin(f"backward of {first.calls[0].unit}, {age}")
-        self._reached, self._recomputed = set(), []
+        self._reached, self._recomputed, self._is_in_backward = set(), [], True
 
     def entered(self, call: Call) -> None:
         if call.forward_pass.recomputed:
+            if not self._is_in_backward:  # so other ranks do not know of it
+                raise StepError(
+                    "inside sw.join, checkpoint parts of the model, or pass use_reentrant=False: "
+                    "backward runs the whole model again before it reaches any unit"
+                )
             self._recomputed.append(call)
         self._note(Op.ENTER, call.unit)
 
@@ -111,6 +120,7 @@ class CallRecorder(CallObserver):
         if is_inner:
             self._note(Op.END)
         else:
+            self._is_in_backward = False
             self._end()
 
     def _age_of(self, forward: Pass) -> int:
@@ -127,19 +137,33 @@ class CallRecorder(CallObserver):
         )
 
     def _begin(self, kind: str) -> None:
-        self._kind, self._ops = kind, []
+        self._kind, self._ops, self._is_in_backward = kind, [], False
         self._is_told = not self.all_compute and kind not in self._recordings
 
     def _end(self) -> None:
         self._note(Op.END)
-        if self._is_told or not self.is_shadow:
-            self._recordings[self._kind] = self._ops
+        is_recorded = self._is_told or not self.is_shadow
+        if is_recorded and self._recordings.get(self._kind) != self._ops:
+            self._recordings[self._kind], self._digest = self._ops, None
         self._is_told = False
 
     def _note(self, op: Op, first: int = 0, second: int = 0) -> None:
-        """Record an op, and tell it to the shadows if they must be told."""
+        """Record an op, and tell it to the shadows if they must be told.
+
+        Raises:
+            StepError: shadows are about to perform another one.
+        """
         self._ops.append([op, first, second])
-        if not self._is_told or self.is_shadow:
+        if self.is_shadow or self.all_compute:
+            return
+        if not self._is_told:
+            number = len(self._ops) - 1
+            if self._recordings[self._kind][number : number + 1] != self._ops[number:]:
+                raise StepError(
+                    "this forward or backward calls the units of the model in another order than "
+                    "the last one did, which a rank without batches inside sw.join repeats; call "
+                    "the same units in every step, or give all ranks as many batches"
+                )
             return
         code = ((first << _BITS) + second) * len(Op) + op
         highest, negative = self.exchange.maxima([code, -code])

@@ -1,5 +1,6 @@
 """Clipping by the global gradient norm."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeGuard
@@ -60,16 +61,19 @@ def clip_grad_norm_(
                 "sw.optimizer_in_backward frees each after its step; clip single gradients in "
                 "register_post_accumulate_grad_hook, or call remove() of its handle"
             )
-    if parameters and (joined := getattr(parameters[0], JOINED, None)) is not None:
-        joined.before_clip(parameters, max_norm, norm_type)
-    total = _total_norm(parameters, norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise StepError(f"the gradient norm is {total.item()}: {describe_nonfinite(parameters)}")
-    # A NaN would spread to all gradients, and no error could name the first one. A norm of 0 leaves
-    # the gradients as they are.
-    norm = total.where(total.isfinite(), 0.0)
-    for some in _by_mesh(parameters).values():
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
+    with contextlib.ExitStack() as stack:
+        if parameters and (joined := getattr(parameters[0], JOINED, None)) is not None:
+            clipping = joined.clipping(parameters, max_norm, norm_type, checks=error_if_nonfinite)
+            stack.enter_context(clipping)
+        total = _total_norm(parameters, norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            where = describe_nonfinite(parameters)
+            raise StepError(f"the gradient norm is {total.item()}: {where}")
+        # A NaN would spread to all gradients, and no error could name the first one. A norm of 0
+        # leaves the gradients as they are.
+        norm = total.where(total.isfinite(), 0.0)
+        for some in _by_mesh(parameters).values():
+            torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
     return total
 
 

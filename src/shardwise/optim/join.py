@@ -6,17 +6,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from shardwise import _private
+from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
 from shardwise.features.join import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -61,7 +63,8 @@ def join(
     Raises:
         PlanError: the model is not sharded; it cannot be joined (experts with other ranks,
             communication hooks, elastic replicas); an argument is not an optimizer or a scheduler,
-            or is a scheduler whose steps depend on a metric.
+            or is a scheduler whose steps depend on a metric, or an optimizer with parameters that
+            are not of the model.
         StepError: the ranks run different programs; an optimizer steps that is not in ``stepped``;
             in a forward, a backward, `gathered`, or another `join` of the model.
         PeerAborted: another rank raised in the block.
@@ -72,6 +75,7 @@ def join(
     scheduler = runtime.scheduler
     scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
     parameters = list(model.parameters())
+    _check_parameters(parameters, stepped)
     ranks = JoinedRanks(runtime, parameters, training=training)
     steps = _Steps(ranks, stepped, parameters)
     hooks = (
@@ -113,6 +117,7 @@ class _Steps:
         self._optimizers = [one for one in stepped if isinstance(one, Optimizer)]
         self._schedulers = [one for one in stepped if isinstance(one, LRScheduler)]
         self._parameters = {id(parameter) for parameter in parameters}
+        self._has_warned = False  # about a scheduler that may be missing
         self._stepping_since = -1  # the number of exchanges at the last step that has not ended
         ranks.shadows = {Action.STEP: self._step, Action.CLIP: self._clip}
         ranks.before_step_in_backward = self._share_in_step
@@ -130,14 +135,16 @@ class _Steps:
         if kwargs.get("closure") is not None or any(map(callable, args[1:])):
             raise StepError("a closure inside sw.join: ranks without batches could not run it")
         if not (self._ranks.is_shadow or self._ranks.all_compute):
+            self._ranks.check_unchanged(_parameters_of(optimizer))
             self._ranks.announce(Action.STEP, number)
             self._share_in_step()
-            self._ranks.refuse_others(refuses=False)
+        self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
         self._ranks.note_step()
 
-    def after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Is called after every step of any optimizer of this process."""
+        self._ranks.forget_complete(_parameters_of(optimizer))
         self._stepping_since = -1
         self._ranks.refuse_others()
 
@@ -165,11 +172,13 @@ class _Steps:
         for key in [key for key in group if key != "params"]:
             group[key] = _filled(group[key], numbers)
         is_scheduled = any(one.optimizer is optimizer for one in self._schedulers)
-        if "initial_lr" in group and before != float(group["lr"]) and not is_scheduled:
-            raise PlanError(
-                f"a scheduler changes the learning rate of {type(optimizer).__name__} inside "
-                "sw.join, and would stay behind on ranks without batches; pass it, as in "
-                "sw.join(model, optimizer, scheduler)"
+        is_changed = "initial_lr" in group and before != float(group["lr"])
+        if is_changed and not is_scheduled and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"the learning rate of {type(optimizer).__name__} changes inside sw.join: if a "
+                "scheduler does that, pass it, as in sw.join(model, optimizer, scheduler), or it "
+                "stays behind on ranks without batches"
             )
 
     def _refuse(self, optimizer: Optimizer) -> None:
@@ -192,8 +201,10 @@ class _Steps:
         self._optimizers[agreed.value].step()
 
     def _clip(self, _: Agreement) -> None:
-        parameters, max_norm, order = self._ranks.clipped()
-        clip_grad_norm_(parameters, max_norm, order)
+        parameters, max_norm, order, checks = self._ranks.clipped()
+        norm = clip_grad_norm_(parameters, max_norm, order)
+        if checks and not norm.isfinite():
+            describe_nonfinite(parameters)  # the others raise an error with this
 
 
 def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> None:
@@ -203,6 +214,8 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
         if not training:
             raise PlanError(f"sw.join(training=False) steps nothing; leave out the {name}")
         counts = hasattr(one, "last_epoch") and not isinstance(one, ReduceLROnPlateau)
+        if isinstance(one, ChainedScheduler):
+            raise PlanError("sw.join: pass the schedulers in the ChainedScheduler instead of it")
         if not (isinstance(one, Optimizer) or counts):
             raise PlanError(
                 "sw.join: expected optimizers and learning rate schedulers that count steps, got "
@@ -225,9 +238,27 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
         raise PlanError("sw.join: replicas of sw.elastic cannot be joined")
 
 
+def _check_parameters(
+    parameters: Sequence[Tensor], stepped: Sequence[Optimizer | LRScheduler]
+) -> None:
+    """Raise a PlanError if an optimizer steps parameters that are not in ``parameters``."""
+    known = {id(one) for one in parameters}
+    for optimizer in (one for one in stepped if isinstance(one, Optimizer)):
+        for other in _parameters_of(optimizer):
+            if other.requires_grad and id(other) not in known:
+                raise PlanError(
+                    f"sw.join: {type(optimizer).__name__} steps a parameter of shape "
+                    f"{tuple(other.shape)} that is not of the model, so it would differ on ranks "
+                    "without batches; make it part of the model"
+                )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
 def _steps_in_backward(optimizer: Optimizer) -> bool:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters)
+    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in _parameters_of(optimizer))
 
 
 def _options_in(group: dict[str, Any]) -> list[Any]:

@@ -72,6 +72,9 @@ class CallObserver:
     def ending_backward(self, *, is_inner: bool) -> None:
         """Backward has reached the last call that it reaches."""
 
+    def ended_backward(self) -> None:
+        """The gradients of a backward that is not inside another one are complete."""
+
 
 class MemoryNotes:
     """Explains out-of-memory errors of a step. The methods of this base class do nothing."""

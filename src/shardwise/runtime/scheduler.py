@@ -269,11 +269,10 @@ class Scheduler:
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
         backward = Backward(self.units, complete, self._comm, self.is_shadow)
-        reduces = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE]
-        after_reduces = max(reduces, default=-1) + 1
-        self._perform(events[:after_reduces])
+        stop = max((i for i, x in enumerate(events, 1) if x.kind is EventKind.REDUCE), default=0)
+        self._perform(events[:stop])
         self.observer.reductions_launched(backward)
-        self._perform(events[after_reduces:])
+        self._perform(events[stop:])
         self._finish_offload()
         self.observer.step_end(backward)
         if agrees:
@@ -286,6 +285,8 @@ class Scheduler:
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
+        if self.call_observer is not None:
+            self.call_observer.ended_backward()
 
     def _await_all_ranks(self) -> None:
         """Return when all ranks have called this, or raise what one of them has raised instead."""
@@ -519,7 +520,7 @@ class Scheduler:
         """Raise a StepError with ``message`` inside a forward, a backward or `gathered`."""
         self.await_abandoned()
         if self.call_observer is not None:
-            raise StepError(f"inside sw.join, where ranks may run out of batches: {message}")
+            raise StepError(f"inside sw.join, so do this after the block: {message}")
         if not self.is_between_steps:
             raise StepError(message)
 
