@@ -143,7 +143,8 @@ class Replica:
     may_fail: bool = False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all of its ranks."""
+        """Send a signal to all of its ranks; those that miss one that is killed first may fail."""
+        self.may_fail |= number == signal.SIGKILL
         for rank in self.ranks:
             if rank.pid is not None and rank.exitcode is None:
                 os.kill(rank.pid, number)

@@ -110,7 +110,13 @@ def memory_of(config: Config, device: str) -> tuple[dict[str, int], dict[str, in
     configuration = configuration_of(config)
     rank = memory_certificate(plan_of_rank(config), None, configuration, on_cpu=device == "cpu")
     alone = replace(
-        configuration, strategy="ddp", shard_size=1, replicas=1, tensor=1, offload="none"
+        configuration,
+        strategy="ddp",
+        shard_size=1,
+        replicas=1,
+        tensor=1,
+        offload="none",
+        offload_step="host",
     )
     process = memory_certificate(plan_of(build_model(config), alone), None, alone)
     return rank.uses, {**process.uses, "transient": 0}

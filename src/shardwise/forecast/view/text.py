@@ -221,7 +221,9 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
     """
     best = ranking.winner.configuration
     offloaded = {
-        replace(one.configuration, offload="none", activation_offload=False): one.configuration
+        replace(
+            one.configuration, offload="none", offload_step="host", activation_offload=False
+        ): one.configuration
         for one in reversed(ranking.fitting)
         if _host_text(one.configuration)
     }
