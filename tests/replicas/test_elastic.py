@@ -148,7 +148,7 @@ def test_all_tokens_of_all_replicas_have_the_same_weight() -> None:
         assert {line["num_replicas"] for line in job.lines(0, 0, "step")} == {1, 2}
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_replica_takes_buffers_and_random_states(is_async: bool) -> None:
     """With an asynchronous quorum in a step that does not count, and is repeated."""
     with Job(num_ranks=2, min_replicas=1) as job:

@@ -78,7 +78,7 @@ def program(
     [
         (False, True),
         pytest.param(False, False, marks=pytest.mark.thorough),
-        (True, False),
+        pytest.param(True, False, marks=pytest.mark.thorough),
         pytest.param(True, True, marks=pytest.mark.thorough),
     ],
 )

@@ -117,7 +117,7 @@ def test_replicas_of_a_manager_equal_diloco_in_one_process(row: str) -> None:
 @pytest.mark.parametrize(
     ("row", "num_replicas"),
     [
-        ("diloco", 2),
+        pytest.param("diloco", 2, marks=pytest.mark.thorough),
         ("int4", 2),
         pytest.param("streaming", 2, marks=pytest.mark.thorough),
         pytest.param("diloco", 3, marks=pytest.mark.thorough),

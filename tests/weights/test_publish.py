@@ -481,7 +481,7 @@ def test_receivers_of_a_group_have_each_version() -> None:
         change(model, step, 0.05)
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("in_memory", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_sender_killed_at_any_access_leaves_one_version(
     tmp_path: Path, *, in_memory: bool
 ) -> None:
