@@ -51,7 +51,6 @@ from shardwise.runtime.module import (
     become_unit,
     handle_of,
     keeping_gradients,
-    runtimes_in,
     set_managed,
 )
 from shardwise.runtime.optimizers import restore_ties
@@ -262,7 +261,7 @@ class ShardingRequest:
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
             become_unit(unit_module, handle, saving_methods(unit_module))
-        set_managed(module, *(one.plan for one in runtimes_in(module)))
+        set_managed(module)
         apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
         runtime.watch_structure(module, warns=self.warns)

@@ -41,15 +41,14 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
         StepError: a forward or backward is running.
         PlanError: a change does not fit the shards, or differs between ranks.
     """
-    runtimes = runtimes_in(module)
     with contextlib.ExitStack() as stack:
-        for runtime in runtimes:
+        for runtime in runtimes_in(module):
             stack.enter_context(holding(runtime.scheduler, write_back=write_back))
         _private.set_managed(module, is_managed=False)  # each rank may call the model alone
         try:
             yield
         finally:
-            set_managed(module, *(runtime.plan for runtime in runtimes))
+            set_managed(module)
 
 
 @contextlib.contextmanager

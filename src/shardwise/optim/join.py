@@ -96,7 +96,7 @@ def join(
         raise
     finally:
         scheduler.call_observer = None
-        set_managed(model, runtime.plan)
+        set_managed(model)
         for parameter in parameters:
             vars(parameter).pop(JOINED, None)
         for hook in hooks:

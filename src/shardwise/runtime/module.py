@@ -441,8 +441,9 @@ def handle_of(module: nn.Module) -> Handle:
     return handle
 
 
-def set_managed(root: nn.Module, *plans: Plan) -> None:
+def set_managed(root: nn.Module) -> None:
     """Mark ``root`` for other libraries if its ranks must call its modules together."""
+    plans = (runtime.plan for runtime in runtimes_in(root))
     gathers = any(unit.gathered_bytes for plan in plans for unit in plan.units)
     _private.set_managed(root, is_managed=gathers)
 
