@@ -9,10 +9,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.features.agreement import Action
 from shardwise.features.join import JoinedRanks
-from shardwise.optim.leaves import check_leaves
+from shardwise.optim.leaves import check_leaves, leaf_mean
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
-from shardwise.tensor.reductions import across, sum_over_leaves
+from shardwise.tensor.reductions import across
 
 __all__ = ["backward", "token_weight"]
 
@@ -87,8 +87,7 @@ def backward(
         if accumulate == "whole" and not is_reproducible:
             model.set_requires_gradient_sync(True)
     if is_reproducible:
-        total = sum_over_leaves([loss.view(1) for loss in losses], runtime.mesh)[0]
-        return total / runtime.mesh.num_addends
+        return leaf_mean(model, losses)
     total = torch.stack(losses).sum()
     joined = runtime.scheduler.call_observer
     if isinstance(joined, JoinedRanks):

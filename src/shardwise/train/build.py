@@ -35,11 +35,6 @@ def check(config: Config) -> None:
     check_optimizer(config.train)
     check_tensor_parallel(config)
     open_corpus(config).check_length(config.model.context)
-    if config.train.reproducible and config.replicas.lighthouse:
-        raise ConfigError(
-            f"train.reproducible={config.train.reproducible} with [replicas]: which replicas take "
-            "part in a step is not reproducible; set train.reproducible=0"
-        )
     check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)

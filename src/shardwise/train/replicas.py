@@ -34,6 +34,11 @@ def check_replicas(config: Config) -> None:
     replicas = config.replicas
     if not replicas.lighthouse:
         return
+    if config.train.reproducible:
+        raise ConfigError(
+            f"train.reproducible={config.train.reproducible} with [replicas]: which replicas take "
+            "part in a step is not reproducible; set train.reproducible=0"
+        )
     PackageMissing.check("torchft", extra="ft", needed_for="[replicas]")
     if not re.fullmatch(r"https?://.+:\d+", replicas.lighthouse):
         raise ConfigError(f"replicas.lighthouse={replicas.lighthouse!r}: expected http://host:port")
