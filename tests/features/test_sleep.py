@@ -25,6 +25,7 @@ from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, full, options_of, own_part, runtime_of
+from tests.runtime.same_bits import assert_same_bits, bits_of
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "adamw": adamw,
@@ -73,26 +74,6 @@ def train(model: nn.Module, optimizer: Optimizer, step: int, *, zeroes: bool = T
         optimizer.zero_grad()
 
 
-def bits(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's parts of everything, copied."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors = {"": parameter, **optimizer.state[parameter]}
-        if parameter.grad is not None:
-            tensors["grad"] = parameter.grad
-        for key, value in tensors.items():
-            if isinstance(value, Tensor):
-                local = local_of(value) if hasattr(value, "placements") else value
-                found[f"{name} {key}"] = local.detach().reshape(-1).view(torch.uint8).clone()
-    return found
-
-
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name]), name
-
-
 def held_bytes() -> int:
     """The bytes of all tensors of this process."""
     gc.collect()
@@ -116,11 +97,11 @@ def test_the_next_step_has_the_same_bits(strategy: str, variant: str, optimizer:
         for pair in (awake, asleep):
             train(*pair, step)
         for _ in range(2):  # also before there are states of the second step
-            before = bits(*asleep)
+            before = bits_of(*asleep, gradients=True)
             sw.sleep(*asleep)
-            assert_same_bits(bits(*asleep), before)  # the copies on the host
+            assert_same_bits(bits_of(*asleep, gradients=True), before)  # the copies on the host
             sw.wake(*asleep)
-        assert_same_bits(bits(*asleep), bits(*awake))
+        assert_same_bits(bits_of(*asleep, gradients=True), bits_of(*awake, gradients=True))
 
 
 @on_ranks(2)
@@ -128,11 +109,11 @@ def test_the_next_step_has_the_same_bits(strategy: str, variant: str, optimizer:
 def test_gradients_sleep(strategy: str) -> None:
     model, optimizer = make(strategy, "plain", "adamw")
     train(model, optimizer, 0, zeroes=False)
-    before = bits(model, optimizer)
+    before = bits_of(model, optimizer, gradients=True)
     assert any(name.endswith(" grad") for name in before)
     sw.sleep(model, optimizer)
     sw.wake(model, optimizer)
-    assert_same_bits(bits(model, optimizer), before)
+    assert_same_bits(bits_of(model, optimizer, gradients=True), before)
     train(model, optimizer, 1)  # adds to the gradients
 
 
@@ -262,12 +243,12 @@ def test_a_checkpoint_may_be_loaded_asleep(tmp_path: Path) -> None:
     model, optimizer = make("fsdp", "plain", "adamw")
     train(model, optimizer, 0)
     sw.save(paths[0] / "saved", model=model, optimizer=optimizer)
-    before = bits(model, optimizer)
+    before = bits_of(model, optimizer, gradients=True)
     train(model, optimizer, 1)
     sw.sleep(model, optimizer)
     sw.load(paths[0] / "saved", model=model, optimizer=optimizer)
     sw.wake(model, optimizer)
-    assert_same_bits(bits(model, optimizer), before)
+    assert_same_bits(bits_of(model, optimizer, gradients=True), before)
     train(model, optimizer, 2)
 
 
@@ -275,7 +256,7 @@ def test_a_checkpoint_may_be_loaded_asleep(tmp_path: Path) -> None:
 def test_steps_are_refused_asleep() -> None:
     model, optimizer = make("fsdp", "plain", "adamw")
     train(model, optimizer, 0)
-    before = bits(model, optimizer)
+    before = bits_of(model, optimizer, gradients=True)
     sw.sleep(model, optimizer)
     batch = CASES["gpt"].batch(2)
     assert isinstance(model, sw.FSDPModule)
@@ -289,7 +270,7 @@ def test_steps_are_refused_asleep() -> None:
     sw.wake(model, optimizer)
     with pytest.raises(StepError, match="does not sleep"):
         sw.wake(model, optimizer)
-    assert_same_bits(bits(model, optimizer), before)
+    assert_same_bits(bits_of(model, optimizer, gradients=True), before)
     train(model, optimizer, 1)
 
 
@@ -304,7 +285,10 @@ def test_models_of_the_drop_in_sleep(shard: str) -> None:
         sw.sleep(asleep, optimizers[1])
         assert len(dict(sw.full_tensors(asleep))) == len(list(asleep.parameters()))
         sw.wake(asleep, optimizers[1])
-    assert_same_bits(bits(asleep, optimizers[1]), bits(awake, optimizers[0]))
+    assert_same_bits(
+        bits_of(asleep, optimizers[1], gradients=True),
+        bits_of(awake, optimizers[0], gradients=True),
+    )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sw.fully_shard(model, units=nn.Linear)
     with pytest.raises(PlanError, match="0 is a unit inside a sharded model"):
@@ -317,7 +301,7 @@ def test_models_of_the_drop_in_sleep(shard: str) -> None:
 def test_too_little_host_memory_changes_nothing() -> None:
     model, optimizer = make("fsdp", "plain", "adamw")
     train(model, optimizer, 0)
-    before = bits(model, optimizer)
+    before = bits_of(model, optimizer, gradients=True)
     original, left = sleep_module._copy, [3]
 
     def copy(storage: torch.UntypedStorage) -> Tensor:
@@ -328,7 +312,7 @@ def test_too_little_host_memory_changes_nothing() -> None:
 
     with mock.patch.object(sleep_module, "_copy", copy), pytest.raises(MemoryError):
         sw.sleep(model, optimizer)
-    assert_same_bits(bits(model, optimizer), before)
+    assert_same_bits(bits_of(model, optimizer, gradients=True), before)
     train(model, optimizer, 1)
 
 
@@ -354,7 +338,7 @@ def test_discarded_values_are_loaded_again(strategy: str, tmp_path: Path) -> Non
     model, optimizer = make(strategy, "plain", "adamw")
     train(model, optimizer, 0)
     sw.save(paths[0] / "saved", model=model, optimizer=optimizer)
-    before = bits(model, optimizer)
+    before = bits_of(model, optimizer, gradients=True)
     assert sw.sleep(model, optimizer, to="discard").host_bytes == 0
     for action in (
         lambda: sw.save(paths[0] / "again", model=model),
@@ -367,8 +351,10 @@ def test_discarded_values_are_loaded_again(strategy: str, tmp_path: Path) -> Non
         pass
     sw.wake(model, optimizer)
     assert not any(
-        value.any() for name, value in bits(model, optimizer).items() if "step" not in name
+        value.any()
+        for name, value in bits_of(model, optimizer, gradients=True).items()
+        if "step" not in name
     )
     sw.load(paths[0] / "saved", model=model, optimizer=optimizer)
-    assert_same_bits(bits(model, optimizer), before)
+    assert_same_bits(bits_of(model, optimizer, gradients=True), before)
     train(model, optimizer, 1)

@@ -27,6 +27,7 @@ from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
 from tests.runtime.one_process import full, options_of, own_part, runtime_of
+from tests.runtime.same_bits import assert_same_bits, bits_of
 
 ON_DEVICE = sw.CPUOffloadPolicy(step="device")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -63,22 +64,6 @@ def step(model: nn.Module, optimizer: Optimizer, seed: int, loop: str = "clipped
     optimizer.zero_grad(set_to_none=loop != "kept gradients")
 
 
-def bits(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        for key, value in {"": parameter, **optimizer.state[parameter]}.items():
-            if isinstance(value, Tensor):
-                local = local_of(value) if hasattr(value, "placements") else value
-                found[f"{name} {key}"] = local.detach().reshape(-1).view(torch.uint8).clone()
-    return found
-
-
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name]), name
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("optimizer", "loop", "strategy"), covered_first(product(OPTIMIZERS, LOOPS, STRATEGIES))
@@ -96,7 +81,7 @@ def test_a_step_has_the_bits_of_one_without_offload(
     for seed in range(3):
         for pair in (plain, offloaded):
             step(*pair, seed, loop)
-        assert_same_bits(bits(*offloaded), bits(*plain))
+        assert_same_bits(bits_of(*offloaded), bits_of(*plain))
 
 
 @on_ranks(2)
@@ -145,7 +130,7 @@ def test_a_grad_scaler_skips_and_takes_steps(optimizer: str) -> None:
             scaler.step(it)
             scaler.update()
             it.zero_grad()
-        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+        assert_same_bits(bits_of(*pairs[1]), bits_of(*pairs[0]))
     assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**10
 
 
@@ -160,20 +145,20 @@ def test_a_save_is_loaded_with_and_without_offload(optimizer: str, tmp_path: Pat
         other = make(policy, optimizer)
         sw.load(tmp_path / "one", model=other[0], optimizer=other[1])
         step(*other, 1)
-        assert_same_bits(bits(*other), bits(*pair))
+        assert_same_bits(bits_of(*other), bits_of(*pair))
     loaded = make(ON_DEVICE, optimizer)
     loaded[0].load_state_dict(pair[0].state_dict())
     loaded[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
     for one in (pair, loaded):
         step(*one, 2)
-    assert_same_bits(bits(*loaded), bits(*pair))
+    assert_same_bits(bits_of(*loaded), bits_of(*pair))
 
 
 @on_ranks(2)
 def test_a_transaction_undoes_the_step() -> None:
     pair = make(ON_DEVICE, "fused")
     step(*pair, 0)
-    before = bits(*pair)
+    before = bits_of(*pair)
 
     def fail() -> None:
         with sw.transaction(*pair):
@@ -182,13 +167,13 @@ def test_a_transaction_undoes_the_step() -> None:
 
     with pytest.raises(ValueError, match="afterwards"):
         fail()
-    assert_same_bits(bits(*pair), before)
+    assert_same_bits(bits_of(*pair), before)
     with sw.transaction(*pair):
         step(*pair, 1)
     other = make(sw.OffloadPolicy(), "fused")
     for seed in range(2):
         step(*other, seed)
-    assert_same_bits(bits(*pair), bits(*other))
+    assert_same_bits(bits_of(*pair), bits_of(*other))
 
 
 @on_ranks(2)
@@ -224,7 +209,7 @@ def test_a_closure_runs_once(by_name: bool) -> None:
             step: Any = optimizer.step
             losses.append(step(closure=closure) if by_name else step(closure))
         assert torch.equal(*losses)
-        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+        assert_same_bits(bits_of(*pairs[1]), bits_of(*pairs[0]))
 
 
 @on_ranks(2)
@@ -232,14 +217,14 @@ def test_an_optimizer_of_other_tensors_steps_them() -> None:
     """For example the outer optimizer, which steps copies that are sharded like the parameters."""
     model, _ = make(ON_DEVICE, "fused")
     copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    before = bits(model, SGD(model.parameters()))
+    before = bits_of(model, SGD(model.parameters()))
     expected = [local_of(one).detach() - 0.5 for one in copies]
     for one in copies:
         one.grad = torch.ones_like(one)
     SGD(copies, lr=0.5).step()
     for one, wanted in zip(copies, expected, strict=True):
         assert torch.equal(local_of(one).detach(), wanted)
-    assert_same_bits(bits(model, SGD(model.parameters())), before)
+    assert_same_bits(bits_of(model, SGD(model.parameters())), before)
 
 
 class Undeclared(Optimizer):
@@ -297,7 +282,7 @@ def test_what_cannot_be_stepped_by_unit_is_refused() -> None:
         with pytest.raises(sw.StepError, match=rf"{kind.__name__} works on whole .*step='host'"):
             step(model, kind(matrix_groups(model.parameters())), 0)
     model, _ = make(ON_DEVICE, "fused")
-    before = bits(model, SGD(model.parameters()))
+    before = bits_of(model, SGD(model.parameters()))
     for unknown in (Undeclared, Redefined):
         expected = rf"{unknown.__name__} is not known to .*steps_units = True.*step='host'"
         with pytest.raises(sw.StepError, match=expected):
@@ -305,7 +290,7 @@ def test_what_cannot_be_stepped_by_unit_is_refused() -> None:
     optimizer: Any = WithArguments(model.parameters())
     with pytest.raises(sw.StepError, match=r"WithArguments.step: .* no argument but closure"):
         optimizer.step(scale=2.0)
-    assert_same_bits(bits(model, SGD(model.parameters())), before)
+    assert_same_bits(bits_of(model, SGD(model.parameters())), before)
     with pytest.raises(sw.StepError, match=r"Counting changed k of .*step=.host"):
         step(model, Counting(model.parameters()), 0)
     with pytest.raises(sw.StepError, match=r"Nested.step\(\) calls step\(\) of another class"):
@@ -326,7 +311,7 @@ def test_a_declared_optimizer_steps_unit_by_unit() -> None:
         for pair in pairs:
             step(*pair, seed, "kept gradients")
         assert all(p.grad is not None for p in pairs[1][0].parameters())
-        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+        assert_same_bits(bits_of(*pairs[1]), bits_of(*pairs[0]))
 
 
 @on_ranks(2)
@@ -375,7 +360,7 @@ def test_hooks_in_backward_may_change_parameters_and_states(of: str) -> None:
     for seed in range(3):
         for pair in pairs:
             step(*pair, seed, "in backward")
-        assert_same_bits(bits(*pairs[1]), bits(*pairs[0]))
+        assert_same_bits(bits_of(*pairs[1]), bits_of(*pairs[0]))
 
 
 @on_ranks(2)
@@ -528,4 +513,4 @@ def test_units_leave_the_device_after_an_error() -> None:
     pair[1].zero_grad()
     for one in (pair, other):
         step(*one, 2)
-    assert_same_bits(bits(*pair), bits(*other))
+    assert_same_bits(bits_of(*pair), bits_of(*other))
