@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,30 @@ def test_norms_of_complex_parameters_that_some_ranks_hold_no_part_of() -> None:
     norms = torch._foreach_norm([p.detach() for p in sharded.parameters()])
     for norm, values in zip(norms, whole.parameters(), strict=True):
         _equal(norm, values.detach().norm())
+
+
+_OPTIMIZERS = [
+    torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("granularity", ["element", "row"])
+@on_ranks(3)
+def test_optimizers_of_complex_parameters(granularity: str) -> None:
+    for kind, foreach in product(_OPTIMIZERS, (False, True)):
+        whole = nn.ParameterList([torch.randn(5, 3, dtype=torch.complex128)])
+        sharded = sw.fully_shard(copy.deepcopy(nn.Sequential(whole)), granularity=granularity)
+        [parameter], [expected] = sharded.parameters(), whole.parameters()
+        steps = [kind([each], lr=0.1, foreach=foreach) for each in (parameter, expected)]
+        for _ in range(2):
+            expected.grad = torch.randn_like(expected)
+            parameter.grad = torch.zeros_like(parameter).copy_(expected.grad)
+            for step in steps:
+                step.step()
+        _equal(parameter.detach(), expected.detach())
+    with pytest.raises(sw.ShardedTensorError, match=r"under torch.no_grad"):
+        torch.view_as_real(parameter)
 
 
 @on_ranks(2)

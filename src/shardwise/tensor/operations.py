@@ -203,6 +203,23 @@ def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> 
     x, shape = args[:2]
     if tuple(shape) != tuple(x.shape):
         raise _unsupported(func, x)
+    _check_unrecorded(x)
+    alias: Tensor = torch.ops.aten.alias(x)
+    return alias
+
+
+def _view_as_real(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    """How torch's optimizers compute with complex parameters; the view shares their memory."""
+    _check_unrecorded(args[0])
+    return ShardedTensor(func(local_of(args[0])).view(-1), args[0]._sharding.as_pairs)
+
+
+def _view_as_complex(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    _check_unrecorded(args[0])
+    return ShardedTensor(func(local_of(args[0]).view(-1, 2)), args[0]._sharding.as_numbers)
+
+
+def _check_unrecorded(x: ShardedTensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         # Zero-bubble pipeline schedules, among others, find the AccumulateGrad node through such a
         # view, but that node of a sharded parameter never runs.
@@ -212,8 +229,6 @@ def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> 
             "torch.no_grad(); register hooks with register_post_accumulate_grad_hook; for "
             "zero-bubble and ZBV pipeline schedules use shardwise.pipeline.PipelineStage"
         )
-    alias: Tensor = torch.ops.aten.alias(x)
-    return alias
 
 
 def _index_put(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -361,6 +376,8 @@ _HANDLERS: dict[str, Handler] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "_foreach_max": _foreach_max,
     "_foreach_norm": _foreach_norm,
+    "view_as_complex": _view_as_complex,
+    "view_as_real": _view_as_real,
 }
 
 

@@ -6,7 +6,7 @@ supported operations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, NoReturn
@@ -104,6 +104,23 @@ class RunSharding(Sharding):
 
     def describes(self, tensor: Tensor) -> bool:
         return isinstance(tensor, ShardedTensor) and tensor.sharding.matches(self)
+
+    @cached_property
+    def as_pairs(self) -> "RunSharding":
+        """Complex numbers as pairs of real ones, [..., 2]: the same numbers on every rank."""
+        return self._with_shape((*self.shape, 2), lambda elements: 2 * elements)
+
+    @cached_property
+    def as_numbers(self) -> "RunSharding":
+        """Pairs, [..., 2], as complex numbers. Cuts are between pairs, as they are aligned."""
+        return self._with_shape(self.shape[:-1], lambda elements: elements // 2)
+
+    def _with_shape(self, shape: tuple[int, ...], scale: Callable[[int], int]) -> "RunSharding":
+        parameter = replace(self.extent.parameter, shape=shape)
+        extent = ParameterExtent(parameter, scale(self.extent.offset))
+        size = scale(self.layout.shard_elements)
+        layout = Layout((extent,), self.layout.world_size, size)
+        return RunSharding(layout, extent, self.mesh, self.label, self.unit)
 
     @property
     def _inner_placement(self) -> Placement:
