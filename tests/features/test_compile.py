@@ -139,3 +139,28 @@ def test_a_compiled_model_breaks_only_at_its_units(backend: str) -> None:
     breaks = counters["graph_break"]
     assert sum(breaks.values()) == 2
     assert all("FSDPModule.__call__" in reason for reason in breaks)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_a_compiled_optimizer_step() -> None:
+    torch.manual_seed(0)
+    reference = nn.Linear(5, 3).double()
+    model = sw.fully_shard(copy.deepcopy(reference), granularity="dim")
+    for one in (model, reference):  # a compiled Adam rounds its corrections to float32
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(torch.ones(2, 5).double()).square().mean().backward()
+            step()
+    assert_equal_models(model, reference, "after the steps")
+
+
+@on_ranks(1)
+def test_compiled_steps_of_runs_are_refused() -> None:
+    model = sw.fully_shard(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(Exception, match=r"optimizer\.step needs granularity"):
+        torch.compile(optimizer.step, backend="eager")()

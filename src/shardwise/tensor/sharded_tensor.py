@@ -196,7 +196,8 @@ class ShardedTensor(AssignableDTensor):
         raise ShardedTensorError(
             f"{self._sharding.name}: this rank does not store the whole tensor; call "
             ".full_tensor() first, save the model inside `with sw.gathered(model):`, or use "
-            "sw.save, which gathers nothing"
+            "sw.save, which gathers nothing. torch.compile of optimizer.step needs "
+            'granularity="dim"'
         )
 
     # Libraries that save or share tensors, such as safetensors and transformers, use these.

@@ -83,6 +83,13 @@ class AssignableDTensor(DTensor):
             detached.__class__ = AssignableDTensor
         return detached
 
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> "AssignableDTensor":
+        """A tensor of the same class, which torch.compile requires."""
+        unflattened = DTensor.__tensor_unflatten__(*parts)
+        unflattened.__class__ = AssignableDTensor
+        return cast("AssignableDTensor", unflattened)
+
     def as_plain(self) -> DTensor:
         """A plain DTensor with the same memory and attributes."""
         plain = super().detach().requires_grad_(self.requires_grad)
