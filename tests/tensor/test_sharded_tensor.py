@@ -5,7 +5,7 @@ import io
 import math
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -163,7 +163,7 @@ _OPTIMIZERS = [
 
 @pytest.mark.parametrize("granularity", ["element", "row"])
 @on_ranks(3)
-def test_optimizers_of_complex_parameters(granularity: str) -> None:
+def test_optimizers_of_complex_parameters(granularity: Literal["element", "row"]) -> None:
     for kind, foreach in product(_OPTIMIZERS, (False, True)):
         whole = nn.ParameterList([torch.randn(5, 3, dtype=torch.complex128)])
         sharded = sw.fully_shard(copy.deepcopy(nn.Sequential(whole)), granularity=granularity)
