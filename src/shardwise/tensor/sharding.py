@@ -86,7 +86,7 @@ class AssignableDTensor(DTensor):
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> "AssignableDTensor":
         """A tensor of the same class, which torch.compile requires."""
-        unflattened = DTensor.__tensor_unflatten__(*parts)
+        unflattened: Any = DTensor.__tensor_unflatten__(*parts)  # type: ignore[no-untyped-call]
         unflattened.__class__ = AssignableDTensor
         return cast("AssignableDTensor", unflattened)
 
