@@ -154,8 +154,8 @@ def test_nothing_matched_names_the_classes_that_hold_parameters() -> None:
     with pytest.raises(PlanError) as raised:
         choose_units(Model(), {nn.Conv2d, nn.LSTM})
     assert str(raised.value) == (
-        "units={Conv2d, LSTM} matches no module of Model; classes that hold parameters: "
-        "Attention, Block, Embedding, LayerNorm, Linear, Model, ModuleList"
+        "units={Conv2d, LSTM} matches no module of Model; choose a class by its name (shard.units "
+        "in a configuration): Attention, Block, Embedding, LayerNorm, Linear, Model, ModuleList"
     )
     with pytest.raises(PlanError, match="units='auto' matches no module of Linear"):
         choose_units(nn.Linear(2, 2), "auto")

@@ -44,7 +44,8 @@ def choose_units(root: nn.Module, units: Units) -> list[str]:
         repeated = ", which has no repeated blocks" if units == "auto" else ""
         raise PlanError(
             f"units={_shown(units)} matches no module of {type(root).__name__}{repeated}; "
-            f"classes that hold parameters: {', '.join(classes)}"
+            "choose a class by its name (shard.units in a configuration): "
+            f"{', '.join(classes)}"
         )
     names = [name for name, module in root.named_modules() if name and module in chosen]
     for name in names:
