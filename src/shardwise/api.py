@@ -15,7 +15,18 @@ from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features import device_step, fused_wgrad
+from shardwise.features.checks import (
+    check_initialized,
+    check_not_renormalized,
+    check_same_plan,
+    check_same_sums,
+    check_same_values,
+    check_tensor_parallel,
+    device_for,
+    is_on_meta,
+)
 from shardwise.features.deferred import defer, is_deferred
+from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.padding import padding_report
@@ -33,17 +44,6 @@ from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.runtime.attach import device_for
-from shardwise.runtime.casting import apply_precision
-from shardwise.runtime.checks import (
-    check_initialized,
-    check_not_renormalized,
-    check_same_plan,
-    check_same_sums,
-    check_same_values,
-    check_tensor_parallel,
-    is_on_meta,
-)
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (

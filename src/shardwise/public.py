@@ -32,13 +32,13 @@ from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
 from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.recording.record import Recorder, record
 from shardwise.replicas.elastic import Elastic, elastic
 from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
+from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import FSDPModule, ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.verification.result import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _private
-from shardwise.runtime.checks import check_same_sums, checksum
+from shardwise.features.checks import check_same_sums, checksum
 from shardwise.runtime.module import runtimes_in, set_managed
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler

@@ -1,25 +1,20 @@
 """Replaces the parameters of a model by shards."""
 
 import contextlib
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
-from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.options import UnitSettings
-from shardwise.plan.units import keeps_its_class, named_parameters
+from shardwise.plan.units import keeps_its_class
 from shardwise.runtime import optimizers
-from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.parameters import ParameterOwner
-from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
 
 __all__ = [
-    "device_for",
     "move_buffers",
     "owner_of",
     "put_sharded",
@@ -29,39 +24,6 @@ __all__ = [
 ]
 
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
-
-
-def device_for(
-    root: nn.Module,
-    mesh: DataParallelMesh,
-    ignored: Collection[nn.Parameter] = (),
-    offloaded_from: torch.device | None = None,
-) -> torch.device:
-    """Return the device of the shards: this rank's accelerator, or else the device of the model.
-
-    A model on the meta device is put on torch's default device if the group has no accelerators.
-
-    Args:
-        root: the model.
-        mesh: its ranks.
-        ignored: parameters that are not sharded.
-        offloaded_from: the device to assume for parameters on the CPU.
-
-    Raises:
-        PlanError: the model is on several devices, or on one that is not supported.
-    """
-    devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
-    if offloaded_from is not None and torch.device("cpu") in devices:
-        devices = devices - {torch.device("cpu")} | {offloaded_from}
-    for device in devices:
-        check_device(device)
-    if mesh.accelerator is not None:
-        return mesh.accelerator
-    if is_on_meta(root, ignored):
-        return torch.get_default_device()
-    if len(devices) > 1:
-        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
-    return devices.pop() if devices else torch.device("cpu")
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise._private import joined_mesh
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
@@ -29,6 +30,7 @@ __all__ = [
     "check_same_values",
     "check_tensor_parallel",
     "checksum",
+    "device_for",
     "is_on_meta",
 ]
 
@@ -107,6 +109,39 @@ def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
             "model on the meta device and shard it with one call, or give it values first"
         )
     return True in by_meta
+
+
+def device_for(
+    root: nn.Module,
+    mesh: DataParallelMesh,
+    ignored: Collection[nn.Parameter] = (),
+    offloaded_from: torch.device | None = None,
+) -> torch.device:
+    """Return the device of the shards: this rank's accelerator, or else the device of the model.
+
+    A model on the meta device is put on torch's default device if the group has no accelerators.
+
+    Args:
+        root: the model.
+        mesh: its ranks.
+        ignored: parameters that are not sharded.
+        offloaded_from: the device to assume for parameters on the CPU.
+
+    Raises:
+        PlanError: the model is on several devices, or on one that is not supported.
+    """
+    devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
+    if offloaded_from is not None and torch.device("cpu") in devices:
+        devices = devices - {torch.device("cpu")} | {offloaded_from}
+    for device in devices:
+        check_device(device)
+    if mesh.accelerator is not None:
+        return mesh.accelerator
+    if is_on_meta(root, ignored):
+        return torch.get_default_device()
+    if len(devices) > 1:
+        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
