@@ -14,7 +14,11 @@ from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
-from shardwise.features import device_step, fused_wgrad
+from shardwise.features import (
+    device_step,
+    extensions,  # noqa: F401 - the engine uses it
+    fused_wgrad,
+)
 from shardwise.features.checks import (
     check_initialized,
     check_not_renormalized,
@@ -25,10 +29,13 @@ from shardwise.features.checks import (
     device_for,
     is_on_meta,
 )
+from shardwise.features.collective_memory import use_chosen_memory
 from shardwise.features.deferred import defer, is_deferred
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
+from shardwise.features.optimizer_checks import check_optimizers
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
@@ -47,7 +54,6 @@ from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
-    FSDPModule,
     become_unit,
     handle_of,
     keeping_gradients,
@@ -260,7 +266,7 @@ class ShardingRequest:
         for index, unit in enumerate(plan.units):
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
-            become_unit(unit_module, handle, saving_methods(unit_module))
+            become_unit(unit_module, handle, FSDPModule, saving_methods(unit_module))
         set_managed(module)
         apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
@@ -354,6 +360,8 @@ class ShardingRequest:
         if materializer is not None:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)
+        check_optimizers()
+        use_chosen_memory(runtime)
         fused_wgrad.offer_slots(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)

@@ -19,6 +19,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.features.activation_offload import offload_activations
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
 from shardwise.features.sleep import Asleep, sleep, wake
@@ -39,7 +40,7 @@ from shardwise.recording.record import Recorder, record
 from shardwise.replicas.elastic import Elastic, elastic
 from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.replicas.plan import Outer
-from shardwise.runtime.module import FSDPModule, ledger
+from shardwise.runtime.module import ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.verification.result import (
     Verification,

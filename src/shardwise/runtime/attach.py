@@ -12,7 +12,7 @@ from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import keeps_its_class
 from shardwise.runtime import optimizers
 from shardwise.runtime.parameters import ParameterOwner
-from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
+from shardwise.tensor.sharding import Sharding, sharding_of
 
 __all__ = [
     "move_buffers",
@@ -20,7 +20,6 @@ __all__ = [
     "put_sharded",
     "replace_parameter",
     "settings_of",
-    "stored_part_of",
 ]
 
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
@@ -38,17 +37,6 @@ def settings_of(module: nn.Module) -> UnitSettings:
     """The settings of ``module`` as a unit; it may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
-
-
-def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
-    """This rank's part of ``original``, whose class defines all-gather extensions."""
-    assert isinstance(sharding, ExtendedSharding)
-    before = sharding_of(original)
-    if before is None:
-        is_parallel = isinstance(original, DTensor)
-        return sharding.stored_part_of(local_of(original) if is_parallel else original)
-    assert before.has_same_cuts(sharding)
-    return sharding.wrap(local_of(original))
 
 
 def put_sharded(

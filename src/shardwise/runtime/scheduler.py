@@ -551,30 +551,23 @@ class Scheduler:
             elif kind is EventKind.FREE:
                 self._use_sharded([index])
 
-    def hold(self) -> None:
-        """Gather every unit into a separate buffer, and put those parameters into the modules."""
+    @contextlib.contextmanager
+    def gathering_apart(self) -> Iterator[Communicator]:
+        """Free all units, and let the body gather them for use between steps."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         self.check_awake(or_on_host=True)
         with self.guarded(), _private.without_transforms():
             self.recover()
             self._perform(self.sequencer.release_all())
             self.report("gathered()")
-            for unit in self.units:
-                unit.launch_hold(self._comm.gather)
-            for unit in self.units:
-                unit.await_hold(self._comm)
+            yield self._comm
         self.in_gathered = True
 
-    def release_hold(self, changed: Collection[str] | None) -> None:
-        """Free the buffers of `hold`; write them back unless ``changed``, the names, is None."""
+    def end_gathered(self, changed: Collection[str]) -> None:
+        """End what `gathering_apart` began; shards of parameters with names ``changed`` have."""
         for index, unit in enumerate(self.units):
-            with _private.without_transforms():
-                unit.release_hold(write_back=changed is not None)
-            names = [one.name for one in unit.parameters if one.name in (changed or ())]
-            if names:
+            if names := [one.name for one in unit.parameters if one.name in changed]:
                 self._versions.note(index, self.sequencer.tick, names)
-        if changed is not None and any(unit.plan.offload is not None for unit in self.units):
-            wait_for_device(self._device.torch_device)  # until the shards on the host are written
         self.in_gathered = False
 
     def abort(self, error: BaseException) -> None:

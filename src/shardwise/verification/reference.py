@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import PlanError
 from shardwise.features.checks import device_for
-from shardwise.runtime.module import FSDPModule
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import SEED, Part
 from shardwise.verification.engines import BackwardFn
