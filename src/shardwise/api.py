@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError
 from shardwise.features import (
     device_step,
@@ -22,6 +23,7 @@ from shardwise.features import (
 from shardwise.features.checks import (
     check_initialized,
     check_not_renormalized,
+    check_optimizers,
     check_same_plan,
     check_same_sums,
     check_same_values,
@@ -29,13 +31,13 @@ from shardwise.features.checks import (
     device_for,
     is_on_meta,
 )
-from shardwise.features.collective_memory import use_chosen_memory
+from shardwise.features.collective_memory import use_memory
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
-from shardwise.features.optimizer_checks import check_optimizers
+from shardwise.features.leaves import follow_leaves
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
@@ -361,8 +363,12 @@ class ShardingRequest:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)
         check_optimizers()
-        use_chosen_memory(runtime)
+        kinds = {unit.settings.collective_memory for unit in runtime.units} - {MemoryKind.OWN}
+        if kinds:  # chosen for units before the module around them was sharded
+            use_memory(runtime, MemoryKind(kinds.pop()))
         fused_wgrad.offer_slots(runtime)
+        if mesh.leaves is not None:
+            follow_leaves(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
         return runtime

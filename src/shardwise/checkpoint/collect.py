@@ -251,7 +251,8 @@ def check_sharded(module: nn.Module) -> None:
             raise CheckpointError(
                 "the model's values were discarded by sw.sleep; call sw.wake and sw.load first"
             )
-        if handle is not None and (done := handle.runtime.scheduler.num_open_leaves()):
+        leaves = None if handle is None else handle.runtime.scheduler.leaves
+        if handle is not None and leaves is not None and (done := leaves.num_open()):
             raise CheckpointError(
                 f"after {done} of this rank's {len(handle.runtime.mesh.own_leaves)} micro-batches "
                 "of a step of a reproducible model, whose gradients no checkpoint contains; save "

@@ -9,14 +9,7 @@ from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.memory import Allocator
 
-__all__ = ["use_chosen_memory", "use_memory"]
-
-
-def use_chosen_memory(runtime: Runtime) -> None:
-    """Use the memory that was chosen for units before the module around them was sharded."""
-    kinds = {unit.settings.collective_memory for unit in runtime.units} - {MemoryKind.OWN}
-    if kinds:
-        use_memory(runtime, MemoryKind(kinds.pop()))
+__all__ = ["use_memory"]
 
 
 def use_memory(runtime: Runtime, kind: MemoryKind) -> None:
