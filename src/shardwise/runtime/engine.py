@@ -19,7 +19,7 @@ from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import move_buffers
+from shardwise.runtime.attach import move_buffers, settings_of
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
@@ -28,9 +28,10 @@ from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
-from shardwise.runtime.unit import Unit, make_unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import sharding_for
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
 
@@ -211,9 +212,22 @@ class Runtime:
     # -- construction ----------------------------------------------------------------------------
 
     def _make_unit(self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None]) -> Unit:
+        """Shard the parameters of ``plan``, after ``fill`` has initialized them."""
         offloader = None if plan.offload is None else self._offloader(plan.offload)
-        own_mesh = self.own_meshes.get(plan.name)
-        return make_unit(root, plan, self.mesh, self.pools, offloader, fill, own_mesh)
+        mesh = self.own_meshes.get(plan.name, self.mesh)
+        in_step = mesh if mesh is self.mesh else mesh.within(self.mesh)
+        settings = settings_of(root.get_submodule(plan.name))
+        flats = [
+            FlatParameters(layout, in_step, self.pools, plan, settings, offloader)
+            for layout in plan.layouts
+        ]
+        fill(plan)  # after the memory that was used to lay out the flat buffers is free again
+        for flat in flats:
+            for position, extent in enumerate(flat.layout.extents):
+                original = root.get_parameter(extent.parameter.name)
+                sharding = sharding_for(plan, flat.layout, extent, mesh, original)
+                flat.parameters.append(flat.codec.adopt(root, sharding, position))
+        return Unit(plan, flats, settings)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)

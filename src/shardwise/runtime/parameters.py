@@ -116,7 +116,7 @@ class FSDPParameter:
 
         ``dense.data = other`` and ``dense.set_(other)`` replace its memory.
         """
-        local = self.dense if self.sharding.dense_spec is None else self._local_of_dense()
+        local = self.sharding.local_of_dense(self.dense)
         if local.data_ptr() == view.data_ptr():
             return False
         if keeps_values:
@@ -125,16 +125,13 @@ class FSDPParameter:
         self.forget_changes()
         return True
 
-    def _local_of_dense(self) -> Tensor:
-        return self.sharding.local_of_dense(self.dense)
-
     def is_as_gathered(self) -> bool:
         """Whether this rank's part of the gathered dense parameter has the bits of its shard.
 
         It has after ``dense.set_(dense)``, which counts as a change in place:
         `torch.nn.utils.parametrize` calls it when a parametrization is registered.
         """
-        own = self.sharding.own_part_of(self._local_of_dense().detach())
+        own = self.sharding.own_part_of(self.sharding.local_of_dense(self.dense).detach())
         expected = self.local.detach().to(own.device, own.dtype)
         bits = [one.reshape(-1).view(torch.uint8) for one in (own, expected)]
         return torch.equal(*bits)

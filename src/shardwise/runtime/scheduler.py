@@ -207,11 +207,12 @@ class Scheduler:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
-        hooks.at_end_of_backward(
+        end = hooks.BackwardEnd(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),
             partial(self._clean_up, threading.get_ident()),
         )
+        _private.queue_callback(end)
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.api import SMALL_BYTES, Work
@@ -26,16 +26,14 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.attach import settings_of
 from shardwise.runtime.codecs import GatheredBuffer, HostCodec, RunCodec, SlotCodec
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharded_tensor import sharding_for
 
-__all__ = ["FlatParameters", "Unit", "make_unit"]
+__all__ = ["FlatParameters", "Unit"]
 
 SMALL_UNIT_BYTES = SMALL_BYTES  # for each rank; shared memory needs one more message
 
@@ -378,31 +376,3 @@ class Unit:
         for work in works:
             comm.wait(work)
         works.clear()
-
-
-def make_unit(
-    root: nn.Module,
-    plan: UnitPlan,
-    mesh: DataParallelMesh,
-    pools: Pools,
-    offloader: HostOffloader | None,
-    fill: Callable[[UnitPlan], None],
-    own_mesh: DataParallelMesh | None,
-) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``, after ``fill`` has initialized them.
-
-    ``own_mesh`` has the unit's ranks if they are not those of the model, which ``mesh`` has.
-    """
-    in_step = mesh if own_mesh is None else own_mesh.within(mesh)
-    mesh = mesh if own_mesh is None else own_mesh
-    settings = settings_of(root.get_submodule(plan.name))
-    flats = [
-        FlatParameters(layout, in_step, pools, plan, settings, offloader) for layout in plan.layouts
-    ]
-    fill(plan)  # after the memory that was used to lay out the flat buffers is free again
-    for flat in flats:
-        for position, extent in enumerate(flat.layout.extents):
-            original = root.get_parameter(extent.parameter.name)
-            sharding = sharding_for(plan, flat.layout, extent, mesh, original)
-            flat.parameters.append(flat.codec.adopt(root, sharding, position))
-    return Unit(plan, flats, settings)
