@@ -13,11 +13,31 @@ from torch.distributed.tensor import Shard
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
+from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError
-from shardwise.features import device_step, fused_wgrad
+from shardwise.features import (
+    device_step,
+    extensions,  # noqa: F401 - the engine uses it
+    fused_wgrad,
+)
+from shardwise.features.checks import (
+    check_initialized,
+    check_not_renormalized,
+    check_optimizers,
+    check_same_plan,
+    check_same_sums,
+    check_same_values,
+    check_tensor_parallel,
+    device_for,
+    is_on_meta,
+)
+from shardwise.features.collective_memory import use_memory
 from shardwise.features.deferred import defer, is_deferred
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
+from shardwise.features.leaves import follow_leaves
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
@@ -33,21 +53,9 @@ from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.runtime.attach import device_for
-from shardwise.runtime.casting import apply_precision
-from shardwise.runtime.checks import (
-    check_initialized,
-    check_not_renormalized,
-    check_same_plan,
-    check_same_sums,
-    check_same_values,
-    check_tensor_parallel,
-    is_on_meta,
-)
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
-    FSDPModule,
     become_unit,
     handle_of,
     keeping_gradients,
@@ -260,7 +268,7 @@ class ShardingRequest:
         for index, unit in enumerate(plan.units):
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
-            become_unit(unit_module, handle, saving_methods(unit_module))
+            become_unit(unit_module, handle, FSDPModule, saving_methods(unit_module))
         set_managed(module)
         apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)
@@ -354,7 +362,13 @@ class ShardingRequest:
         if materializer is not None:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)
+        check_optimizers()
+        kinds = {unit.settings.collective_memory for unit in runtime.units} - {MemoryKind.OWN}
+        if kinds:  # chosen for units before the module around them was sharded
+            use_memory(runtime, MemoryKind(kinds.pop()))
         fused_wgrad.offer_slots(runtime)
+        if mesh.leaves is not None:
+            follow_leaves(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
         return runtime

@@ -25,7 +25,8 @@ from torch.distributed import pipelining
 
 from shardwise._private import can_divide_backwards, stage_backwards
 from shardwise.errors import PlanError, StepError
-from shardwise.runtime.module import FSDPModule, runtime_of_root, runtimes_in
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.runtime.module import runtime_of_root, runtimes_in
 from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["PipelineStage"]

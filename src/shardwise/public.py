@@ -19,6 +19,7 @@ from shardwise.errors import (
     StepError,
 )
 from shardwise.features.activation_offload import offload_activations
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.gathered import gathered
 from shardwise.features.initialize import Initialization, initialize
 from shardwise.features.sleep import Asleep, sleep, wake
@@ -32,14 +33,14 @@ from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
 from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.outer import Outer
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.recording.record import Recorder, record
 from shardwise.replicas.elastic import Elastic, elastic
 from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
-from shardwise.runtime.module import FSDPModule, ledger
+from shardwise.replicas.plan import Outer
+from shardwise.runtime.module import ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.verification.result import (
     Verification,

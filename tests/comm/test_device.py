@@ -30,7 +30,7 @@ from shardwise.comm.device import (
 )
 from shardwise.comm.groups import accelerator_type, rank_device
 from shardwise.errors import PlanError
-from shardwise.runtime import attach
+from shardwise.features import checks
 from tests.waiting import PATIENCE_SECONDS, eventually
 
 CPU = torch.device("cpu")
@@ -337,9 +337,9 @@ def test_the_backend_determines_the_accelerator_of_a_group(
 
 def test_apples_gpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = mock.Mock(device=torch.device("mps"))
-    monkeypatch.setattr(attach, "named_parameters", lambda *_, **__: [("weight", weight)])
+    monkeypatch.setattr(checks, "named_parameters", lambda *_, **__: [("weight", weight)])
     with pytest.raises(PlanError, match=r"is on mps, where .* no address .*model\.to\('cpu'\)"):
-        attach.device_for(nn.Linear(2, 2), mock.Mock(accelerator=None))
+        checks.device_for(nn.Linear(2, 2), mock.Mock(accelerator=None))
 
 
 def test_random_states_come_from_the_module_of_the_device(

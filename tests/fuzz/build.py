@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.runtime.module import FSDPModule
+from shardwise.features.fsdp_module import FSDPModule
 from tests.fuzz import programs as p
 
 if TYPE_CHECKING:

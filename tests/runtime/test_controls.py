@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.runtime.module import UnshardHandle, register_forward_method
+from shardwise.features.fsdp_module import UnshardHandle
+from shardwise.runtime.module import register_forward_method
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks

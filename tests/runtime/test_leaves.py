@@ -279,7 +279,9 @@ def _with_leaves_that_train_nothing() -> tuple[str, list[int]]:
     for leaf in sw.leaves(model):
         x = torch.full((2, 64), leaf + 1.0, requires_grad=True)
         model(x, float(leaf % 2)).square().mean().backward()
-        counts.append(runtime_of_root(model).scheduler.num_leaves_done)
+        steps = runtime_of_root(model).scheduler.leaves
+        assert steps is not None
+        counts.append(steps.num_done)
     return bits([p.grad for p in model.parameters() if p.grad is not None]), counts
 
 

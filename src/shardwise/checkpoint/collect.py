@@ -18,11 +18,11 @@ from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError, StepError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.join import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
 from shardwise.runtime.engine import HANDLE, Handle
-from shardwise.runtime.module import FSDPModule
 from shardwise.runtime.scheduler import Sleep
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
@@ -251,7 +251,8 @@ def check_sharded(module: nn.Module) -> None:
             raise CheckpointError(
                 "the model's values were discarded by sw.sleep; call sw.wake and sw.load first"
             )
-        if handle is not None and (done := handle.runtime.scheduler.num_open_leaves()):
+        leaves = None if handle is None else handle.runtime.scheduler.leaves
+        if handle is not None and leaves is not None and (done := leaves.num_open()):
             raise CheckpointError(
                 f"after {done} of this rank's {len(handle.runtime.mesh.own_leaves)} micro-batches "
                 "of a step of a reproducible model, whose gradients no checkpoint contains; save "

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import NotMaterialized
+from shardwise.features.extensions import stored_part_of
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.initialize import innermost_unit
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class, named_parameters
-from shardwise.runtime.attach import owner_of, put_sharded, stored_part_of
-from shardwise.runtime.module import FSDPModule
+from shardwise.runtime.attach import owner_of, put_sharded
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import Sharding, sharding_of

@@ -2,16 +2,25 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import _private
-from shardwise.runtime.checks import check_same_sums, checksum
+from shardwise.comm.api import Work
+from shardwise.comm.communicator import Collectives
+from shardwise.comm.device import copy_, wait_for_device
+from shardwise.errors import PlanError, StepError
+from shardwise.features.checks import check_same_sums, checksum
+from shardwise.runtime import hooks
+from shardwise.runtime.buffers import flat_buffer
+from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import runtimes_in, set_managed
-from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.parameters import FSDPParameter, attributes_of
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.unit import Unit
+from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["gathered", "holding"]
@@ -54,13 +63,13 @@ def gathered(module: nn.Module, *, write_back: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def holding(scheduler: Scheduler, *, write_back: bool) -> Iterator[None]:
     """Keep every unit gathered in separate buffers; see `gathered`."""
-    scheduler.hold()
+    held = _hold(scheduler)
     changed: set[str] | None = None  # names of parameters, if changes are written back
     try:
-        before = _sums_of(scheduler.units) if write_back else {}
+        before = _sums_of(held) if write_back else {}
         try:
             yield
-            after = _collect_changes(scheduler.units) if write_back else {}
+            after = _collect_changes(held) if write_back else {}
         except BaseException as error:
             if write_back:  # other ranks are waiting to compare checksums
                 scheduler.abort(error)
@@ -68,26 +77,111 @@ def holding(scheduler: Scheduler, *, write_back: bool) -> Iterator[None]:
         if write_back:
             changed = _agreed_changes(before, after)
     finally:
-        scheduler.release_hold(changed)
+        _release(scheduler, held, changed)
+
+
+class HeldLayout:
+    """The whole parameters of one layout, in the dtype of its shard.
+
+    They are in a separate buffer, unless their classes define how they are gathered.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self._flat = flat
+        self._versions: list[int] = []  # of the sharded parameters, when they were replaced
+
+    def launch_gather(self, collectives: Collectives, label: str) -> Work:
+        flat = self._flat
+        if not flat.codec.can_split:
+            return flat.launch_gather(collectives, label)
+        flat.reclaim_locals()
+        pool = Pool(flat.codec.buffer.flat.device, keep=False)
+        held = flat.held = flat_buffer(flat.layout, pool)
+        held.acquire()
+        fill = partial(copy_, held.slot_of(flat.mesh.rank), flat.shard)
+        return collectives.all_gather(held.flat, flat.mesh.shards, label, fill)
+
+    def show(self) -> None:
+        """Put the gathered parameters into the modules, after the collective."""
+        flat, held = self._flat, self._flat.held
+        if held is None:
+            flat.finish_gather()
+            for parameter in flat.parameters:
+                parameter.use_unsharded()
+            return
+        held.unpack()
+        self._versions = [parameter.sharded._version for parameter in flat.parameters]
+        for parameter, view in zip(flat.parameters, held.views, strict=True):
+            _show(parameter, view)
+
+    def parameters(self) -> Iterator[tuple[FSDPParameter, int, Tensor]]:
+        """Every parameter that can be written back, with its version and view [shape]."""
+        if self._flat.held is None:
+            self._flat.codec.check_unchanged()
+        else:
+            views = self._flat.held.views
+            yield from zip(self._flat.parameters, self._versions, views, strict=True)
+
+    def release(self, *, write_back: bool) -> None:
+        """Write changes back, or drop them."""
+        flat, held = self._flat, self._flat.held
+        if held is None:
+            flat.free()
+            return
+        if write_back:
+            held.pack()
+            copy_(flat.shard, held.slot_of(flat.mesh.rank))
+            if flat.shard.device != held.flat.device:
+                wait_for_device(held.flat.device)  # until the shard on the host is written
+        held.release()
+        flat.held = None
+
+
+def _hold(scheduler: Scheduler) -> list[HeldLayout]:
+    """Gather every unit, and put those parameters into the modules."""
+    held = {flat: HeldLayout(flat) for unit in scheduler.units for flat in unit.flats}
+    with scheduler.gathering_apart() as comm:
+        for unit in scheduler.units:
+            label = f"hold {unit.plan.label}"
+            unit.gather_apart(held[flat].launch_gather(comm.gather, label) for flat in unit.flats)
+        for unit in scheduler.units:
+            unit.await_apart(comm)
+            for flat in unit.flats:
+                held[flat].show()
+    return list(held.values())
+
+
+def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
+    """Free what `_hold` gathered; write it back unless ``changed``, the names, is None."""
+    with _private.without_transforms():
+        for unit in scheduler.units:
+            unit.use_sharded()
+        for each in held:
+            each.release(write_back=changed is not None)
+    scheduler.end_gathered(changed or ())
 
 
 @torch.no_grad()
-def _collect_changes(units: Sequence[Unit]) -> Sums:
+def _collect_changes(held: Sequence[HeldLayout]) -> Sums:
     """Copy the tensors of the modules into the held buffers, and return their checksums.
 
     Shards do not change, so nothing is written if this raises or if ranks differ.
     """
-    assigned = [(view, _assigned(parameter, view)) for parameter, view in _held(units)]
+    assigned = [
+        (view, _assigned(parameter, version, view))
+        for each in held
+        for parameter, version, view in each.parameters()
+    ]
     for view, tensor in assigned:
         if tensor is not None:
             view.copy_(tensor)
-    return _sums_of(units)
+    return _sums_of(held)
 
 
-def _sums_of(units: Sequence[Unit]) -> Sums:
+def _sums_of(held: Sequence[HeldLayout]) -> Sums:
     """Checksums of the held buffers."""
     sums: Sums = {}
-    for parameter, view in _held(units):
+    for parameter, _, view in (each for one in held for each in one.parameters()):
         of_mesh = sums.setdefault(parameter.sharding.mesh, {})
         of_mesh[parameter.name] = _position_checksum(view.detach())
     return sums
@@ -109,13 +203,24 @@ def _agreed_changes(before: Sums, after: Sums) -> set[str]:
     }
 
 
-def _held(units: Sequence[Unit]) -> list[tuple[FSDPParameter, Tensor]]:
-    return [pair for unit in units for flat in unit.flats for pair in flat.held_parameters()]
+def _show(parameter: FSDPParameter, tensor: Tensor) -> None:
+    """Put ``tensor`` [shape] into the modules."""
+    held = nn.Parameter(parameter.sharding.dense(tensor), parameter.sharded.requires_grad)
+    vars(held).update(attributes_of(parameter.sharded))
+    hooks.on_gradient(held, partial(_refuse_gradient, parameter.name))
+    parameter.show(held)
 
 
-def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
+def _refuse_gradient(name: str) -> None:
+    raise StepError(
+        f"{name}: received a gradient inside sw.gathered, where it would be lost; call "
+        "backward outside, or differentiate copies of the parameters by torch.func"
+    )
+
+
+def _assigned(parameter: FSDPParameter, version: int, view: Tensor) -> Tensor | None:
     """The tensor that the modules hold, if it is not ``view``."""
-    tensor = parameter.assigned_tensor()
+    tensor = _held_by_modules(parameter, version)
     if tensor is None:
         return None
     if tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride():
@@ -123,6 +228,37 @@ def _assigned(parameter: FSDPParameter, view: Tensor) -> Tensor | None:
     # Two parameters may have exchanged their memory, as in `p.data, q.data = q.data, p.data`.
     is_view = tensor.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     return tensor.clone() if is_view else tensor
+
+
+def _held_by_modules(parameter: FSDPParameter, version: int) -> Tensor | None:
+    """The dense tensor [shape] that the modules hold; None if they were deleted.
+
+    ``version`` is that of the sharded parameter when it was replaced.
+    """
+    if parameter.sharded._version != version:
+        raise PlanError(
+            f"{parameter.name}: its shard was changed inside sw.gathered(write_back=True), perhaps "
+            "by an optimizer, and the gathered value would overwrite the change; step outside"
+        )
+    held = [tensor for owner in parameter.owners if (tensor := owner.get()) is not None]
+    if not held:
+        return None
+    if any(tensor is not held[0] for tensor in held):
+        raise PlanError(
+            f"{', '.join(parameter.spec.names)}: these names of one tied parameter hold different "
+            "tensors; assign the same nn.Parameter to each of them"
+        )
+    tensor = parameter.sharding.local_of_dense(held[0])
+    dtype, shape = parameter.local.dtype, parameter.spec.shape
+    is_dense = not (tensor.is_meta or isinstance(tensor, DTensor))
+    if not is_dense or (tensor.dtype, tensor.shape) != (dtype, shape):
+        got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
+        raise PlanError(
+            f"{parameter.name}: expected a tensor of {dtype} {shape} at the end of "
+            f"sw.gathered(write_back=True), got {got} on {tensor.device}; keep shape and dtype, or "
+            "drop write_back"
+        )
+    return tensor.detach()
 
 
 def _position_checksum(tensor: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise._private import OpOverload, TorchDispatchMode
 from shardwise.comm.device import random_states, seed_generators, set_random_states
 from shardwise.errors import PlanError, ShardedTensorError
+from shardwise.features.checks import check_initialized, checksum
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.attach import owner_of, replace_parameter
-from shardwise.runtime.checks import check_initialized, checksum
 from shardwise.runtime.memory import Pool
 from shardwise.tensor.operations import draws, written_tensors
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError, RanksDiverged
-from shardwise.runtime.module import FSDPModule, MethodWrappers, handle_of
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.runtime.module import MethodWrappers, handle_of
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import sharding_of

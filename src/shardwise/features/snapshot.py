@@ -60,7 +60,7 @@ class AccumulationSnapshot:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._num_leaves_done = scheduler.num_leaves_done
+        self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
         self._awaiting = scheduler.sequencer.awaiting_reduction
         all_gradients = [gradients for unit in scheduler.units for gradients in unit.gradients]
         self._copies = [(one, one.snapshot()) for one in all_gradients]
@@ -68,7 +68,8 @@ class AccumulationSnapshot:
     def restore(self) -> None:
         """Restore them, after `ModelSnapshot` has restored the others."""
         self._scheduler.sequencer.awaiting_reduction = self._awaiting
-        self._scheduler.num_leaves_done = self._num_leaves_done
+        if self._scheduler.leaves is not None:
+            self._scheduler.leaves.num_done = self._num_leaves_done
         for gradients, copy_of_it in self._copies:
             gradients.restore(copy_of_it)
 

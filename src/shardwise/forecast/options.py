@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.outer import Outer
 from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.replicas.plan import Outer
 
 __all__ = ["parse_outer", "parse_wire"]
 

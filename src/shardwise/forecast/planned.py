@@ -13,11 +13,11 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.outer import Outer
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.replicas.plan import Outer
 
 __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from torch import nn
 
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.engine import HANDLE
-from shardwise.runtime.module import FSDPModule, handle_of, keeping_gradients
+from shardwise.runtime.module import handle_of, keeping_gradients
 
 __all__ = ["EvalPrecision"]
 

@@ -9,10 +9,10 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import sharded_grad_scaler
 
 from shardwise._private import COMPOSABLE_FSDP
+from shardwise.features.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
-from shardwise.runtime.module import FSDPModule, UnshardHandle
 
 __all__ = ["replace_torch_fsdp"]
 

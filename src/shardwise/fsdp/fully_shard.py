@@ -11,9 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise import api
 from shardwise._private import register_fully_shard
 from shardwise.features.deferred import when_sharded
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
-from shardwise.runtime.module import FSDPModule, handle_of, register_forward_method
+from shardwise.runtime.module import handle_of, register_forward_method
 from shardwise.tensor.mesh import data_parallel_part
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard
 from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
 from shardwise.fsdp.collectives import broadcast_tensors
@@ -40,7 +41,7 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.policies import NEVER_CALLED
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.casting import cast_tensors
-from shardwise.runtime.module import FSDPModule, handle_of, normal_tensors
+from shardwise.runtime.module import handle_of, normal_tensors
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["FullyShardedDataParallel"]

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.errors import UnsupportedError, WrapperError
-from shardwise.runtime.module import FSDPModule
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["check_as_fsdp2"]

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.gathered import holding
 from shardwise.fsdp.errors import InStepError, StateError, UnsupportedError
 from shardwise.fsdp.names import clean_names
 from shardwise.runtime import hooks
 from shardwise.runtime.accumulation import is_unreduced
-from shardwise.runtime.module import FSDPModule, handle_of, ledger
+from shardwise.runtime.module import handle_of, ledger
 from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["summon_full_params"]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
 
 from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
-from shardwise.runtime.casting import FullPrecision
+from shardwise.features.full_precision import FullPrecision
 
 __all__ = [
     "CustomPolicy",

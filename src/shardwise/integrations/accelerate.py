@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from shardwise.api import fully_shard as shard
 from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.integrations.state import (
     full_state_dict,
     load_full_state_dict,
@@ -38,7 +39,6 @@ from shardwise.integrations.state import (
     save_optimizers,
 )
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.module import FSDPModule
 
 __all__ = ["Accelerator"]
 

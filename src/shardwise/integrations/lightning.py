@@ -19,7 +19,8 @@ from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as 
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from shardwise.api import fully_shard
-from shardwise.runtime.module import FSDPModule, register_forward_method
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.runtime.module import register_forward_method
 
 __all__ = ["FabricStrategy", "Strategy"]
 

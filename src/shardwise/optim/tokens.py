@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.features.agreement import Action
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.join import JoinedRanks
 from shardwise.optim.leaves import check_leaves, leaf_mean
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
+from shardwise.runtime.module import mean_over_replicas, runtime_of_root
 from shardwise.tensor.reductions import across
 
 __all__ = ["backward", "token_weight"]

@@ -37,38 +37,13 @@ class UnitOptions:
         return self.strategy.inner is Level.PARAMETERS
 
     @property
-    def holds_gradients(self) -> bool:
-        """Whether memory for unsharded gradients is kept between steps."""
-        return self.strategy.inner is Level.OPTIMIZER
-
-    @property
-    def two_level_gather(self) -> bool:
-        """Whether forward also gathers in the subgroup, after one outer gather."""
-        return self.shards_parameters and self.strategy.is_two_level and self.replicas > 1
-
-    @property
-    def subgroup(self) -> int:
-        """The number of ranks among which it is gathered again; 0: all that shard it."""
-        if self.two_level_gather:
-            return self.world_size // self.replicas
-        size = self._subgroup_size
-        return size if 1 < size < self.world_size else 0
-
-    def frees(self, *, is_root: bool) -> bool:
-        """Whether it is freed after forward, and gathered again for backward."""
-        if self._subgroup_size:
-            return self._subgroup_size > 1  # a subgroup of one rank keeps the whole unit
-        if self.reshard_after_forward is None:
-            return self.shards_parameters and not is_root
-        return bool(self.reshard_after_forward)
-
-    @property
     def host(self) -> CPUOffloadPolicy | None:
         """How shards are kept in host memory, if they are."""
         return self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
 
     @property
-    def _subgroup_size(self) -> int:
+    def subgroup_size(self) -> int:
+        """How many ranks keep one copy of it after forward, if that was chosen; 0 otherwise."""
         after = self.reshard_after_forward
         return 0 if after is None or isinstance(after, bool) else after
 

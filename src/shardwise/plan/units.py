@@ -24,6 +24,7 @@ from shardwise.plan.granularity import (
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.options import UnitOptions
+from shardwise.plan.strategy import Level
 from shardwise.plan.wire import Wire
 
 __all__ = [
@@ -59,12 +60,19 @@ class UnitPlan:
     @cached_property
     def reshard(self) -> bool:
         """Whether it is freed after forward, and gathered again for backward."""
-        return self.options.frees(is_root=not self.name)
+        if self.options.subgroup_size:
+            return self.options.subgroup_size > 1  # a subgroup of one rank keeps the whole unit
+        if self.options.reshard_after_forward is None:
+            return self.options.shards_parameters and bool(self.name)  # all but the root
+        return bool(self.options.reshard_after_forward)
 
     @cached_property
     def subgroup(self) -> int:
         """The number of ranks among which it is gathered again; 0: all that shard it."""
-        return self.options.subgroup
+        if self.two_level_gather:
+            return self.num_shards // self.options.replicas
+        size = self.options.subgroup_size
+        return size if 1 < size < self.num_shards else 0
 
     @property
     def num_shards(self) -> int:
@@ -74,7 +82,7 @@ class UnitPlan:
     @property
     def holds_gradients(self) -> bool:
         """Whether memory for unsharded gradients is kept between steps."""
-        return self.options.holds_gradients
+        return self.options.strategy.inner is Level.OPTIMIZER
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
@@ -99,7 +107,9 @@ class UnitPlan:
     @cached_property
     def two_level_gather(self) -> bool:
         """Whether forward also gathers in the subgroup, after one outer gather."""
-        return self.options.two_level_gather
+        options = self.options
+        is_cut_twice = options.shards_parameters and options.strategy.is_two_level
+        return is_cut_twice and options.replicas > 1
 
     @cached_property
     def gathered_bytes(self) -> int:

@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 from shardwise.comm.api import Work
 from shardwise.comm.device import DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import DiscardedError, Step, undoable
 from shardwise.replicas.group import ReplicaGroup, check_manager
 from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import FSDPModule, mean_over_replicas, runtime_of_root
+from shardwise.runtime.module import mean_over_replicas, runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 

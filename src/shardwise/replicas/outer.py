@@ -26,11 +26,11 @@ from torch.optim import SGD, Optimizer
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.axes import AxisBytes
-from shardwise.plan.outer import Outer
 from shardwise.replicas.elastic import check_replica, description_of
 from shardwise.replicas.exchange import NONE, Exchange, GroupExchange, ManagerExchange
 from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import ReplicaGroup, check_manager
+from shardwise.replicas.plan import Outer
 from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of

@@ -1,67 +1,28 @@
 """Replaces the parameters of a model by shards."""
 
 import contextlib
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
-from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.options import UnitSettings
-from shardwise.plan.units import keeps_its_class, named_parameters
+from shardwise.plan.units import keeps_its_class
 from shardwise.runtime import optimizers
-from shardwise.runtime.checks import is_on_meta
 from shardwise.runtime.parameters import ParameterOwner
-from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
+from shardwise.tensor.sharding import Sharding, sharding_of
 
 __all__ = [
-    "device_for",
     "move_buffers",
     "owner_of",
     "put_sharded",
     "replace_parameter",
     "settings_of",
-    "stored_part_of",
 ]
 
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
-
-
-def device_for(
-    root: nn.Module,
-    mesh: DataParallelMesh,
-    ignored: Collection[nn.Parameter] = (),
-    offloaded_from: torch.device | None = None,
-) -> torch.device:
-    """Return the device of the shards: this rank's accelerator, or else the device of the model.
-
-    A model on the meta device is put on torch's default device if the group has no accelerators.
-
-    Args:
-        root: the model.
-        mesh: its ranks.
-        ignored: parameters that are not sharded.
-        offloaded_from: the device to assume for parameters on the CPU.
-
-    Raises:
-        PlanError: the model is on several devices, or on one that is not supported.
-    """
-    devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
-    if offloaded_from is not None and torch.device("cpu") in devices:
-        devices = devices - {torch.device("cpu")} | {offloaded_from}
-    for device in devices:
-        check_device(device)
-    if mesh.accelerator is not None:
-        return mesh.accelerator
-    if is_on_meta(root, ignored):
-        return torch.get_default_device()
-    if len(devices) > 1:
-        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
-    return devices.pop() if devices else torch.device("cpu")
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
@@ -76,17 +37,6 @@ def settings_of(module: nn.Module) -> UnitSettings:
     """The settings of ``module`` as a unit; it may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
-
-
-def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
-    """This rank's part of ``original``, whose class defines all-gather extensions."""
-    assert isinstance(sharding, ExtendedSharding)
-    before = sharding_of(original)
-    if before is None:
-        is_parallel = isinstance(original, DTensor)
-        return sharding.stored_part_of(local_of(original) if is_parallel else original)
-    assert before.has_same_cuts(sharding)
-    return sharding.wrap(local_of(original))
 
 
 def put_sharded(

@@ -8,7 +8,7 @@ A layout has one codec. To add a kind of shard, add a class, and choose it in `F
                        is the whole buffer, if that has one slot
     HostCodec          the shard is in host memory
     `ExtensionCodec`   the classes of the parameters make the slots, and parameters from them
-                       (`extensions.py`)
+                       (`features.extensions`)
 """
 
 from collections.abc import Callable, Iterator

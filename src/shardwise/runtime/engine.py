@@ -1,6 +1,6 @@
 """The engine of one sharded model: runs calls of units.
 
-From a call to its all-gather: `FSDPModule.__call__` calls `Runtime.call`, which enters the unit in
+From a call to its all-gather: `UnitModule.__call__` calls `Runtime.call`, which enters the unit in
 the `Scheduler`. It gets the events to perform from `schedule.sequencer`, and has the `Unit` launch
 the gather in a queue of `comm.communicator`.
 """
@@ -15,28 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _private
-from shardwise.comm.api import RankGroup
-from shardwise.comm.communicator import Collectives, communicator
-from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.registered_memory import MemoryKind, check_memory
-from shardwise.errors import PlanError
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.plan.wire import UNQUANTIZED
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import move_buffers
+from shardwise.runtime.attach import move_buffers, settings_of
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
-from shardwise.runtime.memory import Allocator, Pools
+from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
 from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, Structure
-from shardwise.runtime.unit import Unit, make_unit
+from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
+from shardwise.tensor.sharded_tensor import sharding_for
 
 __all__ = ["HANDLE", "Handle", "Runtime"]
 
@@ -113,9 +108,6 @@ class Runtime:
         ]
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
-        kinds = {unit.settings.collective_memory for unit in self.units} - {MemoryKind.OWN}
-        if kinds:  # chosen for units before the module around them was sharded
-            self.use_memory(MemoryKind(kinds.pop()))
 
     def call(
         self,
@@ -217,54 +209,25 @@ class Runtime:
             for index, unit in enumerate(self.plan.units)
         ]
 
-    # -- memory of collectives -------------------------------------------------------------------
-
-    def use_memory(self, kind: MemoryKind) -> None:
-        """Between steps: put the buffers of all collectives into memory of this kind.
-
-        Raises:
-            PlanError: the backend has no such memory, or some units cannot use it.
-            StepError: a step is in progress.
-        """
-        if kind is not self.pools.kind and self.mesh.num_ranks > 1:
-            self._check_memory(kind)
-            self._replace_memory(kind)
-        for unit in self.units:
-            unit.settings.collective_memory = kind
-
-    def _check_memory(self, kind: MemoryKind) -> None:
-        if any(unit.plan.wire != UNQUANTIZED for unit in self.units):
-            raise PlanError(
-                f"the collectives of a model with a Wire cannot use {kind} memory, because they "
-                "send encoded data from other memory; leave out the call, or the wire"
-            )
-        check_memory(kind, self.mesh.world, self.pools.device)
-        if any(flat.mesh.shards != self.mesh.shards for unit in self.units for flat in unit.flats):
-            raise PlanError(
-                f"units with other ranks than the model (experts) cannot use {kind} memory for "
-                "their collectives; leave out the call"
-            )
-
-    def _replace_memory(self, kind: MemoryKind) -> None:
-        mesh = self.mesh
-        comm = communicator(mesh.world, self.pools.device)
-        reduced = next((stage.group for stage in mesh.reduction if stage.group.size > 1), mesh.row)
-        self.pools.use(
-            kind,
-            _allocator(comm.gather, kind, mesh.shards, only_moves=comm.gather is not comm.reduce),
-            _allocator(comm.reduce, kind, reduced, only_moves=False),
-        )
-        pool = None if kind is MemoryKind.OWN else self.pools.registered_gradients
-        for unit in self.units:
-            for gradients in unit.gradients:
-                gradients.use_memory_of(pool)
-
     # -- construction ----------------------------------------------------------------------------
 
     def _make_unit(self, root: nn.Module, plan: UnitPlan, fill: Callable[[UnitPlan], None]) -> Unit:
+        """Shard the parameters of ``plan``, after ``fill`` has initialized them."""
         offloader = None if plan.offload is None else self._offloader(plan.offload)
-        own_mesh = self.own_meshes.get(plan.name)
-        return make_unit(root, plan, self.mesh, self.pools, offloader, fill, own_mesh)
+        mesh = self.own_meshes.get(plan.name, self.mesh)
+        in_step = mesh if mesh is self.mesh else mesh.within(self.mesh)
+        settings = settings_of(root.get_submodule(plan.name))
+        flats = [
+            FlatParameters(layout, in_step, self.pools, plan, settings, offloader)
+            for layout in plan.layouts
+        ]
+        fill(plan)  # after the memory that was used to lay out the flat buffers is free again
+        for flat in flats:
+            for position, extent in enumerate(flat.layout.extents):
+                original = root.get_parameter(extent.parameter.name)
+                sharding = sharding_for(plan, flat.layout, extent, mesh, original)
+                flat.parameters.append(flat.codec.adopt(root, sharding, position))
+        return Unit(plan, flats, settings)
 
     def _listen(self, index: int, unit: Unit) -> None:
         scheduler = weakref.ref(self.scheduler)
@@ -284,17 +247,6 @@ def _watch_inner(
     entry = runtime._entries.running(index)
     if entry is not None:
         runtime._entries.watch(entry, tensors_within((args, output)), only_own=True)
-
-
-def _allocator(
-    queue: Collectives, kind: MemoryKind, group: RankGroup, *, only_moves: bool
-) -> Allocator | None:
-    """Switch ``queue`` to memory of this kind, and return its allocator."""
-    assert isinstance(queue, ProcessGroupCollectives), "`check_memory` was called"
-    queue.use_memory(kind, only_moves=only_moves)
-    if kind is MemoryKind.OWN or group.size == 1:
-        return None
-    return lambda num_bytes, purpose: queue.allocate(num_bytes, group, purpose)
 
 
 def _accept(

@@ -23,7 +23,7 @@ __all__ = ["GradientShard"]
 
 
 class GradientShard:
-    """This rank's shard [S] of the reduced gradients of one layout.
+    """This rank's shard [S] of the reduced gradients of one layout: the end of a `Gradients`.
 
     Its memory is allocated in each backward and freed with the gradients. In data-parallel training
     on the CPU it is kept for the next backward (``keeps_memory``): malloc would return other memory
@@ -38,35 +38,33 @@ class GradientShard:
         pool: Pool,
         settings: UnitSettings,
         offloader: HostOffloader | None,
-        accumulated: AccumulatedGradients,
         *,
         keeps_memory: bool,
     ) -> None:
-        self.parameters = parameters
+        self.parameters = parameters  # in the order of the layout's extents
         self.mesh = mesh
-        self.offloader = offloader
-        self.dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
+        self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
+        # By position: autograd has computed a gradient since gradients were last handed over.
+        self.used = [False] * len(layout.extents)
+        self._offloader = offloader
+        self._dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self._settings = settings
-        self._accumulated = accumulated
         self._layout = layout
         self._slices = layout.slices_of_shard(mesh.rank)
-        self._pool = pool
+        self._own_pool = pool
+        self._pool = pool  # of reductions
         self._keeps_memory = keeps_memory or offloader is not None
         self._steps_in_backward = False  # gradients then live only until `drop`
         # By position, gradients of parameters that had none before this backward; None until
         # gradients are handed over.
         self._fresh: dict[int, Tensor | None] | None = None
         # [S], until it is handed over; kept memory stays here until it is found to be shared.
-        self.current: Tensor | None = None
+        self.kept_memory: Tensor | None = None
+        self._host_scale = 1.0  # the part of the scale of sums that the host applies
         self._offload: _PendingOffload | None = None
 
     @property
-    def is_cast_later(self) -> bool:
-        """Whether the host casts the sums. Scaling after the cast rounds less."""
-        return self.offloader is not None and self._layout.casts_sums
-
-    @property
-    def is_empty(self) -> bool:
+    def _has_none(self) -> bool:
         """Whether there are no gradients to add to."""
         for parameter in self.parameters:
             gradient = parameter.sharded.grad
@@ -74,65 +72,50 @@ class GradientShard:
                 return False
         return True
 
-    @property
-    def can_reduce_in_place(self) -> bool:
-        """Whether the reduce buffer may use this shard's memory."""
-        return not self._steps_in_backward and self.is_empty
-
     def gets_gradient(self, position: int) -> bool:
         """Whether a reduction hands a gradient to a parameter. All ranks agree."""
         is_trained = self.parameters[position].sharded.requires_grad
-        return is_trained or self._accumulated.is_awaited[position]
+        return is_trained or self.accumulated.is_awaited[position]
 
     def memory(self) -> Tensor:
         """Return memory [S] for the gradients of this backward."""
         size = self._layout.shard_elements
         if self._steps_in_backward:
-            if self.current is None:
-                self.current = self._step_pool.allocate_tensor(size, self.dtype)
-        elif self.current is None or is_shared(self.current, own_references=1):
-            if self.offloader is None:
+            if self.kept_memory is None:
+                self.kept_memory = self._step_pool.allocate_tensor(size, self._dtype)
+        elif self.kept_memory is None or is_shared(self.kept_memory, own_references=1):
+            if self._offloader is None:
+                device = self._own_pool.device
                 with torch.inference_mode(mode=False):
-                    self.current = torch.empty(size, dtype=self.dtype, device=self._pool.device)
+                    self.kept_memory = torch.empty(size, dtype=self._dtype, device=device)
             else:
-                self.current = self.offloader.allocate_shard(  # slow
+                self.kept_memory = self._offloader.allocate_shard(  # slow
                     self._layout, self._layout.gradient_dtype
                 )
-        return self.current
+        return self.kept_memory
 
-    def forget_memory(self) -> None:
-        """Between steps: do not keep memory on the device for the next backward."""
-        if self.offloader is None:
-            self.current = None
-
-    def release_memory(self) -> None:
-        """Release memory that the reduce buffer used, and that does not hold the gradients."""
-        if not self._keeps_memory:
-            self.current = None
-
-    def deliver(self, reduced: Tensor, pool: Pool, host_scale: float) -> bool:
+    def _deliver(self, reduced: Tensor) -> bool:
         """Hand over ``reduced`` [S], or begin to copy it to the host. Returns whether it copies.
 
-        After the copy it is multiplied by ``host_scale``, and its memory returned to ``pool``.
+        After the copy its memory is returned to the pool of reductions.
         """
-        if self.offloader is None:
+        if self._offloader is None:
             self._hand_over(reduced)
             return False
         size = self._layout.shard_elements
-        staging = self.offloader.staging
-        to = self.memory() if self.is_empty else staging.allocate_tensor(size, self.dtype)
-        work = self.offloader.to_host(to, reduced)
-        self._offload = _PendingOffload(reduced, pool, to, host_scale, work)
+        staging = self._offloader.staging
+        to = self.memory() if self._has_none else staging.allocate_tensor(size, self._dtype)
+        self._offload = _PendingOffload(reduced, to, self._offloader.to_host(to, reduced))
         return True
 
     def finish_offload(self) -> None:
-        """Wait for the copy to the host, and hand over the gradients."""
-        assert self._offload is not None
-        self._offload.work.synchronize()
-        arrived = self._offload.arrived
-        copy_scaled_(arrived, arrived, self._offload.scale)
-        self._hand_over(arrived)
-        self._end_offload()
+        """Wait for the copy to the host, if there is one, and hand over the gradients."""
+        if self._offload is not None:
+            self._offload.work.synchronize()
+            arrived = self._offload.arrived
+            copy_scaled_(arrived, arrived, self._host_scale)
+            self._hand_over(arrived)
+            self._end_offload()
 
     def settle(self, used_anywhere: Sequence[bool]) -> None:
         """Restore None as the gradient of parameters that no rank used and that had none.
@@ -147,31 +130,33 @@ class GradientShard:
         for parameter, used in zip(self.parameters, used_anywhere, strict=True):
             if used and parameter.sharded.requires_grad:
                 run_accumulated_hooks(parameter.sharded)
+        self.forget()
 
     def fill_with_zeros(self) -> None:
         """Give parameters without a gradient zeros, as in a unit that did not run."""
         for position, parameter in enumerate(self.parameters):
             if self.gets_gradient(position) and parameter.sharded.grad is None:
                 size = parameter.local.numel()
-                zeros = torch.zeros(size, dtype=self.dtype, device=self._device)
+                zeros = torch.zeros(size, dtype=self._dtype, device=self._device)
                 parameter.sharded.grad = parameter.wrap_gradient(zeros)
 
-    def forget_fresh(self) -> bool:
-        """Forget which gradients are new. Returns whether any were handed over."""
-        fresh, self._fresh = self._fresh, None
-        return fresh is not None
+    def forget(self) -> None:
+        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
+        if self._fresh is not None:
+            self.used = [False] * len(self.used)
+        self._fresh = None
 
     def step_in_backward(self, is_stepped: bool) -> None:
         """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
         self._steps_in_backward = is_stepped
-        self.current = None
+        self.kept_memory = None
 
     def drop(self) -> None:
         """Free the gradients, after the optimizer's step."""
         for parameter in self.parameters:
             if not isinstance(parameter.sharded.grad, UnreducedGradient):
                 parameter.sharded.grad = None
-        memory, self.current = self.current, None
+        memory, self.kept_memory = self.kept_memory, None
         if memory is not None:
             # A hook or the optimizer may have kept a gradient.
             pool = self._step_pool
@@ -179,7 +164,7 @@ class GradientShard:
             part_with(memory.untyped_storage())
 
     def discard(self) -> None:
-        """Drop all gradients in progress, after an error."""
+        """Drop the gradients of the backward that raised."""
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()
@@ -190,48 +175,48 @@ class GradientShard:
         self._fresh = None
         if self._steps_in_backward:
             self.drop()
-        elif self.offloader is None:
-            self.current = None
+        elif self._offloader is None:
+            self.kept_memory = None
 
     @property
     def _device(self) -> torch.device:
         """Where gradients are."""
-        return self._pool.device if self.offloader is None else self.offloader.staging.device
+        return self._own_pool.device if self._offloader is None else self._offloader.staging.device
 
     @property
     def _step_pool(self) -> Pool:
         """The pool of gradients that are dropped in backward, on the device of their parameters."""
-        return self._pool if self.offloader is None else self.offloader.staging
+        return self._own_pool if self._offloader is None else self._offloader.staging
 
     def _hand_over(self, reduced: Tensor) -> None:
         if self._settings.reduced_hook is not None:
             self._settings.reduced_hook(reduced)
-        is_own = reduced is self.current
-        has_accumulated = self._accumulated.is_active
+        is_own = reduced is self.kept_memory
+        has_accumulated = self.accumulated.is_active
         self._fresh = self._fresh or {}
         pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():
             for position, (parameter, own_run) in enumerate(pairs):
-                is_accumulated = has_accumulated and self._accumulated.begin_hand_over(position)
+                is_accumulated = has_accumulated and self.accumulated.begin_hand_over(position)
                 if not self.gets_gradient(position):
                     continue
                 run = reduced[own_run].data
                 own = run if is_own or parameter.sharded.grad is not None else run.clone()
-                gradient = parameter.wrap_gradient(own.to(self.dtype))
+                gradient = parameter.wrap_gradient(own.to(self._dtype))
                 if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
                     self._fresh[position] = parameter.sharded.grad
                 if is_accumulated:
-                    self._accumulated.end_hand_over(position)
+                    self.accumulated.end_hand_over(position)
         if not self._steps_in_backward and not self._keeps_memory:
-            self.current = None  # freed with the gradients
+            self.kept_memory = None  # freed with the gradients
 
     def _end_offload(self) -> None:
         offload, self._offload = self._offload, None
         assert offload is not None
-        assert self.offloader is not None
-        offload.pool.free(offload.reduced.untyped_storage())
-        if offload.arrived is not self.current:
-            self.offloader.staging.free(offload.arrived.untyped_storage())
+        assert self._offloader is not None
+        self._pool.free(offload.reduced.untyped_storage())
+        if offload.arrived is not self.kept_memory:
+            self._offloader.staging.free(offload.arrived.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +224,7 @@ class _PendingOffload:
     """Reduced gradients that are being copied to the host."""
 
     reduced: Tensor  # [S], on the device
-    pool: Pool  # of `reduced`
     arrived: Tensor  # [S], on the host
-    scale: float  # to multiply `arrived` by
     work: DeviceWork
 
 

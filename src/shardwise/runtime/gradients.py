@@ -17,7 +17,7 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.accumulation import Accumulated, AccumulatedGradients
+from shardwise.runtime.accumulation import Accumulated
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
@@ -47,7 +47,7 @@ _TRANSITIONS = {
 }
 
 
-class Gradients:
+class Gradients(GradientShard):
     """The life of the gradients of one layout, from autograd to ``p.grad``::
 
     buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
@@ -68,43 +68,28 @@ class Gradients:
         settings: UnitSettings,
         offloader: HostOffloader | None,
     ) -> None:
+        pool = pools.outer_gradients if plan.has_child_units else pools.gradients
+        is_replaceable = offloader is None and not (plan.has_child_units or plan.holds_gradients)
+        self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
+        keeps_memory = self._can_be_in_place and not is_accelerator(pool.device)
+        super().__init__(
+            layout, parameters, mesh, pool, settings, offloader, keeps_memory=keeps_memory
+        )
         self.state = GradientState.IDLE
-        self.parameters = parameters  # in the order of the layout's extents
-        self.mesh = mesh
-        # By position: autograd has computed a gradient since gradients were last handed over.
-        self.used = [False] * len(layout.extents)
         self._owns_buffer = plan.holds_gradients
         # They stay in ``.grad`` until the reduction, so that no buffer exists while child units
         # compute, unless one gradient is most of it (`claim`).
         self._is_deferred = plan.has_child_units and not plan.holds_gradients
-        self._layout = layout
-        pool = pools.outer_gradients if plan.has_child_units else pools.gradients
-        self._own_pool = pool
-        self._settings = settings
-        self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
         self._use_buffer_of(pool)
         self._quantized: QuantizedSums | None = None
         if (blocks := plan.reduces(layout)) is not None:
             wire = plan.wire
             self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
-        is_replaceable = offloader is None and not (plan.has_child_units or self._owns_buffer)
-        self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
-        self._shard = GradientShard(
-            layout,
-            parameters,
-            mesh,
-            pool,
-            settings,
-            offloader,
-            self.accumulated,
-            keeps_memory=self._can_be_in_place and not is_accelerator(pool.device),
-        )
         self._written = [False] * len(layout.extents)
         # By position: the gradient that is computed in memory from `claim`.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
         self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
         self._is_in_place = False  # the buffer uses the memory of the shard
-        self._host_scale = 1.0  # the part of the scale of sums that the host applies
         self._reduced: Tensor | None = None  # [S]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
 
@@ -115,7 +100,8 @@ class Gradients:
 
     def forget_kept_memory(self) -> tuple[torch.UntypedStorage, ...]:
         """Between steps: drop memory for the next step; return memory that has to be kept."""
-        self._shard.forget_memory()
+        if self._offloader is None:
+            self.kept_memory = None
         return self._buffer.storages if self._owns_buffer else ()
 
     def use_memory_of(self, pool: Arena | None) -> None:
@@ -248,7 +234,9 @@ class Gradients:
         self._buffer.pack()
         self._transition(GradientState.REDUCING)
         scale = 1.0 / self._divisors[1]
-        self._host_scale = scale if self._shard.is_cast_later else 1.0
+        # If the host casts the sums, scaling them after the cast rounds less.
+        is_cast_later = self._offloader is not None and self._layout.casts_sums
+        self._host_scale = scale if is_cast_later else 1.0
         if self._settings.reduce_hook is not None:
             return self._call_hook(self._settings.reduce_hook)
         all_reduces = self._settings.all_reduce_grads
@@ -307,59 +295,19 @@ class Gradients:
         """Hand the reduced gradients to the parameters, if they are complete."""
         self._close()
         reduced, self._reduced = self._reduced, None
-        is_offloading = reduced is not None and self._shard.deliver(
-            reduced, self._pool, self._host_scale
-        )
+        is_offloading = reduced is not None and self._deliver(reduced)
         self._transition(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
         self._free_scratch()
 
     def finish_offload(self) -> None:
-        """Hand gradients that were copied to the host to the parameters."""
+        super().finish_offload()
         if self.state is GradientState.OFFLOADING:
-            self._shard.finish_offload()
             self._transition(GradientState.IDLE)
 
-    # -- after the reduction -----------------------------------------------------------------------
-
-    @property
-    def kept_memory(self) -> Tensor | None:
-        """Memory [S] of reduced gradients, if it is kept when they are dropped."""
-        return self._shard.current
-
-    def gets_gradient(self, position: int) -> bool:
-        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
-        return self._shard.gets_gradient(position)
-
-    def settle(self, used_anywhere: Sequence[bool]) -> None:
-        """Restore None as the gradient of parameters that no rank used and that had none.
-
-        Then call the hooks that users have registered for accumulated gradients.
-        """
-        self._shard.settle(used_anywhere)
-        self.forget()
-
-    def fill_with_zeros(self) -> None:
-        """Give parameters without a gradient zeros, as in a unit that did not run."""
-        self._shard.fill_with_zeros()
-
-    def forget(self) -> None:
-        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
-        if self._shard.forget_fresh():
-            self.used = [False] * len(self.used)
-
-    def step_in_backward(self, is_stepped: bool) -> None:
-        """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
-        self._shard.step_in_backward(is_stepped)
-
-    def drop(self) -> None:
-        """Free the gradients, after the optimizer's step."""
-        self._shard.drop()
-
     def discard(self) -> None:
-        """Drop the gradients of the backward that raised."""
         self._forget_written()
         reduced, self._reduced = self._reduced, None
-        if reduced is not None and self._shard.offloader is not None:  # it was not delivered
+        if reduced is not None and self._offloader is not None:  # it was not delivered
             self._pool.free(reduced.untyped_storage())
         self._close()
         self._free_scratch()
@@ -367,7 +315,7 @@ class Gradients:
             self._quantized.residual = None
         self.accumulated.rollback()
         self.used = list(self.accumulated.used)
-        self._shard.discard()
+        super().discard()
         self.state = GradientState.IDLE
 
     def _forget_written(self) -> None:
@@ -383,11 +331,10 @@ class Gradients:
         self._transition(GradientState.FILLING)
         if not self._owns_buffer:
             is_reduced = self._settings.reduce_grads and self._pool is self._own_pool
-            self._is_in_place = (
-                is_reduced and self._can_be_in_place and self._shard.can_reduce_in_place
-            )
+            can_be_in_place = self._can_be_in_place and not self._steps_in_backward
+            self._is_in_place = is_reduced and can_be_in_place and self._has_none
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):
-                self._buffer.acquire(self._shard.memory().untyped_storage())
+                self._buffer.acquire(self.memory().untyped_storage())
             else:
                 self._buffer.acquire()
 
@@ -395,8 +342,9 @@ class Gradients:
         if self._buffer.is_acquired:
             self._evict_all()
             self._buffer.release()
-            if self._is_in_place and self._reduced is not self._shard.current:
-                self._shard.release_memory()
+            holds_none = self._is_in_place and self._reduced is not self.kept_memory
+            if holds_none and not self._keeps_memory:
+                self.kept_memory = None
         self._aliases = []
 
     def _evict_all(self) -> None:
@@ -416,15 +364,15 @@ class Gradients:
     def _reduce_target(self) -> Tensor:
         """Return where to reduce to [S]: the gradients' memory, or scratch to add to them."""
         size, flat = self._layout.shard_elements, self._buffer.flat
-        if self._is_in_place and self._shard.is_empty:
-            self._reduced = self._shard.current  # it gets its memory back when the buffer closes
+        if self._is_in_place and self._has_none:
+            self._reduced = self.kept_memory  # it gets its memory back when the buffer closes
             return flat
-        if self._shard.offloader is not None:  # freed when the copy to the host has ended
+        if self._offloader is not None:  # freed when the copy to the host has ended
             self._reduced = self._allocate_tensor(size, flat.dtype, "shard on the device")
-        elif self._shard.is_empty:
-            self._reduced = self._shard.memory()
+        elif self._has_none:
+            self._reduced = self.memory()
         else:
-            self._reduced = self._allocate_tensor(size, self._shard.dtype, "shard to add")
+            self._reduced = self._allocate_tensor(size, self._dtype, "shard to add")
             self._scratch.append(self._reduced.untyped_storage())
         return self._reduced
 

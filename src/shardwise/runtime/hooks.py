@@ -27,8 +27,8 @@ from shardwise.runtime import nested
 from shardwise.schedule.passes import Outcome
 
 __all__ = [
+    "BackwardEnd",
     "apply_gradient_hooks",
-    "at_end_of_backward",
     "before_node",
     "check_first_order",
     "current_task",
@@ -129,19 +129,6 @@ def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
         parameter.register_post_accumulate_grad_hook(partial(_run, callback))  # type: ignore[no-untyped-call]
 
 
-def at_end_of_backward(
-    finish: Callable[[], None],
-    abandon: Callable[[BaseException], None],
-    cleanup: Callable[[Callable[[], None]], object],
-) -> None:
-    """Call ``finish`` when this thread's graph task ends, or ``abandon`` if it fails.
-
-    If it fails, a destructor passes the call of ``abandon`` to ``cleanup``. Any thread may run the
-    destructor while it holds locks, for which ``cleanup`` must then not wait.
-    """
-    _private.queue_callback(_End(finish, abandon, cleanup))
-
-
 def check_first_order() -> None:
     """Refuse a backward that records its own graph."""
     if torch.is_grad_enabled():
@@ -152,8 +139,13 @@ def check_first_order() -> None:
         )
 
 
-class _End:
-    """A callback for the end of a graph task; it is deleted without a call if the task fails."""
+class BackwardEnd:
+    """A callback for the end of a graph task: calls ``finish``, or ``abandon`` if the task fails.
+
+    If it fails, autograd drops the callback without a call, and its destructor passes the call of
+    ``abandon`` to ``cleanup``. Any thread may run the destructor while it holds locks, for which
+    ``cleanup`` must then not wait.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,8 @@
-"""`FSDPModule`, the class of sharded modules, with FSDP2's methods.
-
-Prefetching follows the recorded order of the last pass, so FSDP2's prefetch hints are accepted and
-ignored.
-"""
+"""`UnitModule`, the class of sharded modules: their calls, conversions, copies and state dicts."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from typing import Any, cast
 
@@ -16,24 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _private
 from shardwise.comm.communicator import communicator
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError, ShardedTensorError
-from shardwise.plan.options import UnitSettings
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
 from shardwise.runtime import compiler
 from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
-from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
-from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharding import AssignableDTensor, as_gradient_of, sharding_of
 
 __all__ = [
-    "FSDPModule",
     "MethodWrappers",
-    "UnshardHandle",
+    "UnitModule",
     "become_unit",
     "handle_of",
     "keeping_gradients",
@@ -45,9 +36,9 @@ __all__ = [
     "runtime_of_root",
     "runtimes_in",
     "set_managed",
+    "units_in",
 ]
 
-_NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
 # (name of a method of a unit's class, function that wraps the method)
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
@@ -103,49 +94,30 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         PlanError: ``module`` is not a unit, or its class has no such method.
     """
     handle_of(module)
-    plain = _plain_class(type(module))
+    kind, plain = type(module).__bases__
     if not callable(getattr(plain, name, None)):
         raise PlanError(f"{plain.__name__} has no method {name!r}")
     methods: MethodWrappers = getattr(type(module), _METHODS)
-    module.__class__ = _fsdp_class(plain, methods | {(name, _as_forward)})  # type: ignore[arg-type]
+    module.__class__ = _unit_class(kind, plain, methods | {(name, _as_forward)})
 
 
-class UnshardHandle:
-    """A gather in flight, from `FSDPModule.unshard`."""
-
-    def __init__(self, unit: Handle) -> None:
-        self._unit: Handle | None = unit
-
-    def wait(self) -> None:
-        """Wait for the gather, and put the whole parameters into the module.
-
-        Further calls do nothing.
-        """
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            unit.runtime.scheduler.request(EventKind.WAIT, unit.index)
-
-
-class FSDPModule(nn.Module):
-    """The base class of all units and of no other modules.
-
-    As with any collective, all ranks have to call the same methods.
-    """
+class UnitModule(nn.Module):
+    """The base class of all units and of no other modules."""
 
     # So that accelerate, and transformers' Trainer, do not wrap it.
     _is_accelerate_prepared = True
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "FSDPModule":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "UnitModule":
         """Make a plain module: slicing an nn.Sequential instantiates its class."""
         plain: Any = _plain_class(cls)
-        made: FSDPModule = plain(*args, **kwargs)
+        made: UnitModule = plain(*args, **kwargs)
         return made
 
     @compiler.break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, super().__call__, args, kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "UnitModule":
         """Is called by ``to``, ``float`` and ``to_empty``, which make new parameters."""
         shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
         attributes = {name: attributes_of(p) for name, p in named_parameters(self)}
@@ -232,209 +204,12 @@ class FSDPModule(nn.Module):
             _shard_by(runtime.plan, twin, self, runtime)
         return twin
 
-    # -- parameters ------------------------------------------------------------------------------
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's own parameters, not those of units inside it.
-
-        They are whole until `reshard`, or until the unit's next forward or backward frees them. An
-        optimizer's step in between does not change them.
-
-        Args:
-            async_op: return immediately, with a handle to wait for them.
-        """
-        unit = handle_of(self)
-        unit.runtime.scheduler.request(EventKind.GATHER, unit.index)
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's gathered parameters, unless its forward or backward is running."""
-        unit = handle_of(self)
-        unit.runtime.scheduler.request(EventKind.FREE, unit.index)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether units are freed after forward and gathered again for backward.
-
-        Raises:
-            PlanError: it is a number, which only `fully_shard` accepts.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise PlanError(
-                f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
-                "pass a number to fully_shard(reshard_after_forward=...)"
-            )
-        for settings in _settings_in(self, recurse):
-            settings.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward frees units whose gradients it does not reduce.
-
-        If not, they stay gathered for the next micro-batch, until a backward reduces. Unlike in
-        FSDP2, a unit that is reduced or changed is always freed.
-        """
-        for settings in _settings_in(self, recurse):
-            settings.reshard_after_backward = reshard_after_backward
-
-    # -- gradients -------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward reduces gradients. If not, whole gradients add up on every rank.
-
-        For accumulation with one reduction, set it to False before the first micro-batch and to
-        True before the last, on every rank. As in FSDP2.
-
-        Until then ``p.grad`` is a tensor without elements. Setting it to None, or ``zero_grad()``,
-        drops what has been accumulated; reading it raises a StepError. A micro-batch that raises
-        adds nothing. Hooks of `torch.Tensor.register_hook` run at a reduction, on the sum.
-        """
-        _check_not_reproducible(self, "set_requires_gradient_sync")
-        for settings in _settings_in(self, recurse):
-            settings.reduce_grads = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward also reduces gradients over the outer axis of a 2-D mesh.
-
-        If not, they add up in shards of the inner axis, and ``p.grad`` is as described in
-        `set_requires_gradient_sync`. As in FSDP2.
-        """
-        _check_not_reproducible(self, "set_requires_all_reduce")
-        for settings in _settings_in(self, recurse):
-            settings.all_reduce_grads = requires_all_reduce
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients by ``factor`` and not by the number of ranks.
-
-        A unit with a factor may have other ranks than the module around it. Experts are one case:
-        their tokens come from more ranks than the ones that have the same experts.
-
-        Raises:
-            PlanError: ``factor`` is not a positive number.
-        """
-        if not factor > 0:
-            raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
-        _check_not_reproducible(self, "set_gradient_divide_factor")
-        settings_of(self).gradient_divisor = factor
-
-    def set_all_reduce_hook(
-        self,
-        hook: Callable[[Tensor], None],
-        *,
-        stream: Any = None,  # noqa: ARG002 - as in FSDP2
-    ) -> None:
-        """Call ``hook`` with this unit's reduced gradients, before the parameters get them.
-
-        The hook gets this rank's part of them, 1-D, and may change it in place, for example by a
-        reduction over ranks that are not in the mesh. As in FSDP2.
-
-        Args:
-            hook: called on the thread and stream of backward, in the same order on every rank.
-            stream: accepted, without effect.
-        """
-        _check_not_reproducible(self, "set_all_reduce_hook")
-        settings_of(self).reduced_hook = hook
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Old name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether the backend only sums this unit's gradients, and a separate pass divides.
-
-        By default NCCL divides by powers of two, which gives the same bits.
-        """
-        settings_of(self).only_sums = enable
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether the backend allocates the gather and reduce buffers of the whole model.
-
-        Call it on all ranks, between steps. Gradients are then reduced in their buffer and copied.
-
-        Raises:
-            PlanError: the backend cannot allocate tensors.
-        """
-        kind = MemoryKind.REGISTERED if enable else MemoryKind.OWN
-        self._use_memory(kind)
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Put the gather and reduce buffers of the whole model into symmetric memory.
-
-        Call it on all ranks, between steps. The memory is allocated and registered in the first
-        step, and again when units are called in another order. If ranks have different offsets,
-        they raise a StepError. If NCCL supports it, gathers use communicators whose copies run on
-        copy engines (the zero-CTA policy).
-
-        Raises:
-            PlanError: the backend has no such memory, or ``backend`` is not "NCCL".
-        """
-        if backend != "NCCL":
-            raise PlanError(f'set_symm_mem_for_comm({backend!r}): expected "NCCL"')
-        self._use_memory(MemoryKind.SYMMETRIC)
-
-    def _use_memory(self, kind: MemoryKind) -> None:
-        handle: Handle | None = self.__dict__.get(HANDLE)
-        if handle is not None:
-            handle.runtime.use_memory(kind)
-        settings_of(self).collective_memory = kind
-
-    # -- accepted, without effect ----------------------------------------------------------------
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: every backward waits for its reductions at its end."""
-
-    def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """No effect: ``prefetch`` units are gathered ahead, in the order of the last forward."""
-
-    def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """No effect: ``prefetch`` units are gathered ahead, in the order of backward."""
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: units are always gathered for backward."""
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """No effect: whole units are reduced; see ``unused=`` of `fully_shard`."""
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """No effect: at most two reduce buffers are ever alive."""
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """No effect: gathers and reductions always use separate groups."""
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """No effect: gathers wait for the stream that calls the model, and for its optimizer."""
-
-    def reset_iter_state(self) -> None:
-        """No effect: an exception leaves no state behind."""
-
-    # -- refused ---------------------------------------------------------------------------------
-
-    def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
-        raise PlanError(f"set_custom_all_gather {_NO_BACKEND}")
-
-    def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
-        raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
-
 
 def handle_of(module: nn.Module) -> Handle:
     handle = module.__dict__.get(HANDLE)
     if handle is None:
         name = type(module).__name__
-        if isinstance(module, FSDPModule):
+        if isinstance(module, UnitModule):
             raise PlanError(f"{name} is on the meta device, so not sharded yet")
         raise PlanError(f"{name} is not sharded; call sw.fully_shard on it first")
     assert isinstance(handle, Handle)
@@ -448,18 +223,20 @@ def set_managed(root: nn.Module) -> None:
     _private.set_managed(root, is_managed=gathers)
 
 
-def become_unit(module: nn.Module, handle: Handle, methods: MethodWrappers = frozenset()) -> None:
-    """Make ``module`` the unit of ``handle``."""
+def become_unit(
+    module: nn.Module, handle: Handle, kind: type[UnitModule], methods: MethodWrappers
+) -> None:
+    """Make ``module`` the unit of ``handle``, a ``kind`` whose ``methods`` are wrapped."""
     module.__dict__[HANDLE] = handle
-    if not isinstance(module, FSDPModule):
-        module.__class__ = _fsdp_class(type(module), methods)  # type: ignore[arg-type]
+    if not isinstance(module, UnitModule):
+        module.__class__ = _unit_class(kind, type(module), methods)  # type: ignore[arg-type]
 
 
 @cache
-def _fsdp_class(plain: Any, methods: MethodWrappers) -> type[nn.Module]:
+def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
-    return type(f"FSDP{plain.__name__}", (FSDPModule, plain), contents)
+    return type(f"FSDP{plain.__name__}", (kind, plain), contents)
 
 
 def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -525,7 +302,9 @@ def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) 
     for index, unit in enumerate(plan.units):
         original = root.get_submodule(unit.name)
         handle = Handle(new, index, handle_of(original).options)
-        become_unit(module.get_submodule(unit.name), handle, getattr(type(original), _METHODS))
+        kind = cast("type[UnitModule]", type(original).__bases__[0])
+        methods: MethodWrappers = getattr(type(original), _METHODS)
+        become_unit(module.get_submodule(unit.name), handle, kind, methods)
     new.watch_structure(module, warns=runtime.warns_of_added)
 
 
@@ -567,26 +346,13 @@ def _drop_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
         parameter.grad.zero_()
 
 
-def _check_not_reproducible(module: nn.Module, method: str) -> None:
-    handle: Handle | None = vars(module).get(HANDLE)
-    if handle is not None and handle.runtime.mesh.leaves is not None:
-        raise PlanError(
-            f"{method}: the model is reproducible, so the engine sums the gradients of all "
-            f"{handle.runtime.mesh.leaves} micro-batches of a step, and divides by their number; "
-            "leave out the call, or reproducible=... of fully_shard"
-        )
-
-
-def _units_in(module: nn.Module, recurse: bool) -> "list[FSDPModule]":
+def units_in(module: nn.Module, recurse: bool) -> "list[UnitModule]":
+    """The units in ``module``; only ``module`` itself unless ``recurse``."""
     modules = module.modules() if recurse else (module,)
-    return [unit for unit in modules if isinstance(unit, FSDPModule)]
-
-
-def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
-    return [settings_of(unit) for unit in _units_in(module, recurse)]
+    return [unit for unit in modules if isinstance(unit, UnitModule)]
 
 
 def runtimes_in(module: nn.Module) -> list[Runtime]:
     """The runtimes of the units in ``module``; several if it contains separate models."""
     handle_of(module)
-    return list(dict.fromkeys(handle_of(unit).runtime for unit in _units_in(module, recurse=True)))
+    return list(dict.fromkeys(handle_of(unit).runtime for unit in units_in(module, recurse=True)))

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardwise.comm.communicator import Communicator
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.passes import Call
 
-__all__ = ["Backward", "CallObserver", "MemoryNotes", "StepObserver"]
+__all__ = ["Backward", "CallObserver", "MemoryNotes", "StepLeaves", "StepObserver"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,30 @@ class CallObserver:
 
     def ended_backward(self) -> None:
         """The gradients of a backward that is not inside another one are complete."""
+
+
+class StepLeaves(Protocol):
+    """The backwards on this rank of a step of a reproducible model ("leaves")."""
+
+    num_done: int  # of this step
+
+    def began(self, *, checks_last_step: bool = False) -> None:
+        """An outermost forward or backward begins."""
+
+    def check_calls(self) -> None:
+        """Raise a StepError if the running backward is that of several forwards of a unit."""
+
+    def ended(self) -> None:
+        """A backward has ended."""
+
+    def num_open(self) -> int:
+        """The leaves of an incomplete step that this rank has run, between backwards."""
+
+    def refuse_conversion(self) -> None:
+        """Raise a StepError, as leaves of a step have run, and the model is to be converted."""
+
+    def dropped(self) -> None:
+        """All accumulated gradients were dropped, so the step begins anew."""
 
 
 class MemoryNotes:

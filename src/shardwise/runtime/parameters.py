@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise._private import set_versions
-from shardwise.errors import PlanError, StepError
+from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
 from shardwise.tensor.sharding import Sharding, as_gradient_of
@@ -80,7 +79,6 @@ class FSDPParameter:
     owners: Sequence[ParameterOwner]
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _is_freed: bool = False
-    _shard_version: int = 0  # of `sharded`, when `use_tensor` replaced it
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
     _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
     _num_internal: int = -1  # see `_carry`
@@ -118,7 +116,7 @@ class FSDPParameter:
 
         ``dense.data = other`` and ``dense.set_(other)`` replace its memory.
         """
-        local = self.dense if self.sharding.dense_spec is None else self._local_of_dense()
+        local = self.sharding.local_of_dense(self.dense)
         if local.data_ptr() == view.data_ptr():
             return False
         if keeps_values:
@@ -127,16 +125,13 @@ class FSDPParameter:
         self.forget_changes()
         return True
 
-    def _local_of_dense(self) -> Tensor:
-        return self.sharding.local_of_dense(self.dense)
-
     def is_as_gathered(self) -> bool:
         """Whether this rank's part of the gathered dense parameter has the bits of its shard.
 
         It has after ``dense.set_(dense)``, which counts as a change in place:
         `torch.nn.utils.parametrize` calls it when a parametrization is registered.
         """
-        own = self.sharding.own_part_of(self._local_of_dense().detach())
+        own = self.sharding.own_part_of(self.sharding.local_of_dense(self.dense).detach())
         expected = self.local.detach().to(own.device, own.dtype)
         bits = [one.reshape(-1).view(torch.uint8) for one in (own, expected)]
         return torch.equal(*bits)
@@ -165,8 +160,12 @@ class FSDPParameter:
             self._follow_requires_grad()
         if len(self.sharded.__dict__) + len(self.dense.__dict__) != self._num_internal:
             self._carry(self.sharded, self.dense)
-        self._shown = self.dense
-        self._put(self.dense)
+        self.show(self.dense)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` into the modules, until `use_sharded`."""
+        self._shown = parameter
+        self._put(parameter)
 
     def take_gradient(self) -> Tensor:
         """Remove the gradient [shape] from the dense parameter and return it."""
@@ -178,21 +177,6 @@ class FSDPParameter:
         # The gradient of a tensor subclass is copied to a plain tensor, as buffers are plain.
         return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
 
-    def use_tensor(self, tensor: Tensor) -> None:
-        """Put ``tensor`` [shape] into the modules, between steps."""
-        self._shard_version = self.sharded._version
-        held = nn.Parameter(self.sharding.dense(tensor), self.sharded.requires_grad)
-        _copy_attributes(self.sharded, held)
-        hooks.on_gradient(held, self._refuse_gradient)
-        self._shown = held
-        self._put(held)
-
-    def _refuse_gradient(self) -> None:
-        raise StepError(
-            f"{self.name}: received a gradient inside sw.gathered, where it would be lost; call "
-            "backward outside, or differentiate copies of the parameters by torch.func"
-        )
-
     def use_sharded(self) -> None:
         """Put the sharded parameter back into the modules."""
         shown, self._shown = self._shown, None
@@ -202,32 +186,6 @@ class FSDPParameter:
         ):
             self._carry(shown, self.sharded)
         self._put(self.sharded)
-
-    def assigned_tensor(self) -> Tensor | None:
-        """The dense tensor [shape] that the modules hold; None if they were deleted."""
-        if self.sharded._version != self._shard_version:
-            raise PlanError(
-                f"{self.name}: its shard was changed inside sw.gathered(write_back=True), perhaps "
-                "by an optimizer, and the gathered value would overwrite the change; step outside"
-            )
-        held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
-        if not held:
-            return None
-        if any(tensor is not held[0] for tensor in held):
-            raise PlanError(
-                f"{', '.join(self.spec.names)}: these names of one tied parameter hold different "
-                "tensors; assign the same nn.Parameter to each of them"
-            )
-        tensor = self.sharding.local_of_dense(held[0])
-        expected = f"a tensor of {self.local.dtype} {self.spec.shape}"
-        got = f"a {type(tensor).__name__} of {tensor.dtype} {tuple(tensor.shape)}"
-        is_dense = not (tensor.is_meta or isinstance(tensor, DTensor))
-        if not is_dense or (tensor.dtype, tensor.shape) != (self.local.dtype, self.spec.shape):
-            raise PlanError(
-                f"{self.name}: expected {expected} at the end of sw.gathered(write_back=True), got "
-                f"{got} on {tensor.device}; keep shape and dtype, or drop write_back"
-            )
-        return tensor.detach()
 
     def adopt(self, replacement: Tensor) -> None:
         """Take over a parameter that the user put in place of the sharded one, if it fits."""

@@ -28,11 +28,10 @@ from shardwise.comm.device import (
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
-from shardwise.runtime.accumulation import AccumulatedGradients
 from shardwise.runtime.ledger import Ledger, Record
-from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepObserver
+from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepLeaves, StepObserver
 from shardwise.runtime.unit import Unit
-from shardwise.runtime.versions import CompleteStep, ShardVersions
+from shardwise.runtime.versions import ShardVersions
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, Sequencer
 from shardwise.tensor.mesh import DataParallelMesh
@@ -55,6 +54,7 @@ class Scheduler:
     """Runs the units of one root module in step with forward and backward."""
 
     call_observer: CallObserver | None = None  # inside `sw.join`
+    leaves: StepLeaves | None = None  # of a reproducible model, whose step has several backwards
     is_shadow = False  # this rank computes nothing, and takes part in what other ranks compute
 
     def __init__(
@@ -91,11 +91,6 @@ class Scheduler:
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
         self._offloading: Unit | None = None  # its gradients are on their way to the host
-        # Of a reproducible model: leaves of this step whose backward has run on this rank, and
-        # whether the last one has left gradients.
-        self.num_leaves_done = 0
-        self._leaves_hold_gradients = False
-        self._last_step: CompleteStep | None = None
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
         self.is_in_transaction = False
@@ -196,7 +191,8 @@ class Scheduler:
     def _begin_step(self) -> None:
         self.recover()
         self.drop_replaced_gradients()
-        self._begin_leaf()
+        if self.leaves is not None:
+            self.leaves.began()
         self._notes.forget()
         for unit in self.units:
             unit.expect_changes()
@@ -211,15 +207,17 @@ class Scheduler:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
-        hooks.at_end_of_backward(
+        end = hooks.BackwardEnd(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),
             partial(self._clean_up, threading.get_ident()),
         )
+        _private.queue_callback(end)
         if self.is_idle:
             self._versions.update(self.sequencer.tick)
             self.drop_replaced_gradients()
-            self._begin_leaf(checks_last_step=not is_transformed)
+            if self.leaves is not None:
+                self.leaves.began(checks_last_step=not is_transformed)
         elif self.call_observer is not None:
             self.call_observer.began_inner_backward()
         self._tasks.add(task)
@@ -242,7 +240,8 @@ class Scheduler:
         events = self.sequencer.before_backward(
             call, task, reduces=not is_transformed, is_recorded=torch.is_grad_enabled()
         )
-        self._check_one_forward()
+        if self.leaves is not None:
+            self.leaves.check_calls()
         self._perform(events)
 
     def unseen_call(self, index: int) -> Call | None:
@@ -262,7 +261,8 @@ class Scheduler:
             self.call_observer.ending_backward(is_inner=bool(self._tasks))
         is_last = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
-        self._check_one_forward()
+        if self.leaves is not None:
+            self.leaves.check_calls()
         if not is_last:
             self._perform(events)
             self._use_sharded(range(len(self.units)))
@@ -280,8 +280,8 @@ class Scheduler:
         for unit in self.units:
             unit.end_backward()
         self.sequencer.commit()
-        if self._mesh.leaves is not None:
-            self._end_leaf()
+        if self.leaves is not None:
+            self.leaves.ended()
         if self.is_idle:  # not when a forward computes gradients itself
             self.ledger.begin_step()
         self._use_sharded(range(len(self.units)))
@@ -375,12 +375,8 @@ class Scheduler:
         """
         if not self.has_accumulated:
             return
-        if self._mesh.leaves is not None:
-            raise StepError(
-                f"after {self.num_leaves_done} of this rank's {len(self._mesh.own_leaves)} "
-                "micro-batches of a step, a reproducible model cannot be converted or sharded "
-                "again; do it between steps"
-            )
+        if self.leaves is not None:
+            self.leaves.refuse_conversion()
         self.recover()
         before = [(unit.settings, replace(unit.settings)) for unit in self.units]
         try:
@@ -401,66 +397,11 @@ class Scheduler:
                 for gradients in unit.gradients:
                     gradients.drop_replaced()
 
-    # -- reproducible models ---------------------------------------------------------------------
-
-    @property
-    def _accumulated(self) -> list[AccumulatedGradients]:
-        return [one.accumulated for unit in self.units for one in unit.gradients]
-
-    def _begin_leaf(self, *, checks_last_step: bool = False) -> None:
-        """Let the next backward reduce gradients if it is that of this rank's last leaf."""
-        leaves = self._mesh.own_leaves
-        if not leaves:
-            return
-        self._drop_zeroed()
-        if checks_last_step:
-            self._check_last_step_was_used()
-        for unit in self.units:
-            unit.settings.reduce_grads = self.num_leaves_done + 1 == len(leaves)
-
-    def _end_leaf(self) -> None:
-        self.num_leaves_done = (self.num_leaves_done + 1) % len(self._mesh.own_leaves)
-        self._leaves_hold_gradients = any(one.is_active for one in self._accumulated)
-        self._last_step = None if self.num_leaves_done else CompleteStep(self.units)
-
-    def _drop_zeroed(self) -> None:
-        if self._leaves_hold_gradients and all(one.is_empty for one in self._accumulated):
-            self.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
-
-    def num_open_leaves(self) -> int:
-        """The leaves of an incomplete step that this rank has run, between backwards."""
-        if self.num_leaves_done:
-            self.drop_replaced_gradients()
-            self._drop_zeroed()
-        return self.num_leaves_done
-
-    def _check_last_step_was_used(self) -> None:
-        """Raise a StepError if nothing has used the gradients of the last step."""
-        if self._last_step is None or not self._last_step.is_untouched():
-            self._last_step = None
-            return
-        number = len(self._mesh.own_leaves)
-        raise StepError(
-            f"one backward more than the {number} of a step (reproducible={self._mesh.leaves} on "
-            f"{self._mesh.num_ranks} ranks), whose gradients neither an optimizer nor zero_grad() "
-            "has used: expected one backward for each of sw.leaves(model), and then a step of the "
-            "optimizer; add several losses of a micro-batch before its backward, or call "
-            "zero_grad() to drop the step"
-        )
-
-    def _check_one_forward(self) -> None:
-        """Raise a StepError if the running backward is that of several forwards of a unit."""
-        if (unit := self.sequencer.finished_again) is not None and self._mesh.leaves is not None:
-            raise StepError(
-                f"{self.units[unit].plan.label}: a reproducible model was called several times "
-                "before one backward; its gradients would be reduced once per call, in an order "
-                "that depends on the number of ranks; call it once per micro-batch"
-            )
-
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
         self.sequencer.awaiting_reduction = [False] * len(self.units)
-        self.num_leaves_done, self._leaves_hold_gradients = 0, False
+        if self.leaves is not None:
+            self.leaves.dropped()
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.restore(None)
@@ -551,30 +492,23 @@ class Scheduler:
             elif kind is EventKind.FREE:
                 self._use_sharded([index])
 
-    def hold(self) -> None:
-        """Gather every unit into a separate buffer, and put those parameters into the modules."""
+    @contextlib.contextmanager
+    def gathering_apart(self) -> Iterator[Communicator]:
+        """Free all units, and let the body gather them for use between steps."""
         self.check_idle("parameters cannot be gathered in the middle of a step")
         self.check_awake(or_on_host=True)
         with self.guarded(), _private.without_transforms():
             self.recover()
             self._perform(self.sequencer.release_all())
             self.report("gathered()")
-            for unit in self.units:
-                unit.launch_hold(self._comm.gather)
-            for unit in self.units:
-                unit.await_hold(self._comm)
+            yield self._comm
         self.in_gathered = True
 
-    def release_hold(self, changed: Collection[str] | None) -> None:
-        """Free the buffers of `hold`; write them back unless ``changed``, the names, is None."""
+    def end_gathered(self, changed: Collection[str]) -> None:
+        """End what `gathering_apart` began; shards of parameters with names ``changed`` have."""
         for index, unit in enumerate(self.units):
-            with _private.without_transforms():
-                unit.release_hold(write_back=changed is not None)
-            names = [one.name for one in unit.parameters if one.name in (changed or ())]
-            if names:
+            if names := [one.name for one in unit.parameters if one.name in changed]:
                 self._versions.note(index, self.sequencer.tick, names)
-        if changed is not None and any(unit.plan.offload is not None for unit in self.units):
-            wait_for_device(self._device.torch_device)  # until the shards on the host are written
         self.in_gathered = False
 
     def abort(self, error: BaseException) -> None:

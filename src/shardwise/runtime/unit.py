@@ -11,10 +11,11 @@ and buffers that have memory only while they are used::
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.api import SMALL_BYTES, Work
@@ -25,24 +26,23 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.attach import settings_of
-from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
-from shardwise.runtime.codecs import HostCodec, RunCodec, SlotCodec
-from shardwise.runtime.extensions import ExtensionCodec
+from shardwise.runtime.codecs import GatheredBuffer, HostCodec, RunCodec, SlotCodec
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharded_tensor import sharding_for
 
-__all__ = ["FlatParameters", "Unit", "make_unit"]
+__all__ = ["FlatParameters", "Unit"]
 
 SMALL_UNIT_BYTES = SMALL_BYTES  # for each rank; shared memory needs one more message
 
 
 class FlatParameters:
     """The parameters of one layout."""
+
+    # Of parameters whose classes define what is gathered. Set by `features.extensions`.
+    extension_codec: ClassVar[Callable[..., SlotCodec]]
 
     def __init__(
         self,
@@ -66,8 +66,7 @@ class FlatParameters:
         self._part: Tensor | None = None  # [world_size * S / subgroup]
         self._part_name = f"part for {layout.extents[0].parameter.name}"
         self.codec = self._make_codec(pools.own, offloader)
-        # In the dtype of the shard, between steps.
-        self._held: FlatBuffer | ChunkedBuffer | None = None
+        self.held: GatheredBuffer | None = None  # of `sw.gathered`, between steps
         self.gradients: Gradients | None = None
         if layout.trainable:
             self.gradients = Gradients(
@@ -88,7 +87,7 @@ class FlatParameters:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters now, including those that `sw.gathered` holds."""
-        buffers = (self.codec.buffer, self._held)
+        buffers = (self.codec.buffer, self.held)
         return sum(one.num_bytes for one in buffers if one is not None and one.is_acquired)
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
@@ -165,53 +164,12 @@ class FlatParameters:
             self._pool.free(self._part.untyped_storage())
             self._part = None
 
-    # -- for `sw.gathered` -----------------------------------------------------------------------
-
-    def launch_hold(self, collectives: Collectives, label: str) -> Work:
-        """Gather into a separate buffer, in the dtype of the shard."""
-        if not self.codec.can_split:
-            return self.launch_gather(collectives, label)
-        self.reclaim_locals()
-        held = self._held = flat_buffer(self.layout, Pool(self._pool.device, keep=False))
-        held.acquire()
-        fill = partial(copy_, held.slot_of(self.mesh.rank), self.shard)
-        return collectives.all_gather(held.flat, self.mesh.shards, label, fill)
-
-    def use_held(self) -> None:
-        """Put the gathered parameters into the modules, after the collective."""
-        if self._held is None:
-            self.finish_gather()
-            for parameter in self.parameters:
-                parameter.use_unsharded()
-        else:
-            self._held.unpack()
-            for parameter, view in zip(self.parameters, self._held.views, strict=True):
-                parameter.use_tensor(view)
-
-    def held_parameters(self) -> Iterator[tuple[FSDPParameter, Tensor]]:
-        """Every parameter that can be written back, with its view [shape] of the held buffer."""
-        if self._held is not None:
-            yield from zip(self.parameters, self._held.views, strict=True)
-        else:
-            self.codec.check_unchanged()
-
-    def release_hold(self, *, write_back: bool) -> None:
-        """Write changes to the held parameters back, or drop them."""
-        if self._held is None:
-            self.free()
-            return
-        if write_back:
-            self._held.pack()
-            copy_(self.shard, self._held.slot_of(self.mesh.rank))
-        self._held.release()
-        self._held = None
-
     # -- construction and copies -----------------------------------------------------------------
 
     def _make_codec(self, own_pool: Pool, offloader: HostOffloader | None) -> SlotCodec:
         layout, plan, mesh = self.layout, self._plan, self.mesh
         if layout.is_extended:
-            return ExtensionCodec(self.parameters, mesh, own_pool, plan.options.precision)
+            return self.extension_codec(self.parameters, mesh, own_pool, plan.options.precision)
         if offloader is None:
             return RunCodec(layout, mesh.rank, self._pool, own_pool)
         return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
@@ -320,22 +278,15 @@ class Unit:
                 "whole one in sw.gathered(model, write_back=True)"
             )
 
-    def launch_hold(self, collectives: Collectives) -> None:
-        """Gather the parameters in the dtype of the shards, for use between steps."""
-        label = f"hold {self.plan.label}"
-        for flat in self.flats:
-            self._gathering.append(flat.launch_hold(collectives, label))
+    def gather_apart(self, works: Iterable[Work]) -> None:
+        """Launch ``works``, which gather the parameters for use between steps."""
+        for work in works:  # one is in flight even if the next launch raises
+            self._gathering.append(work)
 
-    def await_hold(self, comm: Communicator) -> None:
+    def await_apart(self, comm: Communicator) -> None:
+        """Wait for `gather_apart`. Then the caller puts the parameters into the modules."""
         self._await_all(self._gathering, comm)
         self._is_unsharded = True
-        for flat in self.flats:
-            flat.use_held()
-
-    def release_hold(self, *, write_back: bool) -> None:
-        self.use_sharded()
-        for flat in self.flats:
-            flat.release_hold(write_back=write_back)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -419,37 +370,9 @@ class Unit:
         for flat in self.flats:
             flat.free()
             flat.free_subgroup_part()
-            flat.release_hold(write_back=False)
+            flat.held = None
 
     def _await_all(self, works: list[Work], comm: Communicator) -> None:
         for work in works:
             comm.wait(work)
         works.clear()
-
-
-def make_unit(
-    root: nn.Module,
-    plan: UnitPlan,
-    mesh: DataParallelMesh,
-    pools: Pools,
-    offloader: HostOffloader | None,
-    fill: Callable[[UnitPlan], None],
-    own_mesh: DataParallelMesh | None,
-) -> Unit:
-    """Shard the parameters of ``plan`` in ``root``, after ``fill`` has initialized them.
-
-    ``own_mesh`` has the unit's ranks if they are not those of the model, which ``mesh`` has.
-    """
-    in_step = mesh if own_mesh is None else own_mesh.within(mesh)
-    mesh = mesh if own_mesh is None else own_mesh
-    settings = settings_of(root.get_submodule(plan.name))
-    flats = [
-        FlatParameters(layout, in_step, pools, plan, settings, offloader) for layout in plan.layouts
-    ]
-    fill(plan)  # after the memory that was used to lay out the flat buffers is free again
-    for flat in flats:
-        for position, extent in enumerate(flat.layout.extents):
-            original = root.get_parameter(extent.parameter.name)
-            sharding = sharding_for(plan, flat.layout, extent, mesh, original)
-            flat.parameters.append(flat.codec.adopt(root, sharding, position))
-    return Unit(plan, flats, settings)

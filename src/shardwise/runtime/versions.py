@@ -1,20 +1,17 @@
-"""Detects parameters that change between a forward and its backward, and steps without a change.
+"""Detects parameters that change between a forward and its backward.
 
 Autograd compares the versions of tensors that it saved. Here it saved gathered parameters, whose
 versions do not change when they are gathered again, so the versions of the shards are compared.
 """
 
-import weakref
 from collections.abc import Sequence
-
-from torch import Tensor
 
 from shardwise.errors import StepError
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.schedule.sequencer import Call
 
-__all__ = ["CompleteStep", "ShardVersions"]
+__all__ = ["ShardVersions", "versions_of"]
 
 
 class ShardVersions:
@@ -58,37 +55,10 @@ class ShardVersions:
         )
 
 
-class CompleteStep:
-    """The gradients of a step, which an optimizer or ``zero_grad()`` should use before the next."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._left = [
-            (one, _versions_of(one), weakref.ref(gradient), gradient._version)
-            for unit in units
-            for one in unit.parameters
-            if (gradient := one.sharded.grad) is not None
-        ]
-
-    def is_untouched(self) -> bool:
-        """Whether all gradients are still there, and neither they nor parameters have changed."""
-        return bool(self._left) and all(_is_same(*each) for each in self._left)
-
-
 def _versions_in(unit: Unit) -> list[tuple[int, int]]:
-    return [_versions_of(parameter) for parameter in unit.parameters]
+    return [versions_of(parameter) for parameter in unit.parameters]
 
 
-def _versions_of(parameter: FSDPParameter) -> tuple[int, int]:
+def versions_of(parameter: FSDPParameter) -> tuple[int, int]:
+    """Numbers that change when the shard of ``parameter`` does."""
     return parameter.sharded._version, parameter.local._version
-
-
-def _is_same(
-    parameter: FSDPParameter,
-    versions: tuple[int, int],
-    before: weakref.ref[Tensor],
-    version_before: int,
-) -> bool:
-    gradient = parameter.sharded.grad
-    if gradient is None or gradient is not before():
-        return False
-    return _versions_of(parameter) == versions and gradient._version == version_before

@@ -10,8 +10,8 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.forecast.adapters import ALL_LINEAR, Adapters
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
 from shardwise.plan.optimizers import plain_options
-from shardwise.plan.outer import Outer
 from shardwise.plan.strategy import resolve_strategy
+from shardwise.replicas.plan import Outer
 from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.optimizer import spec_of
 from shardwise.train.recomputing import modes_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
-from shardwise.runtime.attach import device_for
-from shardwise.runtime.module import FSDPModule
+from shardwise.features.checks import device_for
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import SEED, Part
 from shardwise.verification.engines import BackwardFn

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
-from shardwise.plan.outer import Outer
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.replicas.fragments import fragments_of
 from shardwise.replicas.outer import optimizer_factory, outer_optimizer
-from shardwise.runtime.module import FSDPModule, runtime_of_root
+from shardwise.replicas.plan import Outer
+from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import Part
 from shardwise.verification.exchange import RankExchange

@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._private import FakeTensorMode, pytree, run_backward
 from shardwise.errors import PlanError
+from shardwise.features.full_precision import apply_precision
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.recorder import Recorder, tensors_in
 from shardwise.forecast.work import Workload
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwise.runtime.casting import apply_precision, cast_tensors
+from shardwise.runtime.casting import cast_tensors
 from shardwise.schedule.events import EventKind
 
 __all__ = ["trace"]

@@ -24,18 +24,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.device import copy_
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.attach import put_sharded, stored_part_of
+from shardwise.runtime.attach import put_sharded
 from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import FlatParameters
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharding import Sharding, local_of
+from shardwise.tensor.sharding import ExtendedSharding, Sharding, local_of, sharding_of
 
-__all__ = ["ExtensionCodec"]
+__all__ = ["ExtensionCodec", "stored_part_of"]
 
 _NUM_ARGUMENTS = 5  # of fsdp_pre_all_gather; with one argument, it takes only the mesh
 
@@ -333,6 +335,17 @@ class _Extension:
         return mesh[mesh.mesh_dim_names[-1]]
 
 
+def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
+    """This rank's part of ``original``, whose class defines all-gather extensions."""
+    assert isinstance(sharding, ExtendedSharding)
+    before = sharding_of(original)
+    if before is None:
+        is_parallel = isinstance(original, DTensor)
+        return sharding.stored_part_of(local_of(original) if is_parallel else original)
+    assert before.has_same_cuts(sharding)
+    return sharding.wrap(local_of(original))
+
+
 def _fill(own: Tensor, inputs: Sequence[_Input]) -> None:
     """Write this rank's inputs into its slot [B]."""
     with torch.no_grad():
@@ -341,3 +354,6 @@ def _fill(own: Tensor, inputs: Sequence[_Input]) -> None:
             tensor = one.tensor if one.tensor.dim() else one.tensor.view(1)
             part = slot.view(tensor.dtype).view(one.shape)
             part.narrow(one.dim, 0, tensor.shape[one.dim]).copy_(tensor)
+
+
+FlatParameters.extension_codec = ExtensionCodec

@@ -1,34 +1,44 @@
-"""Checks of `fully_shard`: parameters that cannot be sharded, and ranks that differ."""
+"""Checks of `fully_shard`: parameters that cannot be sharded, ranks that differ, and optimizers."""
 
 import contextlib
 import re
+import weakref
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import joined_mesh
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
 from shardwise.runtime.nested import plain_tensors
+from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import is_tensor_parallel, local_of, sharding_of
 
 __all__ = [
     "check_initialized",
     "check_not_renormalized",
+    "check_optimizers",
     "check_same_plan",
     "check_same_sums",
     "check_same_values",
     "check_tensor_parallel",
     "checksum",
+    "device_for",
     "is_on_meta",
 ]
 
@@ -107,6 +117,39 @@ def is_on_meta(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
             "model on the meta device and shard it with one call, or give it values first"
         )
     return True in by_meta
+
+
+def device_for(
+    root: nn.Module,
+    mesh: DataParallelMesh,
+    ignored: Collection[nn.Parameter] = (),
+    offloaded_from: torch.device | None = None,
+) -> torch.device:
+    """Return the device of the shards: this rank's accelerator, or else the device of the model.
+
+    A model on the meta device is put on torch's default device if the group has no accelerators.
+
+    Args:
+        root: the model.
+        mesh: its ranks.
+        ignored: parameters that are not sharded.
+        offloaded_from: the device to assume for parameters on the CPU.
+
+    Raises:
+        PlanError: the model is on several devices, or on one that is not supported.
+    """
+    devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
+    if offloaded_from is not None and torch.device("cpu") in devices:
+        devices = devices - {torch.device("cpu")} | {offloaded_from}
+    for device in devices:
+        check_device(device)
+    if mesh.accelerator is not None:
+        return mesh.accelerator
+    if is_on_meta(root, ignored):
+        return torch.get_default_device()
+    if len(devices) > 1:
+        raise PlanError(f"the model is on several devices: {sorted(map(str, devices))}; use one")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
@@ -190,3 +233,62 @@ def checksum(tensor: Tensor) -> Tensor:
     # one rank in four had grown by the size of all units. NumPy's sum needs a few kilobytes.
     # Unlike `numpy()`, DLPack leaves the storage resizable.
     return torch.tensor(np.from_dlpack(integers).sum(dtype=np.int64))
+
+
+# -- steps of optimizers ---------------------------------------------------------------------------
+
+_warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+@cache
+def check_optimizers() -> None:
+    """Install the hooks, once per process, after that of `runtime.optimizers`."""
+    register_optimizer_step_pre_hook(_refuse_shards)
+    register_optimizer_step_pre_hook(_warn_of_empty_step)
+
+
+def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Warn about a step in which no parameter has a gradient, as it would do nothing silently."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if optimizer in _warned or any(one.grad is not None for one in parameters):
+        return
+    names = [
+        sharding.name
+        for parameter in parameters
+        if parameter.requires_grad
+        and (sharding := sharding_of(parameter)) is not None
+        and not getattr(parameter, STEPS_IN_BACKWARD, False)
+    ]
+    if names:
+        _warned.add(optimizer)
+        warn_caller(
+            f"{type(optimizer).__name__} steps, and none of its {len(parameters)} parameters has a "
+            f"gradient (the first is {names[0]}). loss.backward(inputs=...) computes none for "
+            "sharded parameters: call loss.backward()",
+        )
+
+
+# torch's optimizers that need whole parameters, and what to use instead.
+_NEED_WHOLE_PARAMETERS = {
+    "Muon": "use shardwise.optim.Muon, which has its options and numbers",
+    "Adafactor": "use shardwise.optim.Adam8bit, which saves memory, too",
+    "LBFGS": 'pass granularity="dim" to fully_shard, with which torch gathers what it needs',
+}
+
+
+def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Refuse an optimizer that needs whole parameters, and say what to use instead."""
+    kind = type(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim")
+    if not is_torch or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            sharding = sharding_of(parameter)
+            # torch can compute with its own DTensors, except in Adafactor (torch 2.13).
+            is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
+            if sharding is not None and is_refused:
+                raise PlanError(
+                    f"{sharding.name}: torch.optim.{kind.__name__} needs whole parameters, and "
+                    f"each rank has a part; {_NEED_WHOLE_PARAMETERS[kind.__name__]}"
+                )

@@ -1,0 +1,258 @@
+"""`FSDPModule`: sharded modules with FSDP2's methods.
+
+Prefetching follows the recorded order of the last pass, so FSDP2's prefetch hints are accepted and
+ignored.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.registered_memory import MemoryKind
+from shardwise.errors import PlanError
+from shardwise.features.collective_memory import use_memory
+from shardwise.plan.options import UnitSettings
+from shardwise.runtime.attach import settings_of
+from shardwise.runtime.engine import HANDLE, Handle
+from shardwise.runtime.module import UnitModule, handle_of, units_in
+from shardwise.schedule.events import EventKind
+
+__all__ = ["FSDPModule", "UnshardHandle"]
+
+_NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
+
+
+class UnshardHandle:
+    """A gather in flight, from `FSDPModule.unshard`."""
+
+    def __init__(self, unit: Handle) -> None:
+        self._unit: Handle | None = unit
+
+    def wait(self) -> None:
+        """Wait for the gather, and put the whole parameters into the module.
+
+        Further calls do nothing.
+        """
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.runtime.scheduler.request(EventKind.WAIT, unit.index)
+
+
+class FSDPModule(UnitModule):
+    """The base class of the units that `fully_shard` makes.
+
+    As with any collective, all ranks have to call the same methods.
+    """
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's own parameters, not those of units inside it.
+
+        They are whole until `reshard`, or until the unit's next forward or backward frees them. An
+        optimizer's step in between does not change them.
+
+        Args:
+            async_op: return immediately, with a handle to wait for them.
+        """
+        unit = handle_of(self)
+        unit.runtime.scheduler.request(EventKind.GATHER, unit.index)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters, unless its forward or backward is running."""
+        unit = handle_of(self)
+        unit.runtime.scheduler.request(EventKind.FREE, unit.index)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether units are freed after forward and gathered again for backward.
+
+        Raises:
+            PlanError: it is a number, which only `fully_shard` accepts.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise PlanError(
+                f"set_reshard_after_forward({reshard_after_forward!r}): expected True or False; "
+                "pass a number to fully_shard(reshard_after_forward=...)"
+            )
+        for settings in _settings_in(self, recurse):
+            settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward frees units whose gradients it does not reduce.
+
+        If not, they stay gathered for the next micro-batch, until a backward reduces. Unlike in
+        FSDP2, a unit that is reduced or changed is always freed.
+        """
+        for settings in _settings_in(self, recurse):
+            settings.reshard_after_backward = reshard_after_backward
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients. If not, whole gradients add up on every rank.
+
+        For accumulation with one reduction, set it to False before the first micro-batch and to
+        True before the last, on every rank. As in FSDP2.
+
+        Until then ``p.grad`` is a tensor without elements. Setting it to None, or ``zero_grad()``,
+        drops what has been accumulated; reading it raises a StepError. A micro-batch that raises
+        adds nothing. Hooks of `torch.Tensor.register_hook` run at a reduction, on the sum.
+        """
+        _check_not_reproducible(self, "set_requires_gradient_sync")
+        for settings in _settings_in(self, recurse):
+            settings.reduce_grads = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward also reduces gradients over the outer axis of a 2-D mesh.
+
+        If not, they add up in shards of the inner axis, and ``p.grad`` is as described in
+        `set_requires_gradient_sync`. As in FSDP2.
+        """
+        _check_not_reproducible(self, "set_requires_all_reduce")
+        for settings in _settings_in(self, recurse):
+            settings.all_reduce_grads = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this unit's gradients by ``factor`` and not by the number of ranks.
+
+        A unit with a factor may have other ranks than the module around it. Experts are one case:
+        their tokens come from more ranks than the ones that have the same experts.
+
+        Raises:
+            PlanError: ``factor`` is not a positive number.
+        """
+        if not factor > 0:
+            raise PlanError(f"set_gradient_divide_factor({factor!r}): expected a positive number")
+        _check_not_reproducible(self, "set_gradient_divide_factor")
+        settings_of(self).gradient_divisor = factor
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None],
+        *,
+        stream: Any = None,  # noqa: ARG002 - as in FSDP2
+    ) -> None:
+        """Call ``hook`` with this unit's reduced gradients, before the parameters get them.
+
+        The hook gets this rank's part of them, 1-D, and may change it in place, for example by a
+        reduction over ranks that are not in the mesh. As in FSDP2.
+
+        Args:
+            hook: called on the thread and stream of backward, in the same order on every rank.
+            stream: accepted, without effect.
+        """
+        _check_not_reproducible(self, "set_all_reduce_hook")
+        settings_of(self).reduced_hook = hook
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether the backend only sums this unit's gradients, and a separate pass divides.
+
+        By default NCCL divides by powers of two, which gives the same bits.
+        """
+        settings_of(self).only_sums = enable
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Set whether the backend allocates the gather and reduce buffers of the whole model.
+
+        Call it on all ranks, between steps. Gradients are then reduced in their buffer and copied.
+
+        Raises:
+            PlanError: the backend cannot allocate tensors.
+        """
+        kind = MemoryKind.REGISTERED if enable else MemoryKind.OWN
+        self._use_memory(kind)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Put the gather and reduce buffers of the whole model into symmetric memory.
+
+        Call it on all ranks, between steps. The memory is allocated and registered in the first
+        step, and again when units are called in another order. If ranks have different offsets,
+        they raise a StepError. If NCCL supports it, gathers use communicators whose copies run on
+        copy engines (the zero-CTA policy).
+
+        Raises:
+            PlanError: the backend has no such memory, or ``backend`` is not "NCCL".
+        """
+        if backend != "NCCL":
+            raise PlanError(f'set_symm_mem_for_comm({backend!r}): expected "NCCL"')
+        self._use_memory(MemoryKind.SYMMETRIC)
+
+    def _use_memory(self, kind: MemoryKind) -> None:
+        handle: Handle | None = self.__dict__.get(HANDLE)
+        if handle is not None:
+            use_memory(handle.runtime, kind)
+        settings_of(self).collective_memory = kind
+
+    # -- accepted, without effect ----------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: every backward waits for its reductions at its end."""
+
+    def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
+        """No effect: ``prefetch`` units are gathered ahead, in the order of the last forward."""
+
+    def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
+        """No effect: ``prefetch`` units are gathered ahead, in the order of backward."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: units are always gathered for backward."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: whole units are reduced; see ``unused=`` of `fully_shard`."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """No effect: at most two reduce buffers are ever alive."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """No effect: gathers and reductions always use separate groups."""
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """No effect: gathers wait for the stream that calls the model, and for its optimizer."""
+
+    def reset_iter_state(self) -> None:
+        """No effect: an exception leaves no state behind."""
+
+    # -- refused ---------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
+        raise PlanError(f"set_custom_all_gather {_NO_BACKEND}")
+
+    def set_custom_reduce_scatter(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not supported: raises a PlanError. The mesh's process group determines the backend."""
+        raise PlanError(f"set_custom_reduce_scatter {_NO_BACKEND}")
+
+
+def _check_not_reproducible(module: nn.Module, method: str) -> None:
+    handle: Handle | None = vars(module).get(HANDLE)
+    if handle is not None and handle.runtime.mesh.leaves is not None:
+        raise PlanError(
+            f"{method}: the model is reproducible, so the engine sums the gradients of all "
+            f"{handle.runtime.mesh.leaves} micro-batches of a step, and divides by their number; "
+            "leave out the call, or reproducible=... of fully_shard"
+        )
+
+
+def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:
+    return [settings_of(unit) for unit in units_in(module, recurse)]

@@ -1,0 +1,115 @@
+"""Steps of reproducible models: the last of a rank's backwards in a step reduces the gradients."""
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwise.errors import StepError
+from shardwise.runtime.engine import Runtime
+from shardwise.runtime.observer import StepLeaves
+from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.unit import Unit
+from shardwise.runtime.versions import versions_of
+
+__all__ = ["follow_leaves"]
+
+
+def follow_leaves(runtime: Runtime) -> None:
+    """Divide the steps of ``runtime``, of a reproducible model, into leaves."""
+    runtime.scheduler.leaves = _Leaves(runtime)
+
+
+class _Leaves(StepLeaves):
+    def __init__(self, runtime: Runtime) -> None:
+        # Weak, because the scheduler refers to this object.
+        self._scheduler = weakref.proxy(runtime.scheduler)
+        self._units = runtime.units
+        self._mesh = runtime.mesh
+        self.num_done = 0
+        self._holds_gradients = False  # the last leaf has left some
+        self._last_step: CompleteStep | None = None
+
+    def began(self, *, checks_last_step: bool = False) -> None:
+        self._drop_zeroed()
+        if checks_last_step:
+            self._check_last_step_was_used()
+        is_last = self.num_done + 1 == len(self._mesh.own_leaves)
+        for unit in self._units:
+            unit.settings.reduce_grads = is_last
+
+    def check_calls(self) -> None:
+        if (unit := self._scheduler.sequencer.finished_again) is not None:
+            raise StepError(
+                f"{self._units[unit].plan.label}: a reproducible model was called several times "
+                "before one backward; its gradients would be reduced once per call, in an order "
+                "that depends on the number of ranks; call it once per micro-batch"
+            )
+
+    def ended(self) -> None:
+        self.num_done = (self.num_done + 1) % len(self._mesh.own_leaves)
+        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
+        self._holds_gradients = any(one.is_active for one in accumulated)
+        self._last_step = None if self.num_done else CompleteStep(self._units)
+
+    def num_open(self) -> int:
+        if self.num_done:
+            self._scheduler.drop_replaced_gradients()
+            self._drop_zeroed()
+        return self.num_done
+
+    def refuse_conversion(self) -> None:
+        raise StepError(
+            f"after {self.num_done} of this rank's {len(self._mesh.own_leaves)} micro-batches of a "
+            "step, a reproducible model cannot be converted or sharded again; do it between steps"
+        )
+
+    def dropped(self) -> None:
+        self.num_done, self._holds_gradients = 0, False
+
+    def _drop_zeroed(self) -> None:
+        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
+        if self._holds_gradients and all(one.is_empty for one in accumulated):
+            self._scheduler.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
+
+    def _check_last_step_was_used(self) -> None:
+        """Raise a StepError if nothing has used the gradients of the last step."""
+        if self._last_step is None or not self._last_step.is_untouched():
+            self._last_step = None
+            return
+        number = len(self._mesh.own_leaves)
+        raise StepError(
+            f"one backward more than the {number} of a step (reproducible={self._mesh.leaves} on "
+            f"{self._mesh.num_ranks} ranks), whose gradients neither an optimizer nor zero_grad() "
+            "has used: expected one backward for each of sw.leaves(model), and then a step of the "
+            "optimizer; add several losses of a micro-batch before its backward, or call "
+            "zero_grad() to drop the step"
+        )
+
+
+class CompleteStep:
+    """The gradients of a step, which an optimizer or ``zero_grad()`` should use before the next."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._left = [
+            (one, versions_of(one), weakref.ref(gradient), gradient._version)
+            for unit in units
+            for one in unit.parameters
+            if (gradient := one.sharded.grad) is not None
+        ]
+
+    def is_untouched(self) -> bool:
+        """Whether all gradients are still there, and neither they nor parameters have changed."""
+        return bool(self._left) and all(_is_same(*each) for each in self._left)
+
+
+def _is_same(
+    parameter: FSDPParameter,
+    versions: tuple[int, int],
+    before: weakref.ref[Tensor],
+    version_before: int,
+) -> bool:
+    gradient = parameter.sharded.grad
+    if gradient is None or gradient is not before():
+        return False
+    return versions_of(parameter) == versions and gradient._version == version_before
