@@ -24,7 +24,6 @@ from shardwise.comm.api import Operation, RankGroup, Reduction, Stage
 from shardwise.comm.communicator import Collectives, communicator, make_collectives
 from shardwise.comm.device import DeviceStream
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.queue import Restart
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.plan.strategy import PRESETS
@@ -271,7 +270,7 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
         assert _num_groups() == before + 1
         dist.barrier()  # a rank that still connects would lose this one
         queue.stop()
-        queue.restart(Restart.of([queue.state()]))
+        queue.restart()
         assert _num_groups() == before
 
 

@@ -41,7 +41,7 @@ from shardwise.comm.device import (
     run_together,
 )
 from shardwise.comm.groups import becomes_true, new_group
-from shardwise.comm.queue import QueueState, Restart
+from shardwise.comm.queue import QueueState
 from shardwise.comm.registered_memory import MemoryKind
 from shardwise.comm.tree import tree_sum
 from shardwise.errors import PeerAborted, StepError
@@ -419,18 +419,19 @@ class ProcessGroupCollectives:
             states = [(one, "completed") for one in self._ended]
         return states + [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
 
-    def restart(self, restart: Restart) -> None:
-        """Continue with new process groups. All ranks call this."""
+    def restart(self) -> None:
+        """Continue with new process groups. All ranks call this together."""
         for group in (*self._groups.values(), *self._earlier):
             _destroy(group)
         with self._lock:
             self._groups.clear()
             self._earlier.clear()
             self._queued.clear()
+            self._ended.clear()
             self.observer = None
             self._epoch += 1
             self._is_stopped = False
-            self._issued = restart.issued
+            self._issued = 0
 
 
 def _abort(group: dist.ProcessGroup) -> None:

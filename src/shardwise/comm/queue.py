@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.comm.api import CollectiveId, RankGroup, Reduction, Step, Work
 from shardwise.comm.device import CommStream
 
-__all__ = ["Collectives", "QueueState", "Restart", "are_below"]
+__all__ = ["Collectives", "QueueState", "are_below"]
 
 
 class Collectives(Protocol):
@@ -73,8 +73,8 @@ class Collectives(Protocol):
     def stop(self) -> None:
         """End the collectives, some of which would never end; begin no more."""
 
-    def restart(self, restart: "Restart") -> None:
-        """Continue after an error. All ranks call this."""
+    def restart(self) -> None:
+        """Continue after `stop`, with numbers from 1 on. All ranks call this together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,33 +103,6 @@ class QueueState:
         return collective.tag in self.ended or (
             self.running is not None and self.running.tag == collective.tag
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """What the ranks have to know to continue a queue of collectives after an error."""
-
-    issued: int  # number of collectives, the largest of all ranks
-    # Exchanges that some ranks run and others have not begun, each with the ranks that run it.
-    unfinished: tuple[tuple[CollectiveId, tuple[int, ...]], ...]
-
-    @staticmethod
-    def of(states: Sequence[QueueState]) -> "Restart":
-        """Return it for a queue with the ``states`` of all ranks."""
-        running: dict[CollectiveId, list[int]] = {}
-        for rank, state in enumerate(states):
-            if state.running is not None:
-                running.setdefault(state.running, []).append(rank)
-        unfinished = tuple(
-            (one, tuple(ranks))
-            for one, ranks in running.items()
-            if not all(states[rank].has_begun(one) for rank in one.ranks)
-        )
-        return Restart(max(state.issued for state in states), unfinished)
-
-    def fits(self, num_ranks: int) -> bool:
-        """Whether all ranks that it names are among ``num_ranks``."""
-        return all(are_below(num_ranks, one.ranks, ranks) for one, ranks in self.unfinished)
 
 
 def are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:

@@ -24,11 +24,12 @@ from shardwise.comm.api import (
     Operation,
     RankGroup,
     Reduction,
+    Sent,
     Step,
     Work,
 )
 from shardwise.comm.device import ThreadStream, copy_scaled_
-from shardwise.comm.queue import QueueState, Restart
+from shardwise.comm.queue import QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
 from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
 from shardwise.host.shared_memory import Place, SharedMemory, SharedRange, is_offered
@@ -52,10 +53,9 @@ class HostCollectives:
         self.name = name
         self._own = world.own_rank
         assert world.parent is not None
-        store = PrefixStore(name, world.parent.get_group_store())
-        timeout = group_timeout(world.parent)
-        self.point_to_point = PointToPoint(store, self._own, world.size, timeout)
-        self._sums = Summation(self.point_to_point)
+        self._store, self._timeout = world.parent.get_group_store(), group_timeout(world.parent)
+        self._epoch = 0
+        self._connect()
         self.stream = ThreadStream(f"shardwise-{name}")
         self._issued = self._begun = 0
         self._running: CollectiveId | None = None
@@ -63,9 +63,14 @@ class HostCollectives:
         self._stopped = False
         self._lock = threading.Lock()
 
+    def _connect(self) -> None:
+        store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
+        self.point_to_point = PointToPoint(store, self._own, self.world.size, self._timeout)
+        self._sums = Summation(self.point_to_point)
+
     @property
     def sent(self) -> tuple[int, int]:
-        """The number of exchanges so far, and the bytes that this rank sent in them."""
+        """The number of exchanges since the last recovery, and the bytes this rank sent in them."""
         return self.point_to_point.sent
 
     @staticmethod
@@ -97,15 +102,16 @@ class HostCollectives:
             else:
                 gather(tag)
 
-        return self._submit([(self._next_id(label, group, slot_bytes, is_shared=True), run)])
+        return self._submit([(self._next_id(label, group, slot_bytes), run)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """As `Collectives.exchange`."""
         check_memory(tensor for pair in pairs.values() for tensor in pair)
         group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
-        collective = self._next_id(label, group, 0, pairs=sizes)
-        return self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
+        run = partial(self.point_to_point.exchange, pairs)
+        work = self._submit([(self._next_id(label, group, 0), run)])
+        work.sent = tuple(Sent((self._own, rank), sent.nbytes) for rank, (sent, _) in pairs.items())
+        return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         """As `Collectives.reduce`, always in a tree."""
@@ -150,17 +156,9 @@ class HostCollectives:
 
     # -- the queue -------------------------------------------------------------------------------
 
-    def _next_id(
-        self,
-        label: str,
-        group: RankGroup,
-        slot_bytes: int,
-        *,
-        is_shared: bool = False,
-        pairs: tuple[tuple[int, int, int], ...] = (),
-    ) -> CollectiveId:
+    def _next_id(self, label: str, group: RankGroup, slot_bytes: int) -> CollectiveId:
         self._issued += 1
-        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared, pairs)
+        return CollectiveId(self._issued, label, slot_bytes, group.ranks)
 
     def _submit(
         self,
@@ -180,7 +178,7 @@ class HostCollectives:
 
     def _launch(self, job: Callable[[], None], collectives: Sequence[CollectiveId]) -> Work:
         work = self.stream.submit(job, collectives[-1])
-        work.sent = tuple(one for each in collectives for one in each.sent_by(self._own))
+        work.sent = tuple(Sent(each.ranks, each.slot_bytes) for each in collectives)
         return work
 
     def _perform(self, collective: CollectiveId, run: Run) -> None:
@@ -332,42 +330,20 @@ class HostCollectives:
             return QueueState.of(self._issued, self._begun, self._running, self._ended)
 
     def stop(self) -> None:
-        """Begin no more exchanges; the running one continues."""
+        """End all exchanges, here and on the ranks that this one exchanges with; begin no more."""
         with self._lock:
             self._stopped = True
+        self.point_to_point.close()
 
-    def restart(self, restart: Restart) -> None:
-        """Continue, with the same numbers on all ranks."""
-        self._release(restart)
+    def restart(self) -> None:
+        """Continue with new connections. All ranks call this together."""
         self.stream.submit(lambda: None).wait()
+        self._epoch += 1
+        self._connect()
         with self._lock:
-            self._issued = self._begun = restart.issued
+            self._issued = self._begun = 0
+            self._ended.clear()
             self._stopped = False
-
-    def _release(self, restart: Restart) -> None:
-        """Send placeholders to ranks that wait in exchanges that this rank has not begun."""
-        # By tag and rank: disjoint groups may run collectives with the same tag.
-        running: dict[int, dict[int, CollectiveId]] = {}
-        for collective, ranks in restart.unfinished:
-            if self._own in collective.ranks:
-                running.setdefault(collective.tag, {}).update(dict.fromkeys(ranks, collective))
-        state = self.state()
-        for _, waiting in sorted(running.items()):
-            collective = next(iter(waiting.values()))
-            if state.has_begun(collective):
-                continue
-            with _peer_lost():
-                self._release_one(collective, waiting)
-
-    def _release_one(self, collective: CollectiveId, waiting: Mapping[int, CollectiveId]) -> None:
-        """Send placeholders to ``waiting``: ranks, each with its view of ``collective``."""
-        tag, zeros = collective.tag, partial(torch.zeros, dtype=torch.uint8, device="cpu")
-        if collective.is_shared:
-            self.point_to_point.swap_messages(waiting, Place(-1).pack(), tag)
-            self.point_to_point.swap_messages(waiting, b"filled", tag)
-        sizes = {peer: theirs.bytes_with(self._own) for peer, theirs in waiting.items()}
-        pairs = {peer: (zeros(back), zeros(to)) for peer, (to, back) in sizes.items()}
-        self.point_to_point.exchange(pairs, tag)
 
 
 def _other_ranks(group: RankGroup) -> list[int]:

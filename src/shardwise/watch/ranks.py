@@ -226,14 +226,11 @@ class RankWatch(Watch):
         self._entered = RecentUnits()
 
     def _synchronize(self) -> None:
-        """Exchange reports with all ranks, and end collectives that only some of them began.
-
-        It runs on a thread.
-        """
+        """Continue together with all ranks. It runs on a thread."""
         make_current(self._device)
-        restarts = self._monitor.meet(self._report())
-        for queue, restart in zip(self._queues, restarts, strict=True):
-            queue.restart(restart)
+        self._monitor.meet(self.epoch)
+        for queue in self._queues:
+            queue.restart()
         self._follow_queues()
 
     def raise_found(self) -> None:
@@ -305,9 +302,8 @@ class RankWatch(Watch):
             if raises_later:  # in `raise_found`
                 self._error = agreed
             self.is_broken = True
-            for one in (error, agreed):
-                if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
-                    self._lost = one
+            if isinstance(agreed, PeerLost) and not isinstance(agreed, PeerSilent):
+                self._lost = agreed
             try:
                 self._write_flight_records()
             finally:
