@@ -315,6 +315,17 @@ def test_a_group_that_is_created_while_the_ranks_are_stopped_is_aborted() -> Non
     assert not queue._groups
 
 
+def test_ranks_that_allocate_different_symmetric_memory_raise_an_error() -> None:
+    queues = [ProcessGroupCollectives(RankGroup((0, 1), r), CPU, "gloo", "same") for r in (0, 1)]
+    with mock.patch.object(process_group, "default_store", return_value=HashStore()):
+        for number, queue in enumerate(queues):
+            queue._check_same("key", "64 bytes, offsets {}", RankGroup((0, 1), number))
+        with pytest.raises(
+            sw.StepError, match="rank 1 allocates 128 bytes, and rank 0 allocates 64 bytes, offs"
+        ):
+            queues[1]._check_same("key", "128 bytes", RankGroup((0, 1), 1))
+
+
 @on_ranks(2)
 def test_a_rank_does_not_create_a_group_alone() -> None:
     """No error of another rank could end the creation."""
