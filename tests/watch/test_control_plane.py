@@ -169,6 +169,13 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
     assert num_bytes - 60 * polls < 800
 
 
+def test_ranks_recover_after_a_call_that_was_given_up_has_had_an_effect() -> None:
+    store = HashStore()
+    store.add("shardwise/group/came/0", 2)  # also that of the second rank, whose answer was lost
+    monitor_of(store, 1, 2).meet(0)
+    monitor_of(store, 0, 2).meet(0)
+
+
 def test_a_rank_creates_process_groups_with_a_constant_number_of_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm.api import CollectiveId, RankGroup, Reduction, SharedMemory, Step, Work
 from shardwise.comm.device import CommStream
 
-__all__ = ["Collectives", "QueueState", "are_below"]
+__all__ = ["Collectives", "QueueState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,3 @@ class Collectives(ABC):
         """Number a collective in which this rank sends ``num_bytes`` to each other rank."""
         self._issued += 1
         return CollectiveId(self._issued, label, num_bytes, group.ranks)
-
-
-def are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:
-    """Whether all numbers of the ``groups`` are ranks of a job of ``num_ranks``."""
-    return all(min(group) >= 0 and max(group) < num_ranks for group in groups if group)

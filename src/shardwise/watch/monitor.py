@@ -339,7 +339,8 @@ class Monitor:
     def meet(self, epoch: int) -> None:
         """Return when all ranks have called this in ``epoch``."""
         met = self._key("met", epoch)
-        if self._store.add(self._key("came", epoch), 1) == self._size:
+        # More than all, if a call that was given up has had an effect.
+        if self._store.add(self._key("came", epoch), 1) >= self._size:
             self._store.set(met, "")
         becomes_true(lambda: self._store.has(met))
 
