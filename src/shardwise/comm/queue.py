@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.comm.api import CollectiveId, RankGroup, Reduction, SharedMemory, Step, Work
+from shardwise.comm.api import CollectiveId, RankGroup, Reduction, Step, Work
 from shardwise.comm.device import CommStream
 
 __all__ = ["Collectives", "QueueState"]
@@ -128,11 +128,6 @@ class Collectives(ABC):
             self._issued = 0
             self._epoch += 1
             self._is_stopped = False
-
-    @staticmethod
-    def new_shared_memory() -> SharedMemory | None:
-        """Return memory for the gathered parameters of a model, if ranks can share it."""
-        return None
 
     def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:
         """Number a collective in which this rank sends ``num_bytes`` to each other rank."""

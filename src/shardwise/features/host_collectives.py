@@ -29,7 +29,7 @@ from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
 from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
-from shardwise.host.shared_memory import Place, SharedMemory, SharedRange, is_offered
+from shardwise.host.shared_memory import Place, SharedRange
 from shardwise.host.sums import Run, Summation, parts_of
 
 __all__ = ["HostCollectives"]
@@ -62,11 +62,6 @@ class HostCollectives(Collectives):
     def sent(self) -> tuple[int, int]:
         """As `Collectives.sent`."""
         return self.point_to_point.sent
-
-    @staticmethod
-    def new_shared_memory() -> SharedMemory | None:
-        """As `Collectives.new_shared_memory`."""
-        return SharedMemory() if is_offered else None
 
     def all_gather(
         self,
