@@ -82,7 +82,8 @@ def patched(*, swaps: bool, shares: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (memory, buffers, gradients):
             stack.enter_context(mock.patch.object(module, "CAN_SWAP", swaps))
-        stack.enter_context(mock.patch.object(memory, "is_offered", shares))
+        if not shares:
+            stack.enter_context(mock.patch.object(memory, "new_shared_memory", return_value=None))
         yield
 
 

@@ -20,8 +20,9 @@ def _has(*packages: str) -> bool:
 
 if _has("host", "hostccl"):
     from shardwise.features.host_collectives import HostCollectives
+    from shardwise.host.shared_memory import SharedMemory, is_offered
 
-    use_host_queues(HostCollectives)
+    use_host_queues(HostCollectives, SharedMemory if is_offered else None)
 
 if _has("watch"):
     from shardwise.watch.ranks import RankWatch

@@ -344,7 +344,7 @@ def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> N
 
 @on_ranks(3)
 def test_ranks_that_sum_in_pieces_through_gloo_recover() -> None:
-    """The rank that raised sends placeholders in the same pieces."""
+    """Gloo's `abort` would not end the exchange that the other ranks are in."""
     with only("gloo"):
         comm = Communicator(_mesh("fsdp").world, CPU)
     piece = mock.patch.object(point_to_point, "_GLOO_PIECE_BYTES", 2 * INLINE_BYTES)

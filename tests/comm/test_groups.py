@@ -24,7 +24,6 @@ from shardwise.comm.api import Operation, RankGroup, Reduction, Stage
 from shardwise.comm.communicator import Collectives, communicator, make_collectives
 from shardwise.comm.device import DeviceStream
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.queue import Restart
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.plan.strategy import PRESETS
@@ -271,7 +270,7 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
         assert _num_groups() == before + 1
         dist.barrier()  # a rank that still connects would lose this one
         queue.stop()
-        queue.restart(Restart.of([queue.state()]))
+        queue.restart()
         assert _num_groups() == before
 
 
@@ -314,6 +313,17 @@ def test_a_group_that_is_created_while_the_ranks_are_stopped_is_aborted() -> Non
         queue._process_group(group)
     made.abort.assert_called_once_with()
     assert not queue._groups
+
+
+def test_ranks_that_allocate_different_symmetric_memory_raise_an_error() -> None:
+    queues = [ProcessGroupCollectives(RankGroup((0, 1), r), CPU, "gloo", "same") for r in (0, 1)]
+    with mock.patch.object(process_group, "default_store", return_value=HashStore()):
+        for number, queue in enumerate(queues):
+            queue._check_same("key", "64 bytes, offsets {}", RankGroup((0, 1), number))
+        with pytest.raises(
+            sw.StepError, match="rank 1 allocates 128 bytes, and rank 0 allocates 64 bytes, offs"
+        ):
+            queues[1]._check_same("key", "128 bytes", RankGroup((0, 1), 1))
 
 
 @on_ranks(2)

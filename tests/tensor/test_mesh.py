@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from shardwise.comm.api import CollectiveId, RankGroup, Work
+from shardwise.comm.api import RankGroup, Sent, Work
 from shardwise.plan.axes import AxisBytes
 from shardwise.tensor.mesh import DataParallelMesh, _Nearby
 
@@ -12,8 +12,7 @@ def test_no_step_counts_the_ranks_of_a_group() -> None:
     world = RankGroup(tuple(range(8)), 5)
     row, column = world.select(4, 5, 6, 7), world.select(1, 5)
     mesh = DataParallelMesh(world, row, column, row, (row.ranks,))
-    gather, reduce = (CollectiveId(1, "", 10, group.ranks) for group in (row, column))
-    works = [mock.Mock(Work, sent=[*one.sent_by(5)]) for one in (gather, reduce)]
+    works = [mock.Mock(Work, sent=[Sent(group.ranks, 10)]) for group in (row, column)]
     expected = AxisBytes(shard=30, replicate=10)
     inner = AxisBytes(shard=30, replicate=10, subgroup=10)  # to the other rank of [4, 5]
     assert mesh.axis_bytes(works) == expected

@@ -27,7 +27,7 @@ import shardwise as sw
 from shardwise.comm import process_group
 from shardwise.comm.api import CollectiveId, RankGroup
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.queue import QueueState, Restart
+from shardwise.comm.queue import QueueState
 from shardwise.watch import monitor as module
 from shardwise.watch.monitor import (
     Heartbeat,
@@ -35,7 +35,6 @@ from shardwise.watch.monitor import (
     Patience,
     _await_end,
 )
-from shardwise.watch.plain_data import encode
 from shardwise.watch.python_stack import calls_of
 from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
@@ -157,22 +156,24 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
     shared = HashStore()
     store = Counted(shared)
     first, second = monitor_of(shared, 0, size), monitor_of(store, 1, size)
-    report = waiting(0, size)
-    content, before = encode(report), store.calls["check"]
+    shared.add("shardwise/group/came/0", size - 2)
+    before = store.calls["check"]
     with ThreadPoolExecutor(1) as pool:
-        restarts: list[tuple[Restart, ...]] = []
-        cost = pool.submit(store.cost, lambda: restarts.append(second.meet(report)))
+        met = pool.submit(store.cost, lambda: second.meet(0))
         assert eventually(lambda: store.calls["check"] > before), "it waits for the others"
-        for rank in range(2, size):
-            shared.set(f"shardwise/group/came/0/{rank}", content)
-        begun_none = replace(report, queues=(QueueState(7, 7, None, ()),))
-        expected = (Restart(7, ((report.queues[0].running, tuple(range(1, size))),)),)  # type: ignore[arg-type]
-        assert first.meet(begun_none) == expected
-        calls, num_bytes = cost.result()
+        assert not met.done()
+        first.meet(0)
+        calls, num_bytes = met.result()
     polls = store.calls["check"] - before
-    assert restarts == [expected]
-    assert calls - polls == 2, "its report, and how to restart"
+    assert calls - polls == 1
     assert num_bytes - 60 * polls < 800
+
+
+def test_ranks_recover_after_a_call_that_was_given_up_has_had_an_effect() -> None:
+    store = HashStore()
+    store.add("shardwise/group/came/0", 2)  # also that of the second rank, whose answer was lost
+    monitor_of(store, 1, 2).meet(0)
+    monitor_of(store, 0, 2).meet(0)
 
 
 def test_a_rank_creates_process_groups_with_a_constant_number_of_calls(

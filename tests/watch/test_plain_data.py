@@ -21,7 +21,7 @@ from shardwise.watch.plain_data import decode, encode
 from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
 
-RUNNING = CollectiveId(3, "gather 0", 1 << 40, (0, 1), True, ((1, 8, 16),))
+RUNNING = CollectiveId(3, "gather 0", 1 << 40, (0, 1))
 QUEUES = (QueueState(4, 3, RUNNING, (1, 2), "gather 1"), QueueState(0, 0, None, ()))
 REPORT = Report(
     0, 2, 7, "forward of ä", QUEUES, "", "text", ((1, "0"),), "x", ("a.py:1 in f",), (1,)
@@ -108,9 +108,6 @@ def test_what_others_write_into_the_store_is_ignored(tmp_path: Path) -> None:
     assert monitor.announce(failure) == failure
     with pytest.raises(StepError, match="own"):
         monitor.check_reports(0)
-    store.set("shardwise/group/came/0/1", bad[0])  # type: ignore[arg-type] # bytes do
-    with pytest.raises(StepError, match="no rank of this job wrote"):
-        monitor.meet(REPORT)
     assert not (tmp_path / "ran").exists()
 
 

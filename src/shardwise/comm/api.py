@@ -4,7 +4,7 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -169,31 +169,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveId:
-    """One collective: the ``number``-th of its queue, among ``ranks``.
-
-    Each rank sends ``slot_bytes`` to each other rank, unless ``pairs`` lists for each of them the
-    rank, the bytes to it and the bytes from it.
-    """
+    """One collective: the ``number``-th of its queue since the last recovery, among ``ranks``."""
 
     number: int
     label: str
-    slot_bytes: int
+    slot_bytes: int  # to each other rank; 0 if they differ
     ranks: tuple[int, ...] = ()
-    is_shared: bool = False  # the ranks may share memory instead
-    pairs: tuple[tuple[int, int, int], ...] = ()
-
-    def bytes_with(self, rank: int) -> tuple[int, int]:
-        """Return the bytes from this rank to ``rank``, and the bytes from it."""
-        if not self.pairs:
-            return self.slot_bytes, self.slot_bytes
-        return next(((to, back) for other, to, back in self.pairs if other == rank), (0, 0))
-
-    def sent_by(self, rank: int) -> Iterator[Sent]:
-        """Yield what this rank, ``rank``, sends."""
-        if not self.pairs:
-            yield Sent(self.ranks, self.slot_bytes)
-        for other, num_bytes, _ in self.pairs:
-            yield Sent((rank, other), num_bytes)
 
     @property
     def tag(self) -> int:

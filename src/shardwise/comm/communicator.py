@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ __all__ = [
     "POLL_SECONDS",
     "Collectives",
     "Communicator",
-    "HostQueues",
     "Place",
     "Watch",
     "communicator",
@@ -105,30 +103,27 @@ class Watch:
 NewWatch = Callable[[RankGroup, torch.device, Sequence[Collectives], Place], Watch]
 
 
-class HostQueues(Protocol):
-    """A kind of queue for ranks on CPUs."""
-
-    def __call__(self, world: RankGroup, name: str) -> Collectives:
-        """Create a queue among the ranks of ``world``, which all call this."""
-
-    def new_shared_memory(self) -> SharedMemory | None:
-        """Return memory for the gathered parameters of a model, if ranks can share it."""
-
-
 @dataclass(slots=True)
 class _Parts:
     """What other packages have added to this one; see `shardwise.parts`."""
 
-    host_queues: HostQueues | None = None
+    host_queues: type[Collectives] | None = None
+    shared_memory: Callable[[], SharedMemory] | None = None
     new_watch: NewWatch | None = None
 
 
 _parts = _Parts()
 
 
-def use_host_queues(kind: HostQueues) -> None:
-    """Use queues of this ``kind`` between CPUs, in the place of Gloo."""
-    _parts.host_queues = kind
+def use_host_queues(
+    kind: type[Collectives], shared_memory: Callable[[], SharedMemory] | None
+) -> None:
+    """Use queues of this ``kind`` between CPUs, in the place of Gloo.
+
+    ``shared_memory`` makes the memory for the gathered parameters of a model, if ranks can share
+    it.
+    """
+    _parts.host_queues, _parts.shared_memory = kind, shared_memory
 
 
 def watch_with(new_watch: NewWatch) -> None:
@@ -174,9 +169,9 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
 
 def new_shared_memory(device: torch.device) -> SharedMemory | None:
     """Return memory on ``device`` in which ranks may gather together, if there is any."""
-    if is_accelerator(device) or _parts.host_queues is None:
+    if is_accelerator(device) or _parts.shared_memory is None:
         return None
-    return _parts.host_queues.new_shared_memory()
+    return _parts.shared_memory()
 
 
 class Communicator:

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -41,7 +39,7 @@ from shardwise.comm.device import (
     run_together,
 )
 from shardwise.comm.groups import becomes_true, new_group
-from shardwise.comm.queue import QueueState, Restart
+from shardwise.comm.queue import Collectives, QueueState
 from shardwise.comm.registered_memory import MemoryKind
 from shardwise.comm.tree import tree_sum
 from shardwise.errors import PeerAborted, StepError
@@ -60,21 +58,17 @@ _MAX_DESCRIPTION = 300  # characters
 _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 
-class ProcessGroupCollectives:
-    """A queue of collectives on process groups of its own, in the order of their launch."""
+class ProcessGroupCollectives(Collectives):
+    """A queue of collectives on process groups of its own."""
 
-    sent = (0, 0)  # not counted here; see `HostCollectives`
+    stream: DeviceStream
 
     def __init__(
         self, world: RankGroup, device: torch.device, backend: str | None, name: str
     ) -> None:
-        self._ranks, self._own_rank = world.ranks, world.own_rank
-        # A weak reference, since this object lives as long as the group.
-        self._parent = None if world.parent is None else weakref.ref(world.parent)
+        super().__init__(world, name)
         self.backend = backend
         self._can = capabilities_of(backend)
-        self.name = name
-        self.is_timed = True  # whether the times of works are needed
         self._groups: dict[bytes, dist.ProcessGroup] = {}  # by digest of their ranks
         self._earlier: list[dist.ProcessGroup] = []  # replaced; their collectives may still run
         self._device = device
@@ -85,20 +79,9 @@ class ProcessGroupCollectives:
         self._second_stream = DeviceStream(device)
         # The device may wait for other ranks, while the host does not.
         self.is_monitored = self._can.is_stream_ordered and world.size > 1
-        self._epoch = 0
-        self._is_stopped = False
         self._creating: CollectiveId | None = None  # stands for a group or memory
-        self._issued = 0
         self._queued: deque[tuple[DeviceWork, CollectiveId]] = deque()  # oldest first
-        self._ended: deque[CollectiveId] = deque(maxlen=16)
         self.observer: QueueObserver | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def world(self) -> RankGroup:
-        """All ranks that may take part in a collective."""
-        parent = None if self._parent is None else self._parent()
-        return RankGroup(self._ranks, self._own_rank, parent)
 
     def all_gather(
         self,
@@ -167,7 +150,7 @@ class ProcessGroupCollectives:
         return work
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """Run ``steps`` in order; each uses the results of those before."""
+        """As `Collectives.relay`."""
         hops = [step for step in steps if isinstance(step, Hop)]
         with self.stream.enqueue(timed=self.is_timed) as work:
             for step in steps:
@@ -189,7 +172,7 @@ class ProcessGroupCollectives:
         hop.decode(rows)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """Replace ``values`` [n] with the maximum over the ranks of ``group``."""
+        """As `Collectives.all_reduce_max`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
@@ -243,29 +226,19 @@ class ProcessGroupCollectives:
         self._meet(key, group, "symmetric memory", timedelta(seconds=_ALLOCATE_SECONDS))
 
     def _check_same(self, key: str, own: str, group: RankGroup) -> None:
-        store = default_store()
-        if group.index == 0:
-            store.set(key, own)
-            return
-        try:
-            store.wait([key], timedelta(seconds=_ALLOCATE_SECONDS))
-        except dist.DistError:
-            first = "nothing"
-        else:
-            first = store.get(key).decode()
-        if first != own:
+        """Raise StepError if the first rank that called this allocates something else."""
+        first = default_store().compare_set(key, "", f"{group.own_rank} {own}").decode()
+        rank, _, what = first.partition(" ")
+        if what != own:
             raise StepError(
                 f"symmetric memory must be the same on all ranks, but rank {group.own_rank} "
-                f"allocates {own[:_MAX_DESCRIPTION]}, and rank {group.ranks[0]} allocates "
-                f"{first[:_MAX_DESCRIPTION]}; call the units in the same order on all ranks, or "
+                f"allocates {own[:_MAX_DESCRIPTION]}, and rank {rank} allocates "
+                f"{what[:_MAX_DESCRIPTION]}; call the units in the same order on all ranks, or "
                 "omit set_symm_mem_for_comm"
             )
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """Send the first tensor [n] of each pair to its rank, and receive the second [m] from it.
-
-        All ranks of `world` call this, including those that have nothing to send or receive.
-        """
+        """As `Collectives.exchange`."""
         world = self.world
         with self.stream.enqueue(timed=self.is_timed) as work:
             if world.size > 1:
@@ -383,8 +356,7 @@ class ProcessGroupCollectives:
         """Add ``work`` to the progress that `state` reports."""
         work.sent = (Sent(group.ranks, num_bytes),)
         if self.is_monitored:
-            self._issued += 1
-            work.collective = CollectiveId(self._issued, label, num_bytes, group.ranks)
+            work.collective = self._next_id(label, group, num_bytes)
             if self.observer is not None:
                 self.observer.issued(work.collective)
             self._queued.append((work, work.collective))
@@ -419,8 +391,8 @@ class ProcessGroupCollectives:
             states = [(one, "completed") for one in self._ended]
         return states + [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
 
-    def restart(self, restart: Restart) -> None:
-        """Continue with new process groups. All ranks call this."""
+    def restart(self) -> None:
+        """Continue with new process groups."""
         for group in (*self._groups.values(), *self._earlier):
             _destroy(group)
         with self._lock:
@@ -428,9 +400,7 @@ class ProcessGroupCollectives:
             self._earlier.clear()
             self._queued.clear()
             self.observer = None
-            self._epoch += 1
-            self._is_stopped = False
-            self._issued = restart.issued
+        super().restart()
 
 
 def _abort(group: dist.ProcessGroup) -> None:

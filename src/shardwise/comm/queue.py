@@ -1,80 +1,18 @@
 """A queue of collectives: what it does, how far it has come, how it continues after an error."""
 
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from shardwise.comm.api import CollectiveId, RankGroup, Reduction, Step, Work
 from shardwise.comm.device import CommStream
 
-__all__ = ["Collectives", "QueueState", "Restart", "are_below"]
-
-
-class Collectives(Protocol):
-    """A queue of collectives, which run in the order of their launch."""
-
-    name: str
-    is_timed: bool  # whether the times of works are needed
-
-    @property
-    def stream(self) -> CommStream:
-        """Where the collectives run."""
-
-    @property
-    def world(self) -> RankGroup:
-        """All ranks that may take part in a collective."""
-
-    @property
-    def is_monitored(self) -> bool:
-        """Whether `state` is kept, so that ranks can compare it during a wait."""
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        """The number of exchanges so far and the bytes that this rank sent in them; or zeros."""
-
-    def all_gather(
-        self,
-        flat: Tensor,
-        group: RankGroup,
-        label: str,
-        fill: Callable[[], None] | None = None,
-        shared: object = None,
-    ) -> Work:
-        """All-gather ``flat`` in place.
-
-        Args:
-            flat: [ranks * S], of which this rank contributes its slot [S].
-            group: the ranks that take part.
-            label: name in the ledger.
-            fill: writes this rank's slot just before it is sent; None if it is written already.
-            shared: from `SharedMemory.range_at`; passed by all ranks of the group or by none.
-        """
-
-    def reduce(self, reduction: Reduction, label: str) -> Work:
-        """Run the stages of ``reduction`` one after the other."""
-
-    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """Replace ``values`` [n] with the maximum over the ranks of ``group``."""
-
-    def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """Run ``steps`` in order; each uses the results of those before."""
-
-    def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """Send the first tensor [n] of each pair to its rank, and receive the second [m] from it.
-
-        All ranks of `world` call this, including those that have nothing to send or receive.
-        """
-
-    def state(self) -> "QueueState":
-        """Return how far this rank has come."""
-
-    def stop(self) -> None:
-        """End the collectives, some of which would never end; begin no more."""
-
-    def restart(self, restart: "Restart") -> None:
-        """Continue after an error. All ranks call this."""
+__all__ = ["Collectives", "QueueState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,33 +43,93 @@ class QueueState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """What the ranks have to know to continue a queue of collectives after an error."""
+class Collectives(ABC):
+    """A queue of collectives, which run in the order of their launch on ``stream``."""
 
-    issued: int  # number of collectives, the largest of all ranks
-    # Exchanges that some ranks run and others have not begun, each with the ranks that run it.
-    unfinished: tuple[tuple[CollectiveId, tuple[int, ...]], ...]
+    stream: CommStream
+    is_monitored = True  # `state` is kept, so that ranks can compare it during a wait
+    is_timed = True  # whether the times of works are needed
 
-    @staticmethod
-    def of(states: Sequence[QueueState]) -> "Restart":
-        """Return it for a queue with the ``states`` of all ranks."""
-        running: dict[CollectiveId, list[int]] = {}
-        for rank, state in enumerate(states):
-            if state.running is not None:
-                running.setdefault(state.running, []).append(rank)
-        unfinished = tuple(
-            (one, tuple(ranks))
-            for one, ranks in running.items()
-            if not all(states[rank].has_begun(one) for rank in one.ranks)
-        )
-        return Restart(max(state.issued for state in states), unfinished)
+    def __init__(self, world: RankGroup, name: str) -> None:
+        self._ranks, self._own_rank = world.ranks, world.own_rank
+        # A weak reference, since this object lives as long as the group.
+        self._parent = None if world.parent is None else weakref.ref(world.parent)
+        self.name = name
+        self._lock = threading.Lock()  # for what follows
+        self._epoch = 0  # number of restarts
+        self._is_stopped = False
+        self._issued = 0
+        self._ended: deque[CollectiveId] = deque(maxlen=16)
 
-    def fits(self, num_ranks: int) -> bool:
-        """Whether all ranks that it names are among ``num_ranks``."""
-        return all(are_below(num_ranks, one.ranks, ranks) for one, ranks in self.unfinished)
+    @property
+    def world(self) -> RankGroup:
+        """All ranks that may take part in a collective."""
+        parent = None if self._parent is None else self._parent()
+        return RankGroup(self._ranks, self._own_rank, parent)
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The number of exchanges and the bytes that this rank sent in them; zeros if not counted.
 
-def are_below(num_ranks: int, *groups: tuple[int, ...]) -> bool:
-    """Whether all numbers of the ``groups`` are ranks of a job of ``num_ranks``."""
-    return all(min(group) >= 0 and max(group) < num_ranks for group in groups if group)
+        They are counted since the last recovery.
+        """
+        return 0, 0
+
+    @abstractmethod
+    def all_gather(
+        self,
+        flat: Tensor,
+        group: RankGroup,
+        label: str,
+        fill: Callable[[], None] | None = None,
+        shared: object = None,
+    ) -> Work:
+        """All-gather ``flat`` in place.
+
+        Args:
+            flat: [ranks * S], of which this rank contributes its slot [S].
+            group: the ranks that take part.
+            label: name in the ledger.
+            fill: writes this rank's slot just before it is sent; None if it is written already.
+            shared: from `SharedMemory.range_at`; passed by all ranks of the group or by none.
+        """
+
+    @abstractmethod
+    def reduce(self, reduction: Reduction, label: str) -> Work:
+        """Run the stages of ``reduction`` one after the other."""
+
+    @abstractmethod
+    def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
+        """Replace ``values`` [n] with the maximum over the ranks of ``group``."""
+
+    @abstractmethod
+    def relay(self, steps: Sequence[Step], label: str) -> Work:
+        """Run ``steps`` in order; each uses the results of those before."""
+
+    @abstractmethod
+    def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
+        """Send the first tensor [n] of each pair to its rank, and receive the second [m] from it.
+
+        All ranks of `world` call this, including those that have nothing to send or receive.
+        """
+
+    @abstractmethod
+    def state(self) -> QueueState:
+        """Return how far this rank has come."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the collectives, some of which would never end; begin no more."""
+
+    def restart(self) -> None:
+        """Continue after `stop`, with numbers from 1 on. All ranks call this together."""
+        with self._lock:
+            self._ended.clear()
+            self._issued = 0
+            self._epoch += 1
+            self._is_stopped = False
+
+    def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:
+        """Number a collective in which this rank sends ``num_bytes`` to each other rank."""
+        self._issued += 1
+        return CollectiveId(self._issued, label, num_bytes, group.ranks)

@@ -7,8 +7,6 @@ for each other instead of mixing their numbers.
 """
 
 import contextlib
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -18,21 +16,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwise._private import group_timeout
 from shardwise.comm.api import (
-    SMALL_BYTES,
     CollectiveId,
     Hop,
     Operation,
     RankGroup,
     Reduction,
+    Sent,
     Step,
     Work,
 )
 from shardwise.comm.device import ThreadStream, copy_scaled_
-from shardwise.comm.queue import QueueState, Restart
+from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
 from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
-from shardwise.host.shared_memory import Place, SharedMemory, SharedRange, is_offered
-from shardwise.host.sums import Run, Summation
+from shardwise.host.shared_memory import Place, SharedRange
+from shardwise.host.sums import Run, Summation, parts_of
 
 __all__ = ["HostCollectives"]
 
@@ -40,38 +38,30 @@ _MAX_TEXT = 500  # characters of an error that other ranks get
 _Exchange = tuple[CollectiveId, Run]
 
 
-class HostCollectives:
-    """A queue of collectives among the ranks of ``world``, which run in order on a thread."""
+class HostCollectives(Collectives):
+    """A queue of collectives among the ranks of ``world``, which run on a thread."""
 
-    is_monitored = True
-    is_timed = True  # as in `ProcessGroupCollectives`, but times cost nothing here
+    stream: ThreadStream
 
     def __init__(self, world: RankGroup, name: str) -> None:
-        # Without the parent group, since this object lives as long as the group.
-        self.world = RankGroup(world.ranks, world.own_rank)
-        self.name = name
-        self._own = world.own_rank
+        super().__init__(world, name)
         assert world.parent is not None
-        store = PrefixStore(name, world.parent.get_group_store())
-        timeout = group_timeout(world.parent)
-        self.point_to_point = PointToPoint(store, self._own, world.size, timeout)
-        self._sums = Summation(self.point_to_point)
+        self._store, self._timeout = world.parent.get_group_store(), group_timeout(world.parent)
+        self._connect()
         self.stream = ThreadStream(f"shardwise-{name}")
-        self._issued = self._begun = 0
+        self._begun = 0
         self._running: CollectiveId | None = None
-        self._ended: deque[CollectiveId] = deque(maxlen=16)
-        self._stopped = False
-        self._lock = threading.Lock()
+
+    def _connect(self) -> None:
+        store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
+        size = len(self._ranks)
+        self.point_to_point = PointToPoint(store, self._own_rank, size, self._timeout)
+        self._sums = Summation(self.point_to_point)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """The number of exchanges so far, and the bytes that this rank sent in them."""
+        """As `Collectives.sent`."""
         return self.point_to_point.sent
-
-    @staticmethod
-    def new_shared_memory() -> SharedMemory | None:
-        """Return memory for the gathered parameters of a model, if the system has shared memory."""
-        return SharedMemory() if is_offered else None
 
     def all_gather(
         self,
@@ -82,7 +72,7 @@ class HostCollectives:
         shared: object = None,
     ) -> Work:
         """As `Collectives.all_gather`."""
-        gather = self._gathering(flat, group)
+        gather = self._gathering(flat.view(group.size, -1).unbind(), group)
         slot_bytes = flat.nbytes // group.size
         if (
             not isinstance(shared, SharedRange)
@@ -97,21 +87,24 @@ class HostCollectives:
             else:
                 gather(tag)
 
-        return self._submit([(self._next_id(label, group, slot_bytes, is_shared=True), run)])
+        return self._submit([(self._next_id(label, group, slot_bytes), run)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         """As `Collectives.exchange`."""
         check_memory(tensor for pair in pairs.values() for tensor in pair)
-        group = RankGroup(tuple(sorted({*pairs, self._own})), self._own)
-        sizes = tuple((rank, sent.nbytes, into.nbytes) for rank, (sent, into) in pairs.items())
-        collective = self._next_id(label, group, 0, pairs=sizes)
-        return self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
+        group = RankGroup(tuple(sorted({*pairs, self._own_rank})), self._own_rank)
+        run = partial(self.point_to_point.exchange, pairs)
+        work = self._submit([(self._next_id(label, group, 0), run)])
+        work.sent = tuple(
+            Sent((self._own_rank, rank), sent.nbytes) for rank, (sent, _) in pairs.items()
+        )
+        return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
         """As `Collectives.reduce`, always in a tree."""
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
-        rows = reduction.flat.view(first.group.size, -1)
+        rows = reduction.flat.view(first.group.size, -1).unbind()
         target = None if rest else out
         exchanges = [self._sum(label, first.group, rows, inner, target, scale, reduction.carried)]
         if not rest:
@@ -119,7 +112,7 @@ class HostCollectives:
         [second] = rest
         group = second.group
         if second.operation is Operation.REDUCE_SCATTER:
-            rows, total = inner.view(group.size, -1), reduction.scattered(group)
+            rows, total = inner.view(group.size, -1).unbind(), reduction.scattered(group)
             return self._submit([*exchanges, self._sum(label, group, rows, total, out, scale)])
         if out is not None and reduction.is_cast:
             exchanges += self._all_reduce(label, inner, group, 1.0)
@@ -129,7 +122,7 @@ class HostCollectives:
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
         """As `Collectives.all_reduce_max`; for few values."""
         rows = values.repeat(group.size, 1)  # [ranks, n]
-        gather = self._gathering(rows.view(-1), group)
+        gather = self._gathering(rows.unbind(), group)
         exchange = self._next_id(label, group, values.nbytes), gather
         return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
@@ -150,18 +143,6 @@ class HostCollectives:
 
     # -- the queue -------------------------------------------------------------------------------
 
-    def _next_id(
-        self,
-        label: str,
-        group: RankGroup,
-        slot_bytes: int,
-        *,
-        is_shared: bool = False,
-        pairs: tuple[tuple[int, int, int], ...] = (),
-    ) -> CollectiveId:
-        self._issued += 1
-        return CollectiveId(self._issued, label, slot_bytes, group.ranks, is_shared, pairs)
-
     def _submit(
         self,
         exchanges: Sequence[_Exchange],
@@ -169,7 +150,7 @@ class HostCollectives:
         finish: Callable[[], object] | None = None,
     ) -> Work:
         def job() -> None:
-            if prepare is not None and not self._stopped:
+            if prepare is not None and not self._is_stopped:
                 prepare()  # if it raises, the exchange was not begun
             for collective, run in exchanges:
                 self._perform(collective, run)
@@ -180,7 +161,7 @@ class HostCollectives:
 
     def _launch(self, job: Callable[[], None], collectives: Sequence[CollectiveId]) -> Work:
         work = self.stream.submit(job, collectives[-1])
-        work.sent = tuple(one for each in collectives for one in each.sent_by(self._own))
+        work.sent = tuple(Sent(each.ranks, each.slot_bytes) for each in collectives)
         return work
 
     def _perform(self, collective: CollectiveId, run: Run) -> None:
@@ -193,7 +174,7 @@ class HostCollectives:
 
     def _begin(self, collective: CollectiveId) -> None:
         with self._lock:
-            if self._stopped:
+            if self._is_stopped:
                 raise StepError(f"{collective.label} was cancelled")
             self._running = collective
             self._begun += 1
@@ -204,7 +185,7 @@ class HostCollectives:
             self._ended.append(collective)
 
     def _run_hop(self, hop: Hop, collective: CollectiveId) -> None:
-        if self._stopped:
+        if self._is_stopped:
             raise StepError(f"{collective.label} was cancelled")
         sent, rows = hop.prepare(torch.device("cpu"))  # if it raises, the exchange was not begun
         own = [sent] * hop.group.size if hop.gathers else sent.unbind()
@@ -214,13 +195,12 @@ class HostCollectives:
 
     # -- gathers ---------------------------------------------------------------------------------
 
-    def _gathering(self, flat: Tensor, group: RankGroup) -> Callable[[int], None]:
-        """Return a function that all-gathers ``flat`` in place."""
-        if group.size == 1 or not flat.numel():
-            return lambda _tag: None
-        check_memory([flat])
-        slots = flat.view(group.size, -1).unbind()
+    def _gathering(self, slots: Sequence[Tensor], group: RankGroup) -> Run:
+        """Return a function that sends this rank's slot [S] and receives the others."""
         own = slots[group.index]
+        if group.size == 1 or not own.numel():
+            return lambda _tag: None
+        check_memory([own])
         pairs = {rank: (own, slots[i]) for i, rank in group.others}
         return partial(self.point_to_point.exchange, pairs)
 
@@ -258,7 +238,7 @@ class HostCollectives:
     def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
         """Move to the range of the first rank, if all ranks use the same buffers."""
         first = group.ranks[0]
-        is_first = first == self._own
+        is_first = first == self._own_rank
         descriptor = shared.descriptor if is_first else -1
         ranks, own_place = _other_ranks(group), shared.place.pack()
         messages = self.point_to_point.swap_messages(ranks, own_place, tag, descriptor)
@@ -284,35 +264,25 @@ class HostCollectives:
         self, label: str, inner: Tensor, group: RankGroup, scale: float
     ) -> Iterator[_Exchange]:
         """Yield the exchanges that leave ``scale`` times the sum in ``inner``."""
-
-        def sum_whole(tensor: Tensor) -> _Exchange:
-            rows = tensor.expand(group.size, -1)
-            return self._sum(label, group, rows, tensor, tensor, scale)
-
-        # Small tensors are sent inline, and so copied before the sum is written.
-        if inner.nbytes <= SMALL_BYTES:
-            yield sum_whole(inner)
-            return
-        size = inner.numel() // group.size
-        cut, rest = inner[: size * group.size], inner[size * group.size :]
-        rows = cut.view(group.size, size)
-        own = rows[group.index]
-        yield self._sum(label, group, rows, own, own, scale)
-        yield self._next_id(label, group, own.nbytes), self._gathering(cut, group)
+        rows, rest = parts_of(inner, group.size)
+        if rows:
+            own = rows[group.index]
+            yield self._sum(label, group, rows, own, own, scale)
+            yield self._next_id(label, group, own.nbytes), self._gathering(rows, group)
         if rest.numel():
-            yield sum_whole(rest)
+            yield self._sum(label, group, [rest] * group.size, rest, rest, scale)
 
     def _sum(
         self,
         label: str,
         group: RankGroup,
-        rows: Tensor,
+        parts: Sequence[Tensor],
         total: Tensor,
         out: Tensor | None,
         scale: float,
         carried: Tensor | None = None,
     ) -> _Exchange:
-        """Sum this rank's row of all ranks' ``rows`` [ranks, S]; see `Summation.prepare`."""
+        """Sum the ``parts`` [S] that all ranks have for this one; see `Summation.prepare`."""
 
         def finish(total: Tensor, piece: slice) -> None:
             if carried is not None:
@@ -321,7 +291,6 @@ class HostCollectives:
                 copy_scaled_(out[piece], total, scale)
 
         is_cast = out is not None and out.dtype != total.dtype
-        parts = rows.unbind()
         run = self._sums.prepare(group.ranks, parts, total, finish, keeps_total=is_cast)
         return self._next_id(label, group, total.nbytes), run
 
@@ -332,42 +301,17 @@ class HostCollectives:
             return QueueState.of(self._issued, self._begun, self._running, self._ended)
 
     def stop(self) -> None:
-        """Begin no more exchanges; the running one continues."""
+        """End all exchanges, here and on the ranks that this one exchanges with; begin no more."""
         with self._lock:
-            self._stopped = True
+            self._is_stopped = True
+        self.point_to_point.close()
 
-    def restart(self, restart: Restart) -> None:
-        """Continue, with the same numbers on all ranks."""
-        self._release(restart)
+    def restart(self) -> None:
+        """Continue with new connections."""
         self.stream.submit(lambda: None).wait()
-        with self._lock:
-            self._issued = self._begun = restart.issued
-            self._stopped = False
-
-    def _release(self, restart: Restart) -> None:
-        """Send placeholders to ranks that wait in exchanges that this rank has not begun."""
-        # By tag and rank: disjoint groups may run collectives with the same tag.
-        running: dict[int, dict[int, CollectiveId]] = {}
-        for collective, ranks in restart.unfinished:
-            if self._own in collective.ranks:
-                running.setdefault(collective.tag, {}).update(dict.fromkeys(ranks, collective))
-        state = self.state()
-        for _, waiting in sorted(running.items()):
-            collective = next(iter(waiting.values()))
-            if state.has_begun(collective):
-                continue
-            with _peer_lost():
-                self._release_one(collective, waiting)
-
-    def _release_one(self, collective: CollectiveId, waiting: Mapping[int, CollectiveId]) -> None:
-        """Send placeholders to ``waiting``: ranks, each with its view of ``collective``."""
-        tag, zeros = collective.tag, partial(torch.zeros, dtype=torch.uint8, device="cpu")
-        if collective.is_shared:
-            self.point_to_point.swap_messages(waiting, Place(-1).pack(), tag)
-            self.point_to_point.swap_messages(waiting, b"filled", tag)
-        sizes = {peer: theirs.bytes_with(self._own) for peer, theirs in waiting.items()}
-        pairs = {peer: (zeros(back), zeros(to)) for peer, (to, back) in sizes.items()}
-        self.point_to_point.exchange(pairs, tag)
+        self._begun = 0
+        super().restart()
+        self._connect()
 
 
 def _other_ranks(group: RankGroup) -> list[int]:

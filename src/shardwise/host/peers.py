@@ -89,16 +89,19 @@ class Peer:
     def send(self, tag: int, content: bytes, descriptor: int = -1) -> None:
         """Send a message, with an open file unless ``descriptor`` is negative."""
         with contextlib.suppress(ConnectionError):  # `recv` raises it
-            try:
-                if descriptor < 0:
-                    self.connection.sendall(_TAG.pack(tag) + content)
-                else:
-                    socket.send_fds(self.connection, [_TAG.pack(tag) + content], [descriptor])
-            except OSError as error:
-                if isinstance(error, ConnectionError):
-                    raise
-                self._failure = f"a message could not be sent to it: {error}"
-                self.connection.shutdown(socket.SHUT_RDWR)  # it must not wait for this message
+            self._send(_TAG.pack(tag) + content, descriptor)
+
+    def _send(self, message: bytes, descriptor: int = -1) -> None:
+        try:
+            if descriptor < 0:
+                self.connection.sendall(message)
+            else:
+                socket.send_fds(self.connection, [message], [descriptor])
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            self._failure = f"a message could not be sent to it: {error}"
+            self.connection.shutdown(socket.SHUT_RDWR)  # it must not wait for this message
 
     def recv(self, tag: int) -> Message:
         """Return the next message with ``tag``."""
@@ -164,9 +167,13 @@ class Peer:
         return Offer(self.process, address, num_bytes, into)
 
     def release(self, num_bytes: int, tag: int) -> None:
-        """Let the other rank continue, if it offered a tensor of ``num_bytes``."""
+        """Let the other rank continue, if it offered a tensor of ``num_bytes``.
+
+        Raises:
+            ConnectionError: it has ended the connection, so what was read may be something else.
+        """
         if num_bytes > INLINE_BYTES:
-            self.send(tag, b"")
+            self._send(_TAG.pack(tag))
 
     def end(self, sent: Tensor, tag: int) -> None:
         """Return when the other rank has read ``sent``."""

@@ -25,6 +25,7 @@ _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 _GLOO_PIECE_BYTES = 1 << 25
 # A rank is lost if its connection or its process is gone. Any other error is one of this rank.
 _GONE = (ConnectionError, EOFError, TimeoutError, ProcessLookupError)
+_UNUSED_TAG = (1 << 31) - 1
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _T = TypeVar("_T")
 Use = Callable[[slice], None]
@@ -39,6 +40,7 @@ class PointToPoint:
 
     def __init__(self, store: Store, own_rank: int, num_ranks: int, timeout: timedelta) -> None:
         self.own_rank = own_rank
+        self._num_ranks = num_ranks
         self.timeout = timeout
         self.sent = (0, 0)  # number of exchanges, and the bytes that this rank sent in them
 
@@ -158,10 +160,15 @@ class PointToPoint:
 
     def close(self) -> None:
         """End all connections: ranks that wait for each other raise an error."""
-        for peer in self.host.peers.values():
+        peers = self.host.peers
+        for peer in peers.values():
             peer.close()
-        if self._gloo is not None:
-            self._gloo.abort()
+        far = [r for r in range(self._num_ranks) if r not in peers or not peers[r].can_read]
+        # Gloo's `abort` does not end waits, but a wait that times out closes all connections.
+        for rank in [rank for rank in far if rank != self.own_rank][:1]:
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                self._gloo.recv([nothing], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _split(self, tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the tensors to or from ranks of this host, and those that Gloo moves."""

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise.host.peers import INLINE_BYTES
 from shardwise.host.point_to_point import PointToPoint, check_memory
 
-__all__ = ["Add", "Finish", "Run", "Summation"]
+__all__ = ["Add", "Finish", "Run", "Summation", "parts_of"]
 
 Run = Callable[[int], None]  # called with a tag
 Finish = Callable[[Tensor, slice], None]
@@ -92,6 +93,16 @@ class Summation:
             if self._window.numel() < num_bytes:
                 self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             return self._window[:num_bytes].view(dtype)
+
+
+def parts_of(flat: Tensor, num_ranks: int) -> tuple[list[Tensor], Tensor]:
+    """Cut ``flat`` [n] for an all-reduce: a row for each rank, which it sums, and the rest.
+
+    Small tensors are only a rest: it is sent inline, and so copied before its sum is written.
+    """
+    size = 0 if flat.nbytes <= INLINE_BYTES else flat.numel() // num_ranks
+    cut = size * num_ranks
+    return list(torch.split(flat[:cut], size)) if cut else [], flat[cut:]
 
 
 def _copied(part: Tensor, total: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.host.peers import INLINE_BYTES
 from shardwise.host.point_to_point import PointToPoint, RankLostError
-from shardwise.host.sums import Add, Run, Summation
+from shardwise.host.sums import Add, Run, Summation, parts_of
 from shardwise.hostccl.works import HostWork, Lanes
 
 __all__ = ["HostGroup"]
@@ -294,13 +293,12 @@ class HostGroup(dist.ProcessGroup):
         Returns:
             The rows of ``total``, one for each rank, which then has this row.
         """
-        size = 0 if flat.nbytes <= INLINE_BYTES else flat.numel() // len(self._ranks)
-        cut = size * len(self._ranks)
-        rows = self._rows(total[:cut]) if cut else []
+        rows, rest = parts_of(total, len(self._ranks))
+        parts, own_rest = parts_of(flat, len(self._ranks))
         if rows:
-            self._reduce(job, self._rows(flat[:cut]), rows[self._rank], op)
-        if cut < flat.numel():  # sent inline, so copied before the result is written
-            self._reduce(job, self._same(flat[cut:]), total[cut:], op)
+            self._reduce(job, parts, rows[self._rank], op)
+        if rest.numel():
+            self._reduce(job, self._same(own_rest), rest, op)
         return rows
 
     def _reduce(self, job: "_Job", parts: list[Tensor], total: Tensor, op: Any) -> None:

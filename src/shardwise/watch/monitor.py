@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 from shardwise._private import default_store
 from shardwise.comm.communicator import POLL_SECONDS, Place
 from shardwise.comm.groups import becomes_true
-from shardwise.comm.queue import Restart
 from shardwise.errors import PeerLost, PeerSilent, StepError
 from shardwise.watch.plain_data import decode, encode
 from shardwise.watch.status import LookCounter, Report, table, verdict
@@ -52,7 +51,6 @@ ENDED_NORMALLY = "no exception, it ran fewer steps"
 _MAX_TEXT = 500
 # A rank whose connection was closed waits so long for the reason from the other side.
 _REASON_SECONDS = 2.0
-_REFUSED = "refused"  # instead of a `Restart`
 
 _log = logging.getLogger("shardwise")
 
@@ -338,31 +336,13 @@ class Monitor:
         self._set(self._key("history", self._rank), own)
         return self._message(type(own), self._store.peek(self._key("history", rank)))
 
-    def meet(self, report: Report) -> tuple[Restart, ...]:
-        """Wait until all ranks have called this in the same epoch; return how each queue restarts.
-
-        Rank 0 reads the reports of all, and publishes the result.
-
-        Raises:
-            StepError: another process has overwritten a report.
-        """
-        came = [self._key("came", report.epoch, rank) for rank in range(self._size)]
-        met = [self._key("met", report.epoch, queue) for queue in range(len(report.queues))]
-        self._set(came[self._rank], report)
-        if self._rank == 0:
-            becomes_true(lambda: self._store.has(*came))
-            found = [self._message(Report, content) for content in self._store.read(came)]
-            reports = [one for one in found if one is not None and len(one.queues) == len(met)]
-            is_complete = len(reports) == self._size
-            for queue, key in enumerate(met):
-                states = [one.queues[queue] for one in reports]
-                self._store.set(key, encode(Restart.of(states)) if is_complete else _REFUSED)
-        becomes_true(lambda: self._store.has(*met))
-        answers = [self._message(Restart, content) for content in self._store.read(met)]
-        restarts = tuple(one for one in answers if one is not None)
-        if len(restarts) < len(met):
-            raise StepError("the job's store has a report that no rank of this job wrote")
-        return restarts
+    def meet(self, epoch: int) -> None:
+        """Return when all ranks have called this in ``epoch``."""
+        met = self._key("met", epoch)
+        # More than all, if a call that was given up has had an effect.
+        if self._store.add(self._key("came", epoch), 1) >= self._size:
+            self._store.set(met, "")
+        becomes_true(lambda: self._store.has(met))
 
     def _set(self, key: str, value: Any) -> None:
         self._store.set(key, encode(value))
@@ -374,7 +354,7 @@ class Monitor:
         except ValueError:
             return None
         named = message.report if isinstance(message, Heartbeat) else message
-        is_foreign = isinstance(named, (Report, Restart)) and not named.fits(self._size)
+        is_foreign = isinstance(named, Report) and not named.fits(self._size)
         return None if is_foreign else message
 
 

@@ -84,7 +84,7 @@ class SlowWait:
 class RankWatch(Watch):
     """Watches the other ranks for one rank. A wait that cannot end raises an error.
 
-    The error says what each rank waits for.
+    The error says what each rank waits for. Methods without a description are those of `Watch`.
     """
 
     is_active = True
@@ -138,7 +138,6 @@ class RankWatch(Watch):
 
     @property
     def is_locked_here(self) -> bool:
-        """Whether this thread holds the lock that `abort` waits for, so that it would hang."""
         return threading.get_ident() in self._lockers
 
     @contextlib.contextmanager
@@ -152,7 +151,6 @@ class RankWatch(Watch):
             self._lockers.discard(thread)
 
     def enter(self, unit: str) -> None:
-        """Record that the forward of ``unit`` begins."""
         self._entered.add(self.place.step, unit)
         self._thread = threading.get_ident()
 
@@ -182,16 +180,9 @@ class RankWatch(Watch):
             raise self._end_lost(self._explained(error))
 
     def check_peers(self) -> None:
-        """Check that the other processes run. Call it regularly while this rank waits for them.
-
-        Raises:
-            PeerSilent: another process is silent.
-            PeerLost: it has ended normally.
-        """
         self._monitor.check_heartbeats()
 
     def abort(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank raised, so that they do not wait for it."""
         with self._locked():
             self._error = None  # this rank raises its own
             if not self.is_broken:
@@ -200,12 +191,6 @@ class RankWatch(Watch):
                 self._end_step(error if isinstance(error, PeerLost) else aborted)
 
     def recover(self) -> None:
-        """Resynchronize the ranks after an error. Costs nothing if there was none.
-
-        Raises:
-            PeerLost: another rank died; or it is silent, and the next call tries again.
-            StepError: what `wait` would have raised for the last step of a device.
-        """
         is_broken = self.is_broken  # read first: the heartbeat thread sets the error before it
         self.raise_found()
         if not is_broken:
@@ -226,18 +211,14 @@ class RankWatch(Watch):
         self._entered = RecentUnits()
 
     def _synchronize(self) -> None:
-        """Exchange reports with all ranks, and end collectives that only some of them began.
-
-        It runs on a thread.
-        """
+        """Continue together with all ranks. It runs on a thread."""
         make_current(self._device)
-        restarts = self._monitor.meet(self._report())
-        for queue, restart in zip(self._queues, restarts, strict=True):
-            queue.restart(restart)
+        self._monitor.meet(self.epoch)
+        for queue in self._queues:
+            queue.restart()
         self._follow_queues()
 
     def raise_found(self) -> None:
-        """Raise the error that the heartbeat thread found. Call it after the host has waited."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -305,9 +286,8 @@ class RankWatch(Watch):
             if raises_later:  # in `raise_found`
                 self._error = agreed
             self.is_broken = True
-            for one in (error, agreed):
-                if isinstance(one, PeerLost) and not isinstance(one, PeerSilent):
-                    self._lost = one
+            if isinstance(agreed, PeerLost) and not isinstance(agreed, PeerSilent):
+                self._lost = agreed
             try:
                 self._write_flight_records()
             finally:

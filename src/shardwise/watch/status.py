@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 
-from shardwise.comm.queue import QueueState, are_below
+from shardwise.comm.queue import QueueState
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
 
 __all__ = ["LookCounter", "Report", "table", "verdict"]
@@ -70,7 +70,8 @@ class Report:
     def fits(self, num_ranks: int) -> bool:
         """Whether all ranks that it names are among ``num_ranks``."""
         running = [state.running.ranks for state in self.queues if state.running is not None]
-        return are_below(num_ranks, self.blocked_with, *running)
+        groups = [self.blocked_with, *running]
+        return all(min(group) >= 0 and max(group) < num_ranks for group in groups if group)
 
     @property
     def cells(self) -> tuple[str, ...]:
