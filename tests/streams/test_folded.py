@@ -88,7 +88,7 @@ def gradients(strategy: str, *, carries: bool) -> list[float]:
         torch.manual_seed(0)
         options: dict[str, Any] = {"sharding_factor": 2} if strategy == "hsdp" else {}
         model = Stack(depth=1).double().to(DEVICE)
-        sharded = sw.fully_shard(model, units=Block, strategy=strategy, **options)
+        sharded: Any = sw.fully_shard(model, units=Block, strategy=strategy, **options)
         for is_last in (False, True):
             sharded.set_requires_all_reduce(is_last or not carries)
             batch = torch.randn(3, 6, dtype=torch.float64).to(DEVICE)
