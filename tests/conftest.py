@@ -1,5 +1,6 @@
 """Fixtures of every test: ranks that end with the session, and a check for what is left running."""
 
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ from tests.ranks import close_pools
 
 # The helpers of tests assert as well; named before any of them is imported by a test.
 pytest.register_assert_rewrite("tests")
+
+# Before torch is imported. Tests run in two processes: threads of one that wait would spin on the
+# cores that the other one needs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine makes any example slow, which says nothing about the code.
 for profile, num_examples in (("tests", 30), ("thorough", 300)):

@@ -24,7 +24,7 @@ from tests.runtime.one_process import rank
 
 
 def test_random_damage_is_always_detected(tmp_path: Path) -> None:
-    undetected, tried = find_undetected(100, seed=1, folder=tmp_path)
+    undetected, tried = find_undetected(40, seed=1, folder=tmp_path)
     assert undetected == []
     assert len(tried) >= 7, "a kind of damage was never tried"
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
+from shardwise.comm.communicator import Communicator, communicator
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.engine import Runtime
 from shardwise.schedule.events import EventKind
@@ -63,6 +64,12 @@ def runtime_of(model: nn.Module) -> Runtime:
     runtime = model.__dict__["_shardwise"].runtime
     assert isinstance(runtime, Runtime)
     return runtime
+
+
+def comm_of(model: nn.Module) -> Communicator:
+    """The communicator of a sharded model, which exists since its first step."""
+    runtime = runtime_of(model)
+    return communicator(runtime.mesh.world, runtime.pools.device)
 
 
 def assert_reduced_once(model: nn.Module) -> None:

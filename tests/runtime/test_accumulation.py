@@ -285,7 +285,7 @@ def run(model: nn.Module, events: Sequence[Event], delay: str, path: Path) -> Lo
     return loop
 
 
-def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> None:
+def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> Loop:
     loop = run(shard(strategy), events, delay, path)
     alone = run(make(), events, delay, path)
     assert_equal_models(loop.model, alone.model, 1)
@@ -294,6 +294,7 @@ def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> N
         one.optimizer.zero_grad()
         one.backward(last=True)
     assert_equal_models(loop.model, alone.model, 2)
+    return loop
 
 
 @on_ranks(2)
@@ -313,7 +314,8 @@ def test_between_micro_batches(event: Event, strategy: str, tmp_path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_sums_over_the_row(event: Event, strategy: str, tmp_path: Path) -> None:
-    compare(strategy, [event, keep], DELAYS[1], tmp_path / "saved")
+    loop = compare(strategy, [event, keep], DELAYS[1], tmp_path / "saved")
+    assert not runtime_of(loop.model).pools.of_gradients.allocated_bytes, "each sum is freed once"
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.modules import FailingLinear
-from tests.runtime.one_process import assert_close, own_part, runtime_of
+from tests.runtime.one_process import assert_close, comm_of, own_part, runtime_of
 from tests.waiting import eventually
 from tests.watching import watch_of
 
@@ -133,7 +133,7 @@ def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None
         model(torch.randn(4, WIDTH).double()).square().mean().backward()
     monkeypatch.undo()
     failing.where = ""
-    comm = runtime_of(model).scheduler._comm
+    comm = comm_of(model)
     assert not comm.watch.is_broken
     with watch_of(comm)._locked():
         held.clear()

@@ -26,10 +26,10 @@ from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     assert_close,
     assert_equal_models,
+    comm_of,
     mean_over_ranks,
     own_part,
     rank,
-    runtime_of,
     world_size,
 )
 from tests.watching import watch_of
@@ -74,7 +74,7 @@ def test_a_local_error_is_raised_as_itself(
 def test_a_message_that_cannot_be_sent_is_a_lost_connection_on_both_sides() -> None:
     reference, model = _make("fsdp")
     _check_step(model, reference)
-    queue = runtime_of(model).scheduler._comm.gather
+    queue = comm_of(model).gather
     assert isinstance(queue, host_collectives.HostCollectives)
     transport = queue.point_to_point
     peer = transport.host.peers[1 - rank()]
@@ -115,7 +115,7 @@ def _make(strategy: str) -> tuple[nn.Module, Any]:
     model.load_state_dict(reference.state_dict())
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     sw.fully_shard(model, units=nn.Linear, strategy=strategy, mesh=mesh)
-    watch_of(runtime_of(model).scheduler._comm).patience = Patience(poll_seconds=0.02)
+    watch_of(comm_of(model)).patience = Patience(poll_seconds=0.02)
     return reference, model
 
 

@@ -23,6 +23,7 @@ from tests.runtime.one_process import (
     adamw,
     assert_close,
     assert_equal_training,
+    comm_of,
     options_of,
     own_part,
     runtime_of,
@@ -285,7 +286,7 @@ def _train_some(name: str, options: dict[str, Any]) -> None:
 def test_gathers_and_reductions_in_one_queue(strategy: str) -> None:
     options = {**options_of(strategy), "communicators": "shared"}
     model = assert_equal_training("stack", accumulate=2, clip=0.5, prefetch=2, **options)
-    comm = runtime_of(model).scheduler._comm
+    comm = comm_of(model)
     assert comm.gather is comm.reduce
     other = assert_equal_training("stack", **options_of(strategy))
-    assert runtime_of(other).scheduler._comm is not comm
+    assert comm_of(other) is not comm

@@ -1,5 +1,6 @@
 """Training with quantized gathers and reductions."""
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.covering import covered_first
 from tests.lossless import lossless_wires
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
+from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import (
     assert_equal_training,
     full,
@@ -164,6 +166,34 @@ def test_bytes_are_a_quarter_and_an_eighth() -> None:
     (gathered, reduced), (int8, int4) = sent
     assert 0.25 <= int8 / gathered <= 0.27
     assert 0.125 <= int4 / reduced <= 0.15
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_no_rounding_errors() -> None:
+    """Those of gradients that were dropped would be added to the next ones."""
+
+    def gradients(*places: str) -> list[Tensor]:
+        """Those of a backward after backwards that fail in ``places``."""
+        torch.manual_seed(0)
+        failing = FailingLinear()
+        model = nn.Sequential(failing, Block(), Block())
+        wire = sw.Wire(reduce="int4", block=8, error_feedback=True)
+        sw.fully_shard(model, units={FailingLinear, Block}, wire=wire)
+        x = torch.randn(4, WIDTH)
+        for where in (*places, ""):
+            model.zero_grad()
+            failing.where = where
+            fails = pytest.raises(ValueError, match="it hurts")
+            with fails if where else contextlib.nullcontext():
+                model(x).square().mean().backward()
+        return [full(p.grad) for p in model.parameters() if p.grad is not None]
+
+    def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+    expected = gradients()
+    assert are_equal(gradients("backward"), expected)
+    assert not are_equal(gradients(""), expected), "those of a backward that ends are added"
 
 
 @on_ranks(4)

@@ -1,11 +1,13 @@
 """The schedule: written out for a small model, and checked for random programs."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
 from torch import nn
 
+from shardwise.plan.options import UnitSettings
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import PRESETS
 from shardwise.schedule.events import EventKind, describe
@@ -261,6 +263,28 @@ def test_a_sequencer_knows_what_is_in_use() -> None:
     assert [sequencer.is_in_use(unit) for unit in (0, 1)] == [True, True]
     sequencer.finish_backward(task=0)
     assert [sequencer.is_in_use(unit) for unit in (0, 1)] == [False, False]
+
+
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+def test_a_unit_that_has_stepped_keeps_no_shard_in_its_subgroup(steps_in_backward: bool) -> None:
+    """It would have the values before the step. u0 accumulates, and u1 does not."""
+    plan = flat_plan(1)
+    options = plan.units[1].options.over(PRESETS["hfsdp"], world_size=4, replicas=2)
+    plan = replace(plan, units=tuple(replace(unit, options=options) for unit in plan.units))
+    settings = [UnitSettings(reduce_grads=False), UnitSettings()]
+    sequencer = Sequencer(plan, settings)
+    sequencer.steps_in_backward = steps_in_backward
+    for _ in range(2):  # in the second backward, no step of u0 has come between
+        root, events = sequencer.enter(0, grad=True)
+        block, entering = sequencer.enter(1, grad=True)
+        events += entering
+        for call in (block, root):
+            events += sequencer.exit(call, Outcome.DIFFERENTIABLE)
+        for call in (root, block):
+            events += sequencer.before_backward(call, task=0)
+        events += sequencer.finish_backward(task=0)
+    freed = [one.unit for one in events if one.kind is EventKind.FREE_SUBGROUP]
+    assert freed == ([1] if steps_in_backward else [])
 
 
 # -- random programs ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.streams.clock import Stream
+from tests.streams.clock import Stream, Timeline
 from tests.streams.exchange import Exchange
 from tests.streams.memory import byte_runs
 from tests.streams.raw import raw
@@ -44,7 +44,8 @@ _Move = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # from the inputs 
 class StrictGroup:
     """A `ProcessGroupNCCL` on the device of a simulation.
 
-    A collective runs on the current stream, as a synchronous one of NCCL does.
+    A collective runs on the current stream, as a synchronous one of NCCL does. All collectives of a
+    group must run on one stream, or their order could differ between ranks.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class StrictGroup:
         self._is_refused = False
         self._exchange = Exchange(name, self._own, len(ranks)) if exchanges else None
         self._is_aborted = False
+        self._timeline: Timeline | None = None
 
     def rank(self) -> int:
         return self._own
@@ -205,6 +207,9 @@ class StrictGroup:
         timeline = simulation.timeline_for([simulation.place_of(one) for one in writes])
         number = simulation.begin(timeline)
         what = f"{operation} in {location()}"
+        if self._timeline not in (None, timeline):
+            simulation.report(Problem.NCCL, f"{what}: {self._name} is used on {self._timeline} too")
+        self._timeline = timeline
         for tensor in reads:
             simulation.use(tensor, timeline, number, what, is_write=False)
         for tensor in writes:

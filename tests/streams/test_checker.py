@@ -25,6 +25,7 @@ CLEAN = {
     "chunks of a dim": Program(granularity="dim"),
     "rows": Program(granularity="row"),
     "zeros for unused parameters": Program("unused and reused", unused="zeros"),
+    "unused parameters, ddp": Program("unused and reused", strategy="ddp"),
     "resharded to two ranks": Program(options={"reshard_after_forward": 2}),
     "permuted": Program(is_permuted=True),
     "permuted hsdp": Program(strategy="hsdp", is_permuted=True),

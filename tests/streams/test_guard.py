@@ -24,7 +24,7 @@ from tests.covering import leaving
 from tests.logged import logged
 from tests.models import Block
 from tests.ranks import RankFailed, on_ranks, run_on
-from tests.runtime.one_process import adamw, assert_equal_models, own_part, runtime_of
+from tests.runtime.one_process import adamw, assert_equal_models, comm_of, own_part
 from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
@@ -113,8 +113,8 @@ def assert_same(text: str) -> None:
 
 
 def epochs(run: Training) -> set[int]:
-    scheduler = runtime_of(run.model).scheduler
-    queues: list[Any] = [scheduler._comm.gather, scheduler._comm.reduce]
+    comm = comm_of(run.model)
+    queues: list[Any] = [comm.gather, comm.reduce]
     return {queue._epoch for queue in queues}
 
 
@@ -251,7 +251,7 @@ def test_a_rank_that_raises_while_no_host_waits() -> None:
     """The other ranks receive the error after their last wait in the block, before they vote."""
     with training() as run:
         run.step()
-        comm = runtime_of(run.model).scheduler._comm
+        comm = comm_of(run.model)
 
         def act(*_args: object) -> None:
             if dist.get_rank() == LAST:
@@ -286,7 +286,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
             finally:
                 over.touch()
                 os.kill(pids[LAST], signal.SIGCONT)
-            monitor: Any = watch_of(runtime_of(run.model).scheduler._comm)._monitor
+            monitor: Any = watch_of(comm_of(run.model))._monitor
             assert eventually(lambda: not monitor._silence())
         else:
             text = run.error(sw.PeerSilent, before_backward=wait_to_be_stopped)

@@ -100,7 +100,7 @@ def test_late_streams_with_owners_of_matrices(optimizer: str) -> None:
     ],
 )
 def test_late_streams_give_the_same_bits_with_a_wire(strategy: str, wire: sw.Wire) -> None:
-    program = Program("stack", strategy=strategy, accumulate=2, options={"wire": wire})
+    program = Program(strategy=strategy, accumulate=2, options={"wire": wire})
     late, prompt = (digest_of_training(program, is_late=is_late) for is_late in (True, False))
     assert late == prompt
 

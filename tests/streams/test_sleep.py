@@ -24,8 +24,10 @@ PROGRAMS = {
 }
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, 4 if "hsdp" in name else 2) for name in PROGRAMS]
+)
 def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
     program = PROGRAMS[name]
     asleep: list[int] = []

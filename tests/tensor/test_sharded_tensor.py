@@ -82,6 +82,18 @@ def test_elementwise_operations_equal_those_on_whole_tensors() -> None:
         assert copied.to_local().ndim == 1
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "is_replicated"),
+    [("ddp", [True]), ("fsdp", [False]), ("hsdp", [True, False]), ("hfsdp", [False, False])],
+)
+def test_placements_tell_the_dimensions_that_cut(strategy: str, is_replicated: list[bool]) -> None:
+    factor = 2 if len(is_replicated) == 2 else None
+    weight = sw.fully_shard(nn.Linear(3, 5), strategy=strategy, sharding_factor=factor).weight
+    assert isinstance(weight, sw.ShardedTensor)
+    assert [one.is_replicate() for one in weight.placements] == is_replicated
+
+
 @on_ranks(2)
 def test_unsupported_operations_are_refused() -> None:
     (sharded, whole), *_ = _pairs()

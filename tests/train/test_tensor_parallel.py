@@ -144,7 +144,7 @@ def on_one_rank(root: Path) -> Callable[[str], list[StepMetrics]]:
 
 
 CASES = [(family, ranks) for family in FAMILIES for ranks in RANKS]
-ORDINARY = {("llama", "2"), ("qwen2", "2 x 2"), ("qwen3", "hsdp"), ("gpt_neox", "2")}
+ORDINARY = {("llama", "2"), ("qwen2", "2 x 2"), ("gpt_neox", "2")}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def _start(config: Config) -> tuple[Plan, dict[str, torch.Tensor]]:
     return trainer.runtime.plan, {n: full(p.detach()) for n, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("degrees", [(2, 1), pytest.param((1, 2), marks=pytest.mark.thorough)])
 def test_a_run_is_resumed_with_another_degree(
     root: Path, tmp_path: Path, degrees: tuple[int, int]
 ) -> None:
@@ -347,7 +347,7 @@ FLOAT64 = [  # families that compute in the dtype of their inputs throughout
 ]
 
 
-@pytest.mark.parametrize("family", leaving({*FLOAT64} - {"gemma2", "olmo2", "phi3"}, FLOAT64))
+@pytest.mark.parametrize("family", leaving({*FLOAT64} - {"gemma2", "phi3"}, FLOAT64))
 def test_gradients_of_a_family_equal_those_of_one_rank(family: str) -> None:
     gradients = run_on(2, _gradients, family)
     assert not any(gradients), "parameters whose gradients differ"

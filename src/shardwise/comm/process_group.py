@@ -75,6 +75,7 @@ class ProcessGroupCollectives(Collectives):
         self._memory_kind = MemoryKind.OWN
         self._without_kernels = False
         self._allocations = 0
+        self._also_gathers = world.has_one_queue
         self.stream = DeviceStream(device)
         self._second_stream = DeviceStream(device)
         # The device may wait for other ranks, while the host does not.
@@ -128,8 +129,11 @@ class ProcessGroupCollectives(Collectives):
         [second], began = rest, work.times[0]
         # Each process group is used on one stream only:
         #   stream          the first stage, and the group of all ranks
-        #   second stream   the second stage, unless its group is that of all ranks
-        stream = self._second_stream if first.group.size > 1 else self.stream
+        #   second stream   the second stage, unless its group is that of all ranks, or unless
+        #                   gathers use it, too (in one queue, where shards are on both axes)
+        is_gathered = self._also_gathers and second.operation is Operation.REDUCE_SCATTER
+        is_apart = first.group.size > 1 and not is_gathered
+        stream = self._second_stream if is_apart else self.stream
         with stream.enqueue(after=work, timed=self.is_timed) as work:
             total = inner
             if second.operation is Operation.REDUCE_SCATTER:
