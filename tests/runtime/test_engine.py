@@ -173,6 +173,11 @@ def test_mistakes_are_told_at_the_call() -> None:
     sw.fully_shard(model, units=Block)
     with pytest.raises(sw.PlanError, match="sharded already"):
         sw.fully_shard(model)
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))  # type: ignore[no-untyped-call]
+    with pytest.raises(sw.PlanError, match=r"^1 is a module of torch\.jit"):
+        sw.fully_shard(nn.Sequential(nn.ReLU(), traced))
+    with pytest.raises(sw.PlanError, match="weight has no shape yet"):
+        sw.fully_shard(nn.LazyLinear(2))
 
 
 @on_ranks(2)

@@ -44,7 +44,13 @@ __all__ = [
 
 
 def check_initialized(root: nn.Module) -> None:
-    """Raise a PlanError that names the first parameter without a shape."""
+    """Raise a PlanError that names the first scripted module, or parameter without a shape."""
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise PlanError(
+                f"{name or 'root'} is a module of torch.jit.script or torch.jit.trace, whose "
+                "parameters cannot be replaced; pass the module itself, and torch.compile it"
+            )
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"{name} has no shape yet; run one forward before fully_shard")
