@@ -1020,6 +1020,29 @@ def test_what_is_refused() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("steps", [2, 3])
+def test_buffers_that_each_forward_changes(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+    sw.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with sw.join(model, optimizer):
+            for _ in range(2 if rank() == 0 else steps):
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if steps == 2:
+        run()
+        return
+    error = sw.StepError if rank() == 0 else sw.PeerAborted
+    with pytest.raises(error, match=r"buffers of 0 .* give all ranks as many"):
+        run()
+
+
+@on_ranks(2)
 def test_a_join_inside_a_transaction() -> None:
     alone, joined = Alone(), Joined()
     batches = of_sizes([1], [1] * 3)

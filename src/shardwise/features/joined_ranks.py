@@ -74,10 +74,18 @@ class Agreement:
 class JoinedRanks(CallRecorder):
     """One rank among those that run a model inside `sw.join`."""
 
-    def __init__(self, runtime: Runtime, parameters: Sequence[Tensor], *, training: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Sequence[Tensor],
+        *,
+        training: bool,
+        iterating: str | None = None,  # a module whose buffers change in each forward
+    ) -> None:
         super().__init__(Exchange(runtime), runtime.scheduler)
         self._parameters = parameters  # of the model
         self._training = training
+        self._iterating = iterating
         self.num_exchanges = 0
         self.last_step = 0  # the last one in which this rank has computed
         # What a shadow does for an `Action` other than a forward and a backward.
@@ -384,6 +392,12 @@ class JoinedRanks(CallRecorder):
 
     def _follow_forward(self, agreed: Agreement) -> None:
         unit, grad = agreed.value // 8, bool(agreed.value // 4 % 2)
+        if grad and self._iterating is not None:
+            raise StepError(
+                f"each forward changes buffers of {self._iterating} (such as those of "
+                "spectral_norm), but a rank without batches inside sw.join runs none, so ranks "
+                "would compute with different weights; give all ranks as many batches"
+            )
         if grad:
             self._computed_last = False
             self._set_num_computing(agreed.num_computing)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import PlanError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.granularity import Dim, Granularities
@@ -23,7 +24,17 @@ __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
-    """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
+    """Plan ``module``, one rank's part of the model in the dtypes of its shards.
+
+    Raises:
+        PlanError: the configuration does not fit the model, or ``reproducible`` not the step.
+    """
+    leaves = configuration.accumulation * configuration.data_parallel
+    if configuration.reproducible not in (0, leaves):
+        raise PlanError(
+            f"reproducible={configuration.reproducible}: expected the number of micro-batches in a "
+            f"step over all ranks, accumulation x shard_size x replicas = {leaves}"
+        )
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
     plan = make_plan(
@@ -38,6 +49,7 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         offload=_offload_of(configuration),
         granularity=_granularity_of(module, configuration),
         wire=configuration.wire,
+        leaves=configuration.reproducible or None,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
 
@@ -86,6 +98,7 @@ def sharding_of(configuration: Configuration) -> dict[str, Any]:
         "wire": configuration.wire,
         "sharding_factor": configuration.shard_ranks if two_axes else None,
         "reshard_after_forward": configuration.reshard_after_forward,
+        "reproducible": configuration.reproducible or None,
     }
 
 
@@ -177,6 +190,8 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         arguments["prefetch"] = str(configuration.prefetch)
     if configuration.states.granularity != "element":
         arguments["granularity"] = f'"{configuration.states.granularity}"'
+    if configuration.reproducible:
+        arguments["reproducible"] = str(configuration.reproducible)
     if configuration.wire != UNQUANTIZED:
         arguments["wire"] = f"sw.{_call(configuration.wire)}"
     policy = precision_of(configuration)
@@ -223,7 +238,10 @@ def _step_of(configuration: Configuration) -> str:
         forward = f'with torch.autocast("cuda", {dtype}):\n{indent(forward, "    ")}'
     if configuration.activation_offload:
         forward = f"with sw.offload_activations(model):\n{indent(forward, '    ')}"
-    if count == 1:
+    if configuration.reproducible:  # means over leaves are the engine's
+        body = "for micro_batch in micro_batches:  # those of sw.leaves(model)\n"
+        body += indent(f"{forward}loss.backward()\n", "    ")
+    elif count == 1:
         body = f"(micro_batch,) = micro_batches\n{forward}loss.backward()\n"
     elif configuration.accumulate == "whole":
         forward = f"model.set_requires_gradient_sync(number == {count})\n{forward}"

@@ -19,6 +19,7 @@ from shardwise.features.agreement import Action
 from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
+from shardwise.runtime.checks import iterates_in_forward
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -76,7 +77,8 @@ def join(
     scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
     parameters = list(model.parameters())
     _check_parameters(parameters, stepped)
-    ranks = JoinedRanks(runtime, parameters, training=training)
+    iterating = (name for name, one in model.named_modules() if iterates_in_forward(one))
+    ranks = JoinedRanks(runtime, parameters, training=training, iterating=next(iterating, None))
     steps = _Steps(ranks, stepped, parameters)
     hooks = (
         register_optimizer_step_pre_hook(steps.before_step),

@@ -192,7 +192,8 @@ class _StepReplay:
         self._plan, self._workload, self._configuration = plan, workload, configuration
         self._labels = [unit.label for unit in plan.units]
         accumulates = configuration.accumulation > 1
-        holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
+        holds_wholes = configuration.accumulate == "whole" or configuration.reproducible > 0
+        holds = accumulates and (configuration.pipeline > 1 or holds_wholes)
         num_unreduced = holds * (configuration.accumulation - 1)
         self._memory = MemoryReplay(
             plan,
