@@ -395,8 +395,8 @@ def _check_reproducible(
         if iterates_in_forward(module):
             raise PlanError(
                 f"reproducible={mesh.leaves}: each forward changes buffers of {name} (such as "
-                "those of spectral_norm), and the number of forwards of a rank depends on the number of "
-                "ranks; use a parametrization without buffers, such as weight_norm"
+                "those of spectral_norm), and the number of forwards of a rank depends on the "
+                "number of ranks; use a parametrization without buffers, such as weight_norm"
             )
 
 
