@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import PlanError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.plan.granularity import Dim, Granularities
@@ -24,17 +23,7 @@ __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
-    """Plan ``module``, one rank's part of the model in the dtypes of its shards.
-
-    Raises:
-        PlanError: the configuration does not fit the model, or ``reproducible`` not the step.
-    """
-    leaves = configuration.accumulation * configuration.data_parallel
-    if configuration.reproducible not in (0, leaves):
-        raise PlanError(
-            f"reproducible={configuration.reproducible}: expected the number of micro-batches in a "
-            f"step over all ranks, accumulation x shard_size x replicas = {leaves}"
-        )
+    """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
     row = configuration.row
     num_shards = configuration.shard_ranks if row.shards else 1
     plan = make_plan(

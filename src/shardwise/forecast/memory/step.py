@@ -156,7 +156,16 @@ def memory_certificate(
         stage: pipeline stage; the first one keeps the most micro-batches.
         buffer_bytes: bytes of the model's buffers.
         on_cpu: whether ranks compute on the CPU, which has no caching allocator.
+
+    Raises:
+        PlanError: ``reproducible`` is not the number of micro-batches in a step.
     """
+    leaves = configuration.accumulation * configuration.data_parallel
+    if configuration.reproducible not in (0, leaves):
+        raise PlanError(
+            f"reproducible={configuration.reproducible}: expected the number of micro-batches in a "
+            f"step over all ranks, accumulation x shard_size x replicas = {leaves}"
+        )
     replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
     timeline = tuple(replay.run())
     reserve = 0
