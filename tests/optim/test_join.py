@@ -592,6 +592,19 @@ def test_errors_group_ranks() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_rank_without_batches_that_raises(is_in_step: bool) -> None:
+    joined = Joined()
+    if rank() == 1 and is_in_step:
+        joined.optimizer.register_step_pre_hook(Raising.trip)
+    elif rank() == 1:
+        parameter = next(joined.model.parameters())
+        parameter.register_post_accumulate_grad_hook(Raising.trip)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted, match="it hurts"):
+        joined.run(of_sizes([1] * 3, [])[rank()], joined.optimizer, joined.scheduler)
+
+
+@on_ranks(2)
 def test_steps_of_different_lengths_without_notice() -> None:
     joined = InShards()
     batches = of_sizes([2, 2], [3, 3])[rank()]
