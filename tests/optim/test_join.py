@@ -284,6 +284,14 @@ def test_gradients_that_are_set_to_zero() -> None:
 
 
 @on_ranks(2)
+def test_gradients_that_are_set_to_zero_unnoticed() -> None:
+    joined = SetToZero(granularity="dim")  # with a fused optimizer
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match="set_to_none=True" if rank() == 1 else "rank 1 gave up"):
+        joined.train(of_sizes([1], [1] * 4))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("unused", ["none", "zeros", "error"])
 def test_parameters_that_the_others_use(unused: Any) -> None:
     alone, joined = Alone("stack"), Joined("stack", unused=unused)

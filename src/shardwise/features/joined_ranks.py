@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError, ranges
 from shardwise.features.agreement import (
@@ -47,6 +48,7 @@ from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["JOINED", "Agreement", "JoinedRanks"]
@@ -236,6 +238,7 @@ class JoinedRanks(CallRecorder):
             shared: list[float] = []
             if not self.all_compute:
                 self.check_unchanged(one for one in self._parameters if one.grad is not None)
+                self._check_kept()
                 options = self.options() if self.scheduler.steps_in_backward else []
                 shared = [*self._gradient_states(), *options]
                 shared = self.announce(Action.BACKWARD, age * 4 + mode, shared=shared).shared
@@ -340,6 +343,25 @@ class JoinedRanks(CallRecorder):
         return [
             -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
         ]
+
+    def _check_kept(self) -> None:
+        """Raise a StepError if gradients of the last step may have been set to zero unnoticed.
+
+        torch's foreach functions do not count their changes of DTensors.
+        """
+        if not self._has_stepped:
+            return
+        for one, now, before in zip(
+            self._all_parameters, self._versions_now(), self._versions, strict=True
+        ):
+            gradient = one.sharded.grad
+            is_plain = isinstance(gradient, DTensor) and not isinstance(gradient, ShardedTensor)
+            if is_plain and not is_unreduced(gradient) and now == before:
+                raise StepError(
+                    f"the gradient of {one.name} may have been set to zero after the last step, "
+                    "which ranks without batches inside sw.join cannot see with "
+                    "granularity='dim'; call zero_grad() with set_to_none=True"
+                )
 
     def _drop_gradients_like(self, states: Sequence[float]) -> None:
         """Drop the gradients of a shadow that computing ranks have dropped or set to zero."""
