@@ -1,12 +1,17 @@
 """Programs of the tests and the examples, run under ``torchrun``."""
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cli.commands import environment
+import pytest
 
-__all__ = ["torchrun"]
+from tests.cli.commands import environment
+from tests.runtime.one_process import rank, world_size
+
+__all__ = ["torchrun", "torchrun_environment"]
 
 _ROOT = Path(__file__).parents[1]
 
@@ -29,3 +34,14 @@ def torchrun(num_ranks: int, *program: str, **variables: str) -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-6000:]
+
+
+@contextlib.contextmanager
+def torchrun_environment() -> Iterator[None]:
+    """Set the variables by which accelerate recognizes a distributed run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, str(rank()))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, str(world_size()))
+        yield

@@ -30,6 +30,7 @@ from shardwise.features.checks import (
     check_tensor_parallel,
     device_for,
     is_on_meta,
+    iterates_in_forward,
 )
 from shardwise.features.collective_memory import use_memory
 from shardwise.features.deferred import defer, is_deferred
@@ -404,6 +405,12 @@ def _check_reproducible(
                 "the micro-batches of its own rank; use a norm without running statistics, such as "
                 "LayerNorm or GroupNorm; if it stays in eval(), set its track_running_stats to "
                 "False, and it will still use those that it has"
+            )
+        if iterates_in_forward(module):
+            raise PlanError(
+                f"reproducible={mesh.leaves}: each forward changes buffers of {name} (such as "
+                "those of spectral_norm), and the number of forwards of a rank depends on the "
+                "number of ranks; use a parametrization without buffers, such as weight_norm"
             )
 
 

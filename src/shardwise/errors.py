@@ -19,7 +19,9 @@
             └── PeerSilent               another rank's process does not respond, and may resume
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import groupby
 
 __all__ = [
     "CheckpointDamaged",
@@ -43,6 +45,13 @@ __all__ = [
 def install(extra: str) -> str:
     """What installs ``extra``. shardwise is not published, so pip cannot find it by its name."""
     return f"pip install '.[{extra}]' in a clone of shardwise"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ``ranks`` as text, such as "0-6, 8"."""
+    runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)
 
 
 class ShardwiseError(Exception):

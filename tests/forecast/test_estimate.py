@@ -147,3 +147,27 @@ def test_apply_shards_as_estimated() -> None:
     wrong = sw.estimate(Images, cluster="4xH100", **options)
     with pytest.raises(sw.PlanError, match="the configuration is for 4 ranks, but there are 2"):
         wrong.apply(Images())
+
+
+def test_micro_batches_of_a_reproducible_model() -> None:
+    """A rank holds a sum of whole gradients for each bit of the micro-batches before the last."""
+    found = sw.estimate("gpt2", **SMALL | {"global_batch": 16}, reproducible=16)
+    configuration = found.configuration
+    assert (
+        configuration.accumulation * configuration.data_parallel,
+        configuration.micro_batch,
+    ) == (
+        16,
+        1,
+    )
+    assert "reproducible=16" in found.code
+    fewer = replace(configuration, reproducible=4, accumulation=2)
+    held = [
+        sw.estimate("gpt2", **SMALL, configuration=one).forecast.memory.timeline[-1]
+        for one in (configuration, fewer)
+    ]
+    assert held[0].communication == 3 * held[1].communication  # of 7 and 1 micro-batches
+    with pytest.raises(sw.PlanError, match=r"reproducible=8: expected .* = 16"):
+        sw.estimate("gpt2", **SMALL, configuration=replace(configuration, reproducible=8))
+    with pytest.raises(ConfigError, match="reproducible=16: expected a divisor of the 24 seq"):
+        sw.estimate("gpt2", **SMALL | {"global_batch": 24}, reproducible=16)

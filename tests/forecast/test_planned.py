@@ -22,6 +22,7 @@ CONFIGURATIONS = (
     Configuration(strategy="zero1", shard_size=2, offload="optimizer"),
     Configuration(strategy="ddp", replicas=2, autocast=True),
     Configuration(shard_size=2, reshard_after_forward=False, offload="parameters"),
+    Configuration(shard_size=2, accumulation=4, reproducible=8),
     Configuration(
         strategy="zero2",
         shard_size=2,

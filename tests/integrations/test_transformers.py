@@ -1,9 +1,7 @@
 """transformers' `Trainer` with a sharded model logs what it logs with DDP, saves and resumes."""
 
-import contextlib
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.ranks import on_ranks
-from tests.runtime.one_process import rank, world_size
-from tests.torchrun import torchrun
+from tests.torchrun import torchrun, torchrun_environment
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "hf" / "train_llama.py"
 COMPARED = ("loss", "grad_norm", "eval_loss", "train_loss")
-
-
-@contextlib.contextmanager
-def torchrun_environment() -> Iterator[None]:
-    """Set the variables by which accelerate recognizes a distributed run."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK"):
-            patch.setenv(name, str(rank()))
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            patch.setenv(name, str(world_size()))
-        yield
 
 
 def numbers(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """C13, `sw.join`: ranks with unequal numbers of batches compute what one process computes."""
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -283,6 +284,14 @@ def test_gradients_that_are_set_to_zero() -> None:
 
 
 @on_ranks(2)
+def test_gradients_that_are_set_to_zero_unnoticed() -> None:
+    joined = SetToZero(granularity="dim")  # with a fused optimizer
+    error = sw.StepError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match="set_to_none=True" if rank() == 1 else "rank 1 gave up"):
+        joined.train(of_sizes([1], [1] * 4))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("unused", ["none", "zeros", "error"])
 def test_parameters_that_the_others_use(unused: Any) -> None:
     alone, joined = Alone("stack"), Joined("stack", unused=unused)
@@ -460,6 +469,36 @@ def test_one_exchange_per_step_and_none_outside() -> None:
     assert steps(5) == without
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("clips", [False, True])
+def test_exchanges_while_a_rank_has_run_out(clips: bool) -> None:
+    """One for each forward, backward, clipping and step, and no others."""
+    joined = Joined(clip=0.1 if clips else None)
+    counts = []
+    with sw.join(joined.model, joined.optimizer, joined.scheduler):
+        for micro in of_sizes([1] * 9, [1] * 4)[rank()]:
+            joined.accumulate(micro)
+            if clips:
+                sw.clip_grad_norm_(joined.model.parameters(), 0.1)
+            joined.update()
+            counts.append(num_collectives(joined.model))
+    if rank() == 0:
+        steps = [after - before for before, after in itertools.pairwise(counts)]
+        assert len(set(steps[:3])) == 1  # one exchange each
+        assert steps[4:] == [steps[0] + (3 if clips else 2)] * 4
+
+
+@on_ranks(2)
+def test_exchanges_of_an_evaluation() -> None:
+    model, counts = Joined().model, []
+    with sw.join(model, training=False), torch.no_grad():
+        for _ in range(8 if rank() == 0 else 3):
+            model(torch.ones(2, WIDTH, dtype=torch.float64))
+            counts.append(num_collectives(model))
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    assert steps[4:] == steps[:1] * len(steps[4:])  # one, as while all ranks compute
+
+
 # -- evaluation ------------------------------------------------------------------------------------
 
 
@@ -551,11 +590,33 @@ def test_a_rank_that_raises_beside_shadows(strategy: str, is_in_backward: bool) 
     joined.run(batches[2 - rank()], joined.optimizer, joined.scheduler)
 
 
+@on_ranks(4)
+def test_errors_group_ranks() -> None:
+    joined = InShards()
+    batches = of_sizes([2, 2], [2, 2], [3, 3], [2, 2])[rank()]
+    what = r"ranks 0-1, 3: runs a forward of .* after 1 steps; rank 2: runs .* after 0 steps\."
+    with pytest.raises(sw.StepError, match=what):
+        joined.run(batches, joined.optimizer, joined.scheduler)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_rank_without_batches_that_raises(is_in_step: bool) -> None:
+    joined = Joined()
+    if rank() == 1 and is_in_step:
+        joined.optimizer.register_step_pre_hook(Raising.trip)
+    elif rank() == 1:
+        parameter = next(joined.model.parameters())
+        parameter.register_post_accumulate_grad_hook(Raising.trip)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted, match="it hurts"):
+        joined.run(of_sizes([1] * 3, [])[rank()], joined.optimizer, joined.scheduler)
+
+
 @on_ranks(2)
 def test_steps_of_different_lengths_without_notice() -> None:
     joined = InShards()
     batches = of_sizes([2, 2], [3, 3])[rank()]
-    with pytest.raises(sw.StepError, match=r"rank 0 .* after 1 steps, rank 1 .* after 0 steps"):
+    with pytest.raises(sw.StepError, match=r"rank 0: .* after 1 steps; rank 1: .* after 0 steps"):
         joined.run(batches, joined.optimizer, joined.scheduler)
 
 
@@ -835,7 +896,10 @@ class WithTeacher(Joined):
 @on_ranks(2)
 def test_errors_say_which_forward() -> None:
     joined = WithTeacher()
-    what = r"rank 0 runs a forward of \S+ without gradients after 0 steps, rank 1 .* with gradients"
+    what = (
+        r"rank 0: runs a forward of \S+ without gradients after 0 steps; "
+        r"rank 1: .* with gradients"
+    )
     with pytest.raises(sw.StepError, match=what):
         joined.run(of_sizes([2], [1])[rank()], joined.optimizer, joined.scheduler)
 
@@ -974,6 +1038,29 @@ def test_what_is_refused() -> None:
         joined.accumulate(of_sizes([1])[0][0])
     with pytest.raises(sw.PlanError, match="converted"), sw.join(model):
         model.float()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [2, 3])
+def test_buffers_that_each_forward_changes(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+    sw.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with sw.join(model, optimizer):
+            for _ in range(2 if rank() == 0 else steps):
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if steps == 2:
+        run()
+        return
+    error = sw.StepError if rank() == 0 else sw.PeerAborted
+    with pytest.raises(error, match=r"buffers of 0 .* give all ranks as many"):
+        run()
 
 
 @on_ranks(2)

@@ -452,6 +452,12 @@ def test_what_cannot_hold_is_refused() -> None:
     for norm in (nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)):
         with pytest.raises(PlanError, match="use a norm"):
             sw.fully_shard(nn.Sequential(nn.Linear(4, 4), norm), reproducible=2)
+    for spectral in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        model = nn.Sequential(nn.Linear(4, 4), spectral(nn.Linear(4, 4)))
+        with pytest.raises(PlanError, match="each forward changes buffers of 1 "):
+            sw.fully_shard(model, reproducible=2)
+    weighted = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    sw.fully_shard(weighted, reproducible=2)
     frozen = nn.BatchNorm1d(4).eval()
     with pytest.raises(PlanError, match=r"if it stays in eval\(\), set its track_running_stats"):
         sw.fully_shard(nn.Sequential(nn.Linear(4, 4), frozen), reproducible=2)

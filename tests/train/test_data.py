@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.data import Batch, Corpus, Sequences, open_corpus as open_corpus_of
+from shardwise.train.data import IGNORED, Batch, Corpus, Sequences, open_corpus as open_corpus_of
 from shardwise.train.text import Text
 
 VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
@@ -113,6 +113,28 @@ def test_loading_draws_nothing_from_the_default_generator(text: Text) -> None:
     before = torch.get_rng_state()
     list(sequences(text).loader(range(1, 3), 0, pin_memory=False))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("length", [18, 33, 34, 1000, 24 * 16 + 1, 24 * 16 + 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_byte_is_a_target_once(make_text: MakeText, length: int, world_size: int) -> None:
+    """Also of the last batch, which is not full."""
+    parts = [
+        sequences(make_text(VALUES[:length]), rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    whole: list[torch.Tensor] = []
+    for number in range(parts[0].num_batches):
+        batches = [part.in_order(number) for part in parts]
+        assert {len(batch.inputs) for batch in batches} == {24 // world_size}
+        for batch in batches:
+            counts = batch.targets != IGNORED
+            assert torch.equal(
+                batch.targets[:, :-1].where(counts[:, :-1], batch.inputs[:, 1:]),
+                batch.inputs[:, 1:],
+            )
+            whole.append(batch.targets[counts])
+    assert bytes(torch.cat(whole).tolist()) == VALUES[1:length].tobytes()
 
 
 def test_a_sequence_is_a_part_of_the_text(text: Text) -> None:

@@ -156,6 +156,21 @@ def test_the_order_depends_on_neither_ranks_nor_resuming(jsonl: Path) -> None:
     )
 
 
+def test_each_window_is_read_once_in_order(jsonl: Path) -> None:
+    corpus = opened(jsonl)
+    epoch = packed(corpus)
+    count = epoch.num_windows
+    assert count % 4, "the last batch is full"
+    expected = epoch._batch_of(list(range(count)))
+    for world_size in (1, 2, 4):
+        parts = [packed(corpus, rank=rank, world_size=world_size) for rank in range(world_size)]
+        found = [part.in_order(n) for n in range(epoch.num_batches) for part in parts]
+        for name in Batch._fields:
+            joined = torch.cat([getattr(batch, name) for batch in found])
+            assert torch.equal(joined[:count], getattr(expected, name))
+        assert (torch.cat([batch.targets for batch in found])[count:] == IGNORED).all()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -125,7 +125,7 @@ def _config(text: Path, *layers: dict[str, Any]) -> Config:
     document: Document = {
         "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
         "data": {"path": str(text)},
-        "train": {"steps": 8, "warmup_share": 0.0, "global_batch": 4, "validation_batches": 1},
+        "train": {"steps": 8, "warmup_share": 0.0, "global_batch": 4, "validation_batches": 0},
         "sample": {"bytes": 0},
         "checkpoint": {"every": 0},
     }

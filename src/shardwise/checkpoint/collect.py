@@ -19,7 +19,7 @@ from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError, StepError
 from shardwise.features.fsdp_module import FSDPModule
-from shardwise.features.join import JOINED
+from shardwise.features.joined_ranks import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
 from shardwise.runtime.engine import HANDLE, Handle

@@ -189,6 +189,7 @@ def plan(
         compute_dtype=_dtype(dtype),
         compiled=compiled,
         units=resolved.units,
+        reproducible=0 if files.base is None else files.base.train.reproducible,
         # shardwise train divides layers as transformers does.
         sequence_parallel=config is None,
         split_vocabulary=config is None,

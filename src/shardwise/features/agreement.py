@@ -1,5 +1,7 @@
 """Exchanges of a few numbers, by which the ranks inside `sw.join` agree on what they do next."""
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,10 +23,13 @@ __all__ = [
     "MAY_WAIT",
     "MODULUS",
     "NAMES",
+    "SHARES",
     "Action",
     "Exchange",
     "Row",
     "are_equal",
+    "pack",
+    "unpack",
     "with_square",
 ]
 
@@ -57,6 +62,7 @@ NAMES = {
 }
 # A rank that announces one of these waits while other ranks do what comes before it.
 MAY_WAIT = {Action.FORWARD, Action.CLIP, Action.STEP, Action.SUM_LOSSES, Action.LEAVE}
+SHARES = {Action.BACKWARD, Action.CLIP, Action.STEP}  # of which shadows need to know more
 FORWARDS = {Action.ACCUMULATE, Action.FORWARD}
 
 
@@ -74,17 +80,19 @@ class Row:
     recordings: tuple[float, float] = (0.0, 0.0)  # a digest of them
     num_computing: float = 0.0
     amount: float = 0.0
+    packed: list[float] = field(default_factory=list)  # values that shadows need
 
     def pack(self) -> list[float]:
         pairs = (*self.steps, *self.recordings)
-        return [*self.num, *self.values, *self.squares, *pairs, self.num_computing, self.amount]
+        numbers = [*self.num, *self.values, *self.squares, *pairs, self.num_computing, self.amount]
+        return numbers + self.packed
 
     @staticmethod
     def unpack(numbers: Sequence[float]) -> "Row":
         n = len(Action)
         num, values, squares = (list(numbers[i * n : (i + 1) * n]) for i in range(3))
-        a, b, c, d, *rest = numbers[3 * n :]
-        return Row(num, values, squares, (a, b), (c, d), *rest)
+        a, b, c, d, num_computing, amount, *packed = numbers[3 * n :]
+        return Row(num, values, squares, (a, b), (c, d), num_computing, amount, packed)
 
 
 class Exchange:
@@ -156,3 +164,32 @@ def with_square(number: int) -> tuple[float, float]:
 def are_equal(num: float, total: float, squares: float) -> bool:
     """Whether ``num`` whole numbers with this sum, and this sum of squares, are equal."""
     return int(num) * int(squares) == int(total) ** 2
+
+
+def pack(values: Sequence[float], size: int) -> list[float]:
+    """Numbers whose sums over ranks with the same ``values`` give these to `unpack`, exactly.
+
+    Args:
+        values: at most ``size``; none on ranks that only take part.
+        size: the same on all ranks.
+
+    Raises:
+        StepError: there are more than ``size``.
+    """
+    if len(values) > size:
+        raise StepError("inside sw.join, an optimizer has got more parameter groups or options")
+    if not values:
+        return [0.0] * (3 + 2 * size)
+    data = struct.pack(f"<{len(values)}d", *values).ljust(8 * size, b"\0")
+    return [1.0, *with_square(zlib.crc32(data)), *map(float, struct.unpack(f"<{2 * size}I", data))]
+
+
+def unpack(sums: Sequence[float], num: int) -> list[float] | None:
+    """The ``values`` of ``num`` ranks; None if they differ, or other ranks had some as well."""
+    num_packed, checksum, squares, *halves = sums
+    if num_packed != num or not are_equal(num, checksum, squares):
+        return None
+    if any(half % num for half in halves):
+        return None
+    data = struct.pack(f"<{len(halves)}I", *(int(half) // num for half in halves))
+    return list(struct.unpack(f"<{len(halves) // 2}d", data))

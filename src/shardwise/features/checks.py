@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -40,6 +42,7 @@ __all__ = [
     "checksum",
     "device_for",
     "is_on_meta",
+    "iterates_in_forward",
 ]
 
 
@@ -239,6 +242,15 @@ def checksum(tensor: Tensor) -> Tensor:
     # one rank in four had grown by the size of all units. NumPy's sum needs a few kilobytes.
     # Unlike `numpy()`, DLPack leaves the storage resizable.
     return torch.tensor(np.from_dlpack(integers).sum(dtype=np.int64))
+
+
+def iterates_in_forward(module: nn.Module) -> bool:
+    """Whether ``module`` computes weights from buffers that each forward changes."""
+    computed = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
+    has_buffers = any(any(True for _ in one.buffers()) for one in computed.values())
+    return has_buffers or any(
+        isinstance(h, SpectralNorm) for h in module._forward_pre_hooks.values()
+    )
 
 
 # -- steps of optimizers ---------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class Configuration:
         micro_batch: sequences in one forward of a rank.
         accumulation: forwards of a rank per step.
         accumulate: what is accumulated over micro-batches: gradient shards, or whole gradients.
+        reproducible: micro-batches of a step over all data-parallel ranks, whose gradients are
+            summed in a binary tree (`fully_shard`); 0: in any order.
         sequence: tokens per sequence.
         checkpointing: a mode of `checkpoint_blocks` for all blocks, or one mode for each block.
         activation_offload: whether tensors that autograd saves in a block are on the host until its
@@ -116,6 +118,7 @@ class Configuration:
     micro_batch: int = 1
     accumulation: int = 1
     accumulate: Accumulate = "shards"
+    reproducible: int = 0
     sequence: int = 2048
     checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
     activation_offload: bool = False

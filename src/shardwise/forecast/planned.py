@@ -38,6 +38,7 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         offload=_offload_of(configuration),
         granularity=_granularity_of(module, configuration),
         wire=configuration.wire,
+        leaves=configuration.reproducible or None,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
 
@@ -86,6 +87,7 @@ def sharding_of(configuration: Configuration) -> dict[str, Any]:
         "wire": configuration.wire,
         "sharding_factor": configuration.shard_ranks if two_axes else None,
         "reshard_after_forward": configuration.reshard_after_forward,
+        "reproducible": configuration.reproducible or None,
     }
 
 
@@ -177,6 +179,8 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
         arguments["prefetch"] = str(configuration.prefetch)
     if configuration.states.granularity != "element":
         arguments["granularity"] = f'"{configuration.states.granularity}"'
+    if configuration.reproducible:
+        arguments["reproducible"] = str(configuration.reproducible)
     if configuration.wire != UNQUANTIZED:
         arguments["wire"] = f"sw.{_call(configuration.wire)}"
     policy = precision_of(configuration)
@@ -223,7 +227,10 @@ def _step_of(configuration: Configuration) -> str:
         forward = f'with torch.autocast("cuda", {dtype}):\n{indent(forward, "    ")}'
     if configuration.activation_offload:
         forward = f"with sw.offload_activations(model):\n{indent(forward, '    ')}"
-    if count == 1:
+    if configuration.reproducible:  # means over leaves are the engine's
+        body = "for micro_batch in micro_batches:  # those of sw.leaves(model)\n"
+        body += indent(f"{forward}loss.backward()\n", "    ")
+    elif count == 1:
         body = f"(micro_batch,) = micro_batches\n{forward}loss.backward()\n"
     elif configuration.accumulate == "whole":
         forward = f"model.set_requires_gradient_sync(number == {count})\n{forward}"

@@ -6,7 +6,7 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 The rest of the program stays the same: ``accumulate``, ``clip_grad_norm_``, ``save_state``,
-``load_state`` and ``save_model`` work as in accelerate.
+``load_state``, ``save_model`` and ``join_uneven_inputs`` work as in accelerate.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.api import fully_shard as shard
@@ -38,7 +38,10 @@ from shardwise.integrations.state import (
     load_optimizers,
     save_optimizers,
 )
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.join import join
 from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["Accelerator"]
 
@@ -110,6 +113,44 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Run a loop in which ranks have different numbers of batches, in `sw.join`.
+
+        As in accelerate, data loaders repeat no samples in the block if ``even_batches`` is False.
+
+        Args:
+            joinables: one sharded model, whose prepared optimizers and schedulers may step.
+            even_batches: replaces the setting of all prepared data loaders in the block.
+        """
+        models = [model for model in joinables if isinstance(model, FSDPModule)]
+        if not models:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        with contextlib.ExitStack() as stack:
+            for loader in () if even_batches is None else self._dataloaders:
+                sampler: Any = getattr(loader, "batch_sampler", None)
+                if hasattr(sampler, "even_batches"):
+                    stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                    sampler.even_batches = even_batches
+            for model in models:
+                optimizers = self.sharded[model]
+                schedules = [one.scheduler for one in self._schedulers]
+                mine = [one for one in schedules if _unwrapped(one.optimizer) in optimizers]
+                stack.enter_context(join(model, *optimizers, *mine))
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As in `accelerate.Accelerator`, also in `join_uneven_inputs`."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not any(sharding_of(parameter) for parameter in parameters):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return whole tensors in host memory on rank 0, and nothing on other ranks.

@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardwise.api import fully_shard as shard
 from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
+from shardwise.integrations.uneven_batches import UnevenBatches
 
 if is_peft_available():
     import peft
@@ -38,8 +39,11 @@ _OPTIMIZER = "sharded_state"  # "optimizer" in its name would have the Trainer r
 _SCHEDULER = "scheduler.pt"
 
 
-class ShardedTrainer:
+class ShardedTrainer(UnevenBatches):
     """A mix-in with which all ranks save and resume together; the first base of a trainer class.
+
+    Ranks may have different numbers of batches, as with ``accelerator_config={"even_batches":
+    False}``: no sample is repeated, and those without batches take part without computing.
 
     Checkpoints contain the weights in the format of ``from_pretrained``, and the optimizer's
     states in shards (a directory of ``torch.distributed.checkpoint``), which any number of ranks

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import StepError
-from shardwise.features.join import JOINED
+from shardwise.features.joined_ranks import JOINED
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.reductions import norms as norms_across

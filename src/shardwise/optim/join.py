@@ -16,7 +16,8 @@ from shardwise import _private
 from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
-from shardwise.features.join import JOINED, Agreement, JoinedRanks
+from shardwise.features.checks import iterates_in_forward
+from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.engine import Runtime
@@ -76,7 +77,8 @@ def join(
     scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
     parameters = list(model.parameters())
     _check_parameters(parameters, stepped)
-    ranks = JoinedRanks(runtime, parameters, training=training)
+    iterating = (name for name, one in model.named_modules() if iterates_in_forward(one))
+    ranks = JoinedRanks(runtime, parameters, training=training, iterating=next(iterating, None))
     steps = _Steps(ranks, stepped, parameters)
     hooks = (
         register_optimizer_step_pre_hook(steps.before_step),
@@ -120,7 +122,7 @@ class _Steps:
         self._has_warned = False  # about a scheduler that may be missing
         self._stepping_since = -1  # the number of exchanges at the last step that has not ended
         ranks.shadows = {Action.STEP: self._step, Action.CLIP: self._clip}
-        ranks.before_step_in_backward = self._share_in_step
+        ranks.options, ranks.take_options = self._options, self._take_options
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Is called before every step of any optimizer of this process."""
@@ -136,8 +138,8 @@ class _Steps:
             raise StepError("a closure inside sw.join: ranks without batches could not run it")
         if not (self._ranks.is_shadow or self._ranks.all_compute):
             self._ranks.check_unchanged(_parameters_of(optimizer))
-            self._ranks.announce(Action.STEP, number)
-            self._share_in_step()
+            agreed = self._ranks.announce(Action.STEP, number, shared=self._options())
+            self._take_options(agreed.shared)
         self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
         self._ranks.note_step()
@@ -150,12 +152,17 @@ class _Steps:
 
     def share_options(self, *, priority: float) -> None:
         """Take over the schedules and options of the first rank with the highest priority."""
+        self._take_options(self._ranks.share(self._options(), priority))
+
+    def _options(self) -> list[float]:
+        """The schedules and options of this rank."""
         epochs = [float(one.last_epoch) for one in self._schedulers]
         groups = [group for one in self._optimizers for group in one.param_groups]
-        own = [
-            number for group in groups for value in _options_in(group) for number in _flat(value)
-        ]
-        found = iter(self._ranks.share([*epochs, *own], priority))
+        values = [value for group in groups for value in _options_in(group)]
+        return epochs + [number for value in values for number in _flat(value)]
+
+    def _take_options(self, options: Sequence[float]) -> None:
+        found = iter(options)
         for scheduler in self._schedulers:
             last_epoch = next(found)
             while scheduler.last_epoch < last_epoch:
@@ -192,16 +199,13 @@ class _Steps:
                         "sw.join(model, optimizer)"
                     )
 
-    def _share_in_step(self) -> None:
-        self.share_options(priority=0 if self._ranks.is_shadow else 1)
-
     def _step(self, agreed: Agreement) -> None:
         """Step an optimizer with the reduced gradients, as the ranks that compute do."""
-        self._share_in_step()
+        self._take_options(agreed.shared)
         self._optimizers[agreed.value].step()
 
-    def _clip(self, _: Agreement) -> None:
-        parameters, max_norm, order, checks = self._ranks.clipped()
+    def _clip(self, agreed: Agreement) -> None:
+        parameters, max_norm, order, checks = self._ranks.clipped(agreed)
         norm = clip_grad_norm_(parameters, max_norm, order)
         if checks and not norm.isfinite():
             describe_nonfinite(parameters)  # the others raise an error with this

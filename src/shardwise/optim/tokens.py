@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.features.agreement import Action
 from shardwise.features.fsdp_module import FSDPModule
-from shardwise.features.join import JoinedRanks
+from shardwise.features.joined_ranks import JoinedRanks
 from shardwise.optim.leaves import check_leaves, leaf_mean
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import mean_over_replicas, runtime_of_root

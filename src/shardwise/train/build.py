@@ -85,7 +85,6 @@ def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = No
     sw.fully_shard(
         model,
         **arguments,
-        reproducible=config.train.reproducible or None,
         init=sw.Initialization(config.train.seed, source.filler(model)),
     )
     source.load(model)
@@ -112,6 +111,8 @@ def memory_of(config: Config, device: str) -> tuple[dict[str, int], dict[str, in
         tensor=1,
         offload="none",
         offload_step="host",
+        reproducible=0,
+        accumulate="whole" if configuration.reproducible else configuration.accumulate,
     )
     process = memory_certificate(plan_of(build_model(config), alone), None, alone)
     return rank.uses, {**process.uses, "transient": 0}

@@ -117,6 +117,35 @@ class Sequences(Dataset[Batch]):
         tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
+    @property
+    def num_windows(self) -> int:
+        """The windows of `in_order`."""
+        return -(-(len(self.text) - 1) // self.context)
+
+    @property
+    def num_batches(self) -> int:
+        """The global batches of `in_order`."""
+        return -(-self.num_windows // self.global_batch)
+
+    def in_order(self, number: int) -> Batch:
+        """This rank's part of a batch that covers the data once, as ``number`` counts up.
+
+        Sequences after the last one have no targets that count.
+        """
+        size = self.global_batch // self.world_size
+        first = number * self.global_batch + self.rank * size
+        return self._batch_of(list(range(first, first + size)))
+
+    def _batch_of(self, numbers: list[int]) -> Batch:
+        """The windows of these numbers, which begin at multiples of the context."""
+        last = len(self.text) - self.context - 1
+        starts = [min(number * self.context, last) for number in numbers]
+        tokens = np.stack([self.text.read(start, self.context + 1) for start in starts])
+        inputs, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        for row, start, number in zip(targets, starts, numbers, strict=True):
+            row[: number * self.context - start] = IGNORED
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
     def loader(self, steps: range, workers: int, *, pin_memory: bool) -> DataLoader[Batch]:
         """A loader that reads ahead in ``workers`` processes, or on demand if there are none."""
         return DataLoader(
@@ -146,8 +175,18 @@ class Packed(Sequences):
         orders = {epoch: _shuffled(self.seed, epoch, count) for epoch in np.unique(epochs).tolist()}
         return np.array([orders[e][p] for e, p in zip(epochs.tolist(), places, strict=True)])
 
+    @property
+    def num_windows(self) -> int:
+        return len(self.windows)
+
     def __getitem__(self, step: int) -> Batch:
-        rows = [self._row(*self.windows[number].tolist()) for number in self.own(step)]
+        return self._batch_of(self.own(step).tolist())
+
+    def _batch_of(self, numbers: list[int]) -> Batch:
+        empty = (0, 1)  # a token without a target
+        count = len(self.windows)
+        windows = [self.windows[n].tolist() if n < count else empty for n in numbers]
+        rows = [self._row(*window) for window in windows]
         inputs, targets, positions = (
             torch.from_numpy(np.stack(x)) for x in zip(*rows, strict=True)
         )

@@ -43,7 +43,8 @@ def configuration_of(config: Config) -> Configuration:
         units=config.shard.units,
         micro_batch=config.micro_batch,
         accumulation=config.num_micro_batches,
-        accumulate="whole" if config.train.reproducible else config.memory.accumulate,
+        accumulate=config.memory.accumulate,
+        reproducible=config.train.reproducible,
         sequence=config.model.context,
         checkpointing=_checkpointing(config),
         activation_offload=config.memory.activations == "host",
@@ -108,6 +109,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         "train": {
             "global_batch": configuration.global_batch,
             "micro_batch": configuration.micro_batch,
+            "reproducible": configuration.reproducible,
             "compile": configuration.compiled,
             "optimizer": configuration.optimizer,
             "optimizer_options": {**kept, **dict(configuration.optimizer_options)},

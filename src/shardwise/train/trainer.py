@@ -317,8 +317,10 @@ class Trainer:
         # By micro-batch: sum of losses, number of targets.
         totals = torch.zeros(self.config.num_micro_batches, 2, device=self.world.device)
         data = self._sequences(self.corpus.validation, VALIDATION_SEED)
-        for number in range(self.config.train.validation_batches):
-            for total, part in zip(totals, self.micro_batches(data[number]), strict=True):
+        num_batches = self.config.train.validation_batches
+        for number in range(num_batches or data.num_batches):
+            batch = data[number] if num_batches else data.in_order(number)
+            for total, part in zip(totals, self.micro_batches(batch), strict=True):
                 total[0] += self.loss_sum(part)
                 total[1] += (part.targets != IGNORED).sum()
         self.model.train()

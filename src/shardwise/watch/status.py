@@ -12,12 +12,11 @@ collective waits here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 
 from shardwise.comm.queue import QueueState
-from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError
+from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError, ranges
 
 __all__ = ["LookCounter", "Report", "table", "verdict"]
 
@@ -118,19 +117,12 @@ def table(reports: Mapping[int, Report], remarks: Mapping[int, str] = MappingPro
         ranks_at.setdefault(("" if shares else str(rank), *cells), []).append(rank)
     rarest = sorted(ranks_at.items(), key=lambda item: len(item[1]))[:_MAX_ROWS]
     rows: list[tuple[str, ...]] = [("rank", "step", "in", "last completed", "waits for", "Python")]
-    rows += [(_ranges(ranks), *cells[1:]) for cells, ranks in sorted(rarest, key=itemgetter(1))]
+    rows += [(ranges(ranks), *cells[1:]) for cells, ranks in sorted(rarest, key=itemgetter(1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (zip(row, widths, strict=True) for row in rows)
     return "\n".join(
         "  ".join(["", *(cell.ljust(width) for cell, width in line)]).rstrip() for line in lines
     )
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ascending ``ranks`` as text, such as "0-6, 8"."""
-    runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
-    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in ends)
 
 
 def _can_move(reports: Mapping[int, Report]) -> bool:

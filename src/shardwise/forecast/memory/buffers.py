@@ -31,7 +31,8 @@ class ReplayOptions:
     Args:
         accumulates: whether the step adds to gradients of earlier backwards.
         num_unreduced: how many earlier backwards of the step have reduced no gradients. Each rank
-            holds the sum of their whole gradients until the end of this one.
+            holds the sum of their whole gradients until the end of this one, or several sums if
+            they are taken in a binary tree.
         steps_in_backward: whether gradient shards live only from a unit's reduction to its step, as
             with `sw.optimizer_in_backward`.
         on_cpu: whether gradients that are reduced in place keep their memory, as on a CPU.
@@ -84,7 +85,7 @@ class MemoryReplay:
         # Left by earlier backwards of the step: whole gradients, and shards within the subgroup.
         is_left = options.num_unreduced > 0
         self._carried = sum(u.kept_bytes for u in plan.units if u.two_level_gather) * is_left
-        self.accumulated = sum(unit.gradient_bytes for unit in plan.units) * is_left
+        self.accumulated = self._num_sums(options.num_unreduced) * self._whole_bytes
         self.gathered, self.reducing = self._carried, 0
         # Scratch bytes by unit while its collective runs; collectives of one kind run in sequence.
         self._gathers: dict[int, int] = {}
@@ -101,8 +102,10 @@ class MemoryReplay:
     @property
     def earlier_peak(self) -> int:
         """Bytes on the device while an earlier backward adds its gradients to others; 0 if none."""
-        if self._options.num_unreduced <= 1 or self._options.adds_by_unit:
+        num_earlier = self._options.num_unreduced - 1  # before the last one that is not reduced
+        if num_earlier < 1 or self._options.adds_by_unit:
             return 0
+        held = max(map(self._num_sums, range(1, num_earlier + 1))) * self._whole_bytes
         # No buffer uses memory that a reduction would keep.
         options = replace(self._options, on_cpu=False)
         gradients = [_gradient_bytes(unit, options) for unit in self._plan.units]
@@ -111,7 +114,18 @@ class MemoryReplay:
         # The root and its first child are gathered until the last gradients exist.
         gathered = [unit.gathered_bytes for unit in self._plan.units]
         last = gathered[0] + max(gathered[1:], default=0)
-        return self.base + self._carried + self.accumulated + waiting + max(late, last)
+        return self.base + self._carried + held + waiting + max(late, last)
+
+    @property
+    def _whole_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self._plan.units)
+
+    def _num_sums(self, num_backwards: int) -> int:
+        """The sums of whole gradients after ``num_backwards`` that have reduced nothing.
+
+        In a reproducible model they are the bits of the number, as in `AccumulatedGradients`.
+        """
+        return num_backwards.bit_count() if self._plan.leaves is not None else min(num_backwards, 1)
 
     @property
     def allocated(self) -> int:

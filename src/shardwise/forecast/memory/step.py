@@ -156,7 +156,16 @@ def memory_certificate(
         stage: pipeline stage; the first one keeps the most micro-batches.
         buffer_bytes: bytes of the model's buffers.
         on_cpu: whether ranks compute on the CPU, which has no caching allocator.
+
+    Raises:
+        PlanError: ``reproducible`` is not the number of micro-batches in a step.
     """
+    leaves = configuration.accumulation * configuration.data_parallel
+    if configuration.reproducible not in (0, leaves):
+        raise PlanError(
+            f"reproducible={configuration.reproducible}: expected the number of micro-batches in a "
+            f"step over all ranks, accumulation x shard_size x replicas = {leaves}"
+        )
     replay = _StepReplay(plan, workload, configuration, stage, buffer_bytes, on_cpu)
     timeline = tuple(replay.run())
     reserve = 0
@@ -192,7 +201,8 @@ class _StepReplay:
         self._plan, self._workload, self._configuration = plan, workload, configuration
         self._labels = [unit.label for unit in plan.units]
         accumulates = configuration.accumulation > 1
-        holds = accumulates and (configuration.pipeline > 1 or configuration.accumulate == "whole")
+        holds_wholes = configuration.accumulate == "whole" or configuration.reproducible > 0
+        holds = accumulates and (configuration.pipeline > 1 or holds_wholes)
         num_unreduced = holds * (configuration.accumulation - 1)
         self._memory = MemoryReplay(
             plan,

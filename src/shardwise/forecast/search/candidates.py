@@ -100,7 +100,13 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
         near = max(1, ranks_per_node // (degrees["tensor"] * degrees["context"]))
         fitting = list(_of_degrees(goal, degrees, num_replicas, near))
         found += fitting
-        if not fitting:
+        if not fitting and goal.settings.reproducible:
+            reasons[
+                f"reproducible={goal.settings.reproducible}: expected a divisor of the "
+                f"{counted(goal.global_batch, 'sequence')} of a step, and a multiple of the "
+                f"{num_replicas} data-parallel ranks"
+            ] = None
+        elif not fitting:
             reasons[
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
                 f"pipeline={degrees['pipeline']}"
@@ -189,6 +195,11 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
                 f"{counted(rank_batch, 'sequence')} per rank: {', '.join(map(str, fitting))}"
             )
         return list(goal.micro_batches)
+    if leaves := goal.settings.reproducible:
+        size = goal.global_batch // leaves
+        if size * leaves != goal.global_batch or rank_batch % size:
+            return []
+        return [size]
     powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
     return [size for size in powers if rank_batch % size == 0]
 

@@ -144,6 +144,7 @@ def estimate(
     compiled: bool = False,
     wire: str | None = None,
     outer: str | None = None,
+    reproducible: int = 0,
     float8: Float8 = "none",
     float8_gather: bool = False,
     lora: Any = None,
@@ -180,6 +181,7 @@ def estimate(
         compiled: whether the blocks run under torch.compile.
         wire: formats in which parameters and gradients travel, such as "gather=int8,reduce=int4".
         outer: replicas that train independently, such as "replicas=2,every=32,dtype=int4".
+        reproducible: micro-batches of a step over all ranks, as in `fully_shard`; 0: no promise.
         float8: how linear layers of blocks scale operands of 8-bit products: "tensorwise",
             "rowwise", "delayed" or "mxfp8"; "none": products are in ``dtype``.
         float8_gather: whether the weights of these layers are gathered in 8 bits.
@@ -223,6 +225,7 @@ def estimate(
         wire=parse_wire(wire),
         outer=replicas[0],
         outer_replicas=replicas[1],
+        reproducible=reproducible,
         float8=float8,
         float8_gather=float8_gather,
         adapters=adapters_of(lora, qlora=qlora),

@@ -21,20 +21,25 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from shardwise.errors import StepError
+from shardwise.errors import StepError, ranges
 from shardwise.features.agreement import (
     FORWARDS,
     MAY_WAIT,
     NAMES,
+    SHARES,
     Action,
     Exchange,
     Row,
     are_equal,
+    pack,
+    unpack,
     with_square,
 )
 from shardwise.features.recorded_calls import CallRecorder, Op
@@ -43,6 +48,7 @@ from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["JOINED", "Agreement", "JoinedRanks"]
@@ -64,20 +70,31 @@ class Agreement:
     value: int  # which one
     num_computing: int  # ranks that have computed in this step, or are about to
     total: float  # of the amounts of all ranks
+    shared: list[float]  # by the first of the ranks that do it
 
 
 class JoinedRanks(CallRecorder):
     """One rank among those that run a model inside `sw.join`."""
 
-    def __init__(self, runtime: Runtime, parameters: Sequence[Tensor], *, training: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Sequence[Tensor],
+        *,
+        training: bool,
+        iterating: str | None = None,  # a module whose buffers change in each forward
+    ) -> None:
         super().__init__(Exchange(runtime), runtime.scheduler)
         self._parameters = parameters  # of the model
         self._training = training
+        self._iterating = iterating
         self.num_exchanges = 0
         self.last_step = 0  # the last one in which this rank has computed
         # What a shadow does for an `Action` other than a forward and a backward.
         self.shadows: dict[Action, Callable[[Agreement], None]] = {}
-        self.before_step_in_backward: Callable[[], None] | None = None
+        # The options of optimizers that step, and what takes over those of another rank.
+        self.options: Callable[[], list[float]] = list
+        self.take_options: Callable[[Sequence[float]], None] | None = None
         self._num_steps = 0
         self._has_stepped = False  # since the last backward
         self._steps_next = False  # the last backward has stepped, with steps in backward
@@ -95,19 +112,22 @@ class JoinedRanks(CallRecorder):
 
     # -- ranks that compute ----------------------------------------------------------------------
 
-    def announce(self, action: Action, value: int = 0, amount: float = 0.0) -> Agreement:
+    def announce(
+        self, action: Action, value: int = 0, amount: float = 0.0, shared: Sequence[float] = ()
+    ) -> Agreement:
         """Return when all ranks that compute do this; until then, follow the others as a shadow.
 
         Args:
             action: what this rank does next.
             value: which one; the same on all ranks that do it.
             amount: is summed over all ranks.
+            shared: what shadows need to do it, too; only while there are some.
 
         Raises:
             StepError: the ranks do different things.
         """
         while True:
-            agreed = self._agree(action, value, amount)
+            agreed = self._agree(action, value, amount, shared)
             if agreed.action is action:
                 return agreed
             self._follow(agreed)
@@ -115,7 +135,9 @@ class JoinedRanks(CallRecorder):
     def leave(self) -> None:
         """Return when all ranks have left their loops."""
         self.announce(Action.LEAVE)
-        self._share_gradients()
+        if not self.all_compute:
+            states = self.share(self._gradient_states(), 1 if self._computed_last else 0)
+            self._drop_gradients_like(states)
 
     def check_unchanged(self, parameters: Iterable[Tensor]) -> None:
         """Raise a StepError if a gradient was changed where shadows do not follow."""
@@ -190,9 +212,8 @@ class JoinedRanks(CallRecorder):
                 "ranks without batches have no gradient for it; clip it by a call of its own"
             )
         self.check_unchanged(parameters)
-        self.announce(Action.CLIP)
         flags = [checks, *(id(one) in clipped for one in self._parameters)]
-        self.share([max_norm, order, *flags], 1)
+        self.announce(Action.CLIP, shared=[max_norm, order, *flags])
 
     def before_forward(self, unit: int) -> None:
         if self.is_shadow:
@@ -213,14 +234,17 @@ class JoinedRanks(CallRecorder):
                     "a backward inside sw.join(model, training=False); pass the optimizers "
                     "instead, as in sw.join(model, optimizer)"
                 )
-            age = self._age_of(call.forward_pass)
+            age, mode = self._age_of(call.forward_pass), self._mode
+            shared: list[float] = []
             if not self.all_compute:
                 self.check_unchanged(one for one in self._parameters if one.grad is not None)
-                self.announce(Action.BACKWARD, age * 4 + self._mode)
-                self._share_gradients()
+                self._check_kept()
+                options = self.options() if self.scheduler.steps_in_backward else []
+                shared = [*self._gradient_states(), *options]
+                shared = self.announce(Action.BACKWARD, age * 4 + mode, shared=shared).shared
             self._has_computed = True
             self.begin_backward(call.forward_pass, age)
-            self._note_mode(self._mode)
+            self._note_mode(mode, shared)
         super().reached(call, is_first=is_first)
 
     # -- agreements ------------------------------------------------------------------------------
@@ -236,7 +260,9 @@ class JoinedRanks(CallRecorder):
         self.refuse_others()
         return found
 
-    def _agree(self, action: Action, value: int, amount: float) -> Agreement:
+    def _agree(
+        self, action: Action, value: int, amount: float, shared: Sequence[float]
+    ) -> Agreement:
         """Exchange what each rank does next."""
         is_backward, n = action is Action.BACKWARD, self.exchange.num_ranks
         if self._steps_next and not is_backward:
@@ -247,6 +273,8 @@ class JoinedRanks(CallRecorder):
         row.num[action], row.values[action], row.squares[action] = 1.0, float(value), value**2
         row.steps = with_square(self._num_steps)
         row.recordings = with_square(self.digest)
+        if not self.all_compute:
+            row.packed = pack(shared, self._max_shared)
         if not is_backward:
             self.scheduler.recover()
         self.scheduler.report("sw.join")
@@ -260,13 +288,20 @@ class JoinedRanks(CallRecorder):
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
             self.share_recordings(has_them=action is first)
+        found = self._shared(action, first, shared, total) if first in SHARES else []
         self.refuse_others()
-        return Agreement(
-            first,
-            round(total.values[first] / num),
-            int(total.num_computing),
-            total.amount,
-        )
+        value = round(total.values[first] / num)
+        return Agreement(first, value, int(total.num_computing), total.amount, found)
+
+    def _shared(
+        self, own: Action, first: Action, shared: Sequence[float], total: Row
+    ) -> list[float]:
+        """What the first of the ranks that do ``first`` shares."""
+        found = unpack(total.packed, int(total.num[first]))
+        if found is None:  # a rank that waits shares something else, or the ranks differ
+            values = [*shared, *[0.0] * (self._max_shared - len(shared))]
+            found = self.share(values, 1 if own is first else 0)
+        return found
 
     def _check(self, own: Action, value: int, first: Action, total: Row) -> None:
         """Raise a StepError on all ranks if they do not run the same program."""
@@ -274,13 +309,17 @@ class JoinedRanks(CallRecorder):
         is_same = are_equal(total.num[first], total.values[first], total.squares[first])
         if is_same and are_equal(self.exchange.num_ranks, *total.steps) and waiting <= MAY_WAIT:
             return
-        rows = self.exchange.rows([own, value, self._num_steps])
+        ranks_at: dict[str, list[int]] = {}
+        for rank, row in enumerate(self.exchange.rows([own, value, self._num_steps])):
+            action, which, steps = map(int, row)
+            text = f"{self._name(Action(action), which)} after {steps} steps"
+            ranks_at.setdefault(text, []).append(rank)
         texts = [
-            f"rank {rank} {self._name(Action(int(action)), int(value))} after {int(steps)} steps"
-            for rank, (action, value, steps) in enumerate(rows)
+            f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {text}"
+            for text, ranks in ranks_at.items()
         ]
         raise StepError(
-            f"the ranks do different things inside sw.join: {', '.join(texts)}. All ranks must run "
+            f"the ranks do different things inside sw.join: {'; '.join(texts)}. All ranks must run "
             "the same loop, each until its batches end. If steps have different numbers of "
             "micro-batches, call set_requires_gradient_sync(True) before the last one of a step "
             "and False before the others, or use sw.backward; and run as many forwards without "
@@ -296,24 +335,49 @@ class JoinedRanks(CallRecorder):
         last = " of a micro-batch before the last one" if action is Action.ACCUMULATE else ""
         return f"{NAMES[action]} of {label}{last} {kind} gradients"
 
-    def _share_gradients(self) -> None:
-        """Let shadows drop the gradients that computing ranks have dropped or set to zero."""
-        if self.all_compute:
-            return
+    def _gradient_states(self) -> list[float]:
+        """For each parameter: -1 without a gradient, 1 if the gradient was set to zero, or 0."""
         own = self._versions_now()
         pairs = zip(own, self._versions or own, strict=True)
         changed = [self._has_stepped and now != before for now, before in pairs]
-        states = [
+        return [
             -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
         ]
-        found = self.share(states, 1 if self._computed_last else 0)
+
+    def _check_kept(self) -> None:
+        """Raise a StepError if gradients of the last step may have been set to zero unnoticed.
+
+        torch's foreach functions do not count their changes of DTensors.
+        """
+        if not self._has_stepped:
+            return
+        for one, now, before in zip(
+            self._all_parameters, self._versions_now(), self._versions, strict=True
+        ):
+            gradient = one.sharded.grad
+            is_plain = isinstance(gradient, DTensor) and not isinstance(gradient, ShardedTensor)
+            if is_plain and not is_unreduced(gradient) and now == before:
+                raise StepError(
+                    f"the gradient of {one.name} may have been set to zero after the last step, "
+                    "which ranks without batches inside sw.join cannot see with "
+                    "granularity='dim'; call zero_grad() with set_to_none=True"
+                )
+
+    def _drop_gradients_like(self, states: Sequence[float]) -> None:
+        """Drop the gradients of a shadow that computing ranks have dropped or set to zero."""
         if self._computed_last is not False:
             return
-        for parameter, state in zip(self._all_parameters, found, strict=True):
+        for parameter, state in zip(self._all_parameters, states, strict=False):
             if state < 0:
                 parameter.sharded.grad = None
             elif state > 0 and parameter.sharded.grad is not None:
                 parameter.sharded.grad.zero_()
+
+    @cached_property
+    def _max_shared(self) -> int:
+        """The number of values that ranks share at once."""
+        flags = len(self._all_parameters) + len(self.options())
+        return max(flags, 3 + len(self._parameters))
 
     @property
     def _all_parameters(self) -> list[FSDPParameter]:
@@ -328,10 +392,10 @@ class JoinedRanks(CallRecorder):
 
     # -- shadows ---------------------------------------------------------------------------------
 
-    def clipped(self) -> tuple[list[Tensor], float, float, bool]:
-        """What the ranks that compute pass to `clipping`; a shadow calls this."""
-        max_norm, order, checks, *flags = self.share([0.0] * (3 + len(self._parameters)), 0)
-        pairs = zip(self._parameters, flags, strict=True)
+    def clipped(self, agreed: Agreement) -> tuple[list[Tensor], float, float, bool]:
+        """What the ranks that compute pass to `clipping`."""
+        max_norm, order, checks, *flags = agreed.shared
+        pairs = zip(self._parameters, flags, strict=False)
         return [parameter for parameter, flag in pairs if flag], max_norm, order, bool(checks)
 
     def _follow(self, agreed: Agreement) -> None:
@@ -350,6 +414,12 @@ class JoinedRanks(CallRecorder):
 
     def _follow_forward(self, agreed: Agreement) -> None:
         unit, grad = agreed.value // 8, bool(agreed.value // 4 % 2)
+        if grad and self._iterating is not None:
+            raise StepError(
+                f"each forward changes buffers of {self._iterating} (such as those of "
+                "spectral_norm), but a rank without batches inside sw.join runs none, so ranks "
+                "would compute with different weights; give all ranks as many batches"
+            )
         if grad:
             self._computed_last = False
             self._set_num_computing(agreed.num_computing)
@@ -370,9 +440,9 @@ class JoinedRanks(CallRecorder):
     def _follow_backward(self, agreed: Agreement) -> None:
         age, mode = divmod(agreed.value, 4)
         passes = list(reversed(self._passes))
-        self._share_gradients()
+        self._drop_gradients_like(agreed.shared)
         self.begin_backward(passes[age], age)
-        self._note_mode(mode)
+        self._note_mode(mode, agreed.shared)
         ops, recomputed = self.ops(), list[Call]()
 
         def run() -> None:
@@ -426,12 +496,12 @@ class JoinedRanks(CallRecorder):
             )
         return modes.pop()
 
-    def _note_mode(self, mode: int) -> None:
-        """A backward begins that reduces what a ``mode`` says."""
+    def _note_mode(self, mode: int, shared: Sequence[float]) -> None:
+        """A backward begins that reduces what a ``mode`` says; ``shared``: if there are shadows."""
         self._has_stepped = False
         self._steps_next = self.scheduler.steps_in_backward and mode == _REDUCES_FULLY
-        if self._steps_next and not self.all_compute and self.before_step_in_backward is not None:
-            self.before_step_in_backward()
+        if self._steps_next and shared and self.take_options is not None:
+            self.take_options(shared[len(self._all_parameters) :])
 
     @contextlib.contextmanager
     def _in_mode(self, mode: int) -> Iterator[None]:
@@ -461,7 +531,7 @@ class JoinedRanks(CallRecorder):
         """Undo what was set for the model."""
         self._set_num_computing(self.exchange.num_ranks)
         self.exchange.close()
-        self.shadows, self.before_step_in_backward = {}, None  # they refer to this object
+        self.shadows, self.options, self.take_options = {}, list, None  # they refer to this object
 
 
 def _version(gradient: Tensor | None) -> int:

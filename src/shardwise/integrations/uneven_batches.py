@@ -1,0 +1,242 @@
+"""Ranks with unequal numbers of batches in transformers' `Trainer`.
+
+The loop of the `Trainer` stays the same on all ranks, with its clipping, steps, logs, callbacks and
+checkpoints. Only the forwards and backwards of a step in which ranks have different numbers of
+batches run inside `sw.join`::
+
+    rank 0    batch 0   batch 1      clip   step   log
+    rank 1    batch 0   (shadow)     clip   step   log
+              '--- sw.join ----'
+
+In an evaluation, a rank that has run out computes a batch again, and the results are left out.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.utils import broadcast_object_list, find_batch_size, recursively_apply
+from torch import Tensor
+
+from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.optim.join import join
+from shardwise.runtime.module import runtime_of_root
+from shardwise.tensor.reductions import across
+
+__all__ = ["UnevenBatches"]
+
+
+class UnevenBatches:
+    """A mix-in for a `Trainer` whose ranks may have unequal numbers of batches."""
+
+    _differs = False  # whether ranks may have different numbers of batches in training
+    _ended: Iterator[Any] | None = None  # an epoch that has ended on all ranks
+    _step: "_Step | None" = None  # in which ranks have different numbers of batches
+    _sizes: Sequence[int] = ()  # the number of samples of each rank in a batch of an evaluation
+
+    # -- training --------------------------------------------------------------------------------
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As in `transformers.Trainer`, with the number of batches of the longest rank."""
+        trainer: Any = super()
+        self._differs = _may_differ(self, dataloader)
+        if self._differs and (length := _length(dataloader)) is not None:
+            lengths = _across(self, length)
+            self._differs = len(set(lengths)) > 1
+            dataloader = _OfLength(dataloader, max(lengths))
+        return trainer.set_initial_training_values(args, dataloader)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The batches of a step, and the number of items in those of all ranks.
+
+        Ranks with fewer batches than others get empty ones.
+        """
+        trainer: Any = super()
+        self._step = None
+        if not self._differs:
+            found: tuple[list[Any], Any] = trainer.get_batch_samples(
+                epoch_iterator, num_batches, device
+            )
+            return found
+        if epoch_iterator is self._ended:
+            return [], None
+        args: Any = self.args  # type: ignore[attr-defined]
+        averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:  # only the items of this rank: ranks without batches count none
+            own, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        finally:
+            args.average_tokens_across_devices = averages
+        rows = _rows(self, len(own), num_items is not None, 0 if num_items is None else num_items)
+        nums = [int(num) for num, _, _ in rows]
+        if not any(nums):
+            self._ended = epoch_iterator
+            return [], None
+        scale = len(nums) / sum(num > 0 for num in nums)
+        if averages and any(counts for _, counts, _ in rows):
+            num_items = torch.tensor(sum(items for *_, items in rows), device=device)
+            if len(set(nums)) > 1:  # `sw.join` averages over the ranks that compute
+                num_items = num_items.double() * scale
+        if len(set(nums)) > 1:
+            self._step = _Step(own, max(nums), scale)
+        return own + [{}] * (max(nums) - len(own)), num_items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As in `transformers.Trainer`.
+
+        If ranks have different numbers of batches, the last call of a step computes all of them.
+        """
+        trainer: Any = super()
+        this: Any = self
+        step, zero = self._step, torch.zeros((), device=this.args.device)
+        if step is None:
+            loss: Tensor = trainer.training_step(model, inputs, num_items_in_batch)
+            return loss
+        step.remaining -= 1
+        if step.remaining:
+            return zero
+        self._step, sharded = None, this.model
+        self.current_gradient_accumulation_steps = len(step.batches)
+        losses = [zero]
+        with join(sharded):
+            try:
+                for number, batch in enumerate(step.batches, start=1):
+                    sharded.set_requires_gradient_sync(number == len(step.batches))
+                    losses.append(trainer.training_step(model, batch, num_items_in_batch))
+            finally:
+                sharded.set_requires_gradient_sync(True)
+        return torch.stack([loss.to(losses[-1]) for loss in losses]).sum() * step.scale
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As in `transformers.Trainer`; 0 for an empty batch."""
+        trainer: Any = super()
+        return int(trainer.floating_point_ops(inputs)) if inputs else 0
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        trainer: Any = super()
+        if not inputs:  # the ranks gather the number
+            model: Any = self.model  # type: ignore[attr-defined]
+            inputs = {getattr(model, "main_input_name", "input_ids"): torch.zeros(0)}
+        trainer._track_num_input_tokens(inputs)
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """As in `transformers.Trainer`, where ranks may have different numbers of batches."""
+        trainer: Any = super()
+        this: Any = self
+        if not _may_differ(self, dataloader):
+            return trainer.evaluation_loop(dataloader, *args, **options)
+        for name in ("batch_eval_metrics", "eval_use_gather_object"):
+            if getattr(this.args, name):
+                raise PlanError(
+                    f"{name} does not work if ranks have different numbers of batches; set "
+                    "even_batches in accelerator_config"
+                )
+        averages = this.args.average_tokens_across_devices
+        this.args.average_tokens_across_devices = False  # a loss is the mean over its own batch
+        this.gather_function = self._gather_samples
+        try:
+            return trainer.evaluation_loop(_EvenedOut(dataloader, self), *args, **options)
+        finally:
+            this.args.average_tokens_across_devices = averages
+            this.gather_function = this.accelerator.gather_for_metrics
+
+    def _gather_samples(self, data: Any) -> Any:
+        """Gather the samples of all ranks; a rank without a batch has none."""
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        rank, longest = accelerator.process_index, max(self._sizes)
+
+        def gather(own: Tensor) -> Tensor:
+            own = own[: self._sizes[rank]]
+            padded = own.new_zeros(longest, *own.shape[1:])
+            padded[: len(own)] = own
+            parts = accelerator.gather(padded).unflatten(0, (-1, longest))
+            return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+
+        return recursively_apply(gather, data)
+
+
+class _Step:
+    """The batches of a step in which ranks have different numbers of them."""
+
+    def __init__(self, batches: list[Any], longest: int, scale: float) -> None:
+        self.batches = batches  # of this rank
+        self.remaining = longest  # calls of `training_step`
+        self.scale = scale  # all ranks / ranks with batches: logs are means over all ranks
+
+
+class _OfLength:
+    """A data loader with another length."""
+
+    def __init__(self, loader: Any, length: int | None) -> None:
+        self._loader = loader
+        self._num_batches = length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError("the data loader has no length")
+        return self._num_batches
+
+
+class _EvenedOut(_OfLength):
+    """The batches of an evaluation; a rank that has run out repeats one."""
+
+    def __init__(self, loader: Any, trainer: UnevenBatches) -> None:
+        length = _length(loader)
+        super().__init__(loader, None if length is None else max(_across(trainer, length)))
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, last = iter(self._loader), None
+        for number in itertools.count():
+            batch = next(batches, None)
+            size = 0 if batch is None else find_batch_size(batch) or 1
+            self._trainer._sizes = sizes = _across(self._trainer, size)
+            if not any(sizes):
+                return
+            if number == 0 and not all(sizes):  # for ranks without any batch
+                shared = [batch]
+                broadcast_object_list(shared, next(r for r, size in enumerate(sizes) if size))
+                last = shared[0]
+            last = last if batch is None else batch
+            yield last
+
+
+def _may_differ(trainer: Any, loader: Any) -> bool:
+    """Whether ranks may get different numbers of batches, or of samples in them."""
+    if trainer.accelerator.num_processes == 1 or not isinstance(trainer.model, FSDPModule):
+        return False
+    repeats = isinstance(loader, DataLoaderDispatcher) or isinstance(
+        getattr(loader, "dataset", None), IterableDatasetShard
+    )
+    sampler = getattr(loader, "batch_sampler", None)
+    return not (repeats or getattr(sampler, "even_batches", False))
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (NameError, TypeError):
+        return None
+
+
+def _across(trainer: Any, number: int) -> list[int]:
+    """The ``number`` of each rank."""
+    return [int(own) for [own] in _rows(trainer, number)]
+
+
+def _rows(trainer: Any, *numbers: float) -> list[list[float]]:
+    """The ``numbers`` of each rank."""
+    runtime = runtime_of_root(trainer.model)
+    own = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    values = own.to(runtime.pools.device).unbind()
+    rows: list[list[float]] = across(values, runtime.mesh, runtime.mesh.world).tolist()
+    return rows
