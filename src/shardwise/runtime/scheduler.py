@@ -211,6 +211,7 @@ class Scheduler:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
+        self.check_awake()
         hooks.at_end_of_backward(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),
