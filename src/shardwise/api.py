@@ -14,7 +14,7 @@ from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
-from shardwise.features import device_step, fused_wgrad
+from shardwise.features import device_step, fused_wgrad, host_step
 from shardwise.features.deferred import defer, is_deferred
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
@@ -357,6 +357,7 @@ class ShardingRequest:
         fused_wgrad.offer_slots(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
+        host_step.watch(runtime)
         return runtime
 
 
