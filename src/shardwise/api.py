@@ -357,7 +357,8 @@ class ShardingRequest:
         fused_wgrad.offer_slots(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
-        host_step.watch(runtime)
+        if any(unit.offloads_gradients for unit in plan.units):
+            host_step.watch(runtime)
         return runtime
 
 

@@ -1,5 +1,6 @@
 """`sw.full_tensors`: the tensors that `sw.save` writes, in bounded memory."""
 
+import contextlib
 import sys
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, PlanError
+from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepError
 from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
 from tests.models import Block, Stack, build
@@ -422,6 +423,26 @@ def test_an_iterator_that_is_dropped_leaves_no_trace() -> None:
     assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     sw.full_tensors(model)  # never iterated, on any rank
+    train(model)
+
+
+@on_ranks(2)
+def test_an_iterator_that_one_rank_keeps_open_is_an_error_in_the_next_step() -> None:
+    model, rank = build("stack"), dist.get_rank()
+    assert isinstance(model, Stack)
+    sw.fully_shard(model, units="auto")
+    stream = sw.full_tensors(model, bucket_bytes=300)
+    next(stream)
+
+    def go_on() -> None:
+        if rank:
+            list(stream)
+        train(model)
+
+    with pytest.raises(RanksDiverged, match="gather bucket 1 of full_tensors"):
+        go_on()
+    with contextlib.suppress(StepError):
+        stream.close()  # it cannot take part in gathers that failed
     train(model)
 
 

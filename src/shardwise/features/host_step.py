@@ -29,11 +29,12 @@ _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 def watch(runtime: Runtime) -> None:
     """Warn at the first step of an optimizer that steps units of ``runtime`` on the host slowly."""
-    if is_accelerator(runtime.pools.device):
-        for unit in runtime.units:
-            if unit.plan.offloads_gradients:
-                _on_host.update(parameter.sharding for parameter in unit.parameters)
-        _watch_optimizers()
+    if not is_accelerator(runtime.pools.device):
+        return
+    for unit in runtime.units:
+        if unit.plan.offloads_gradients:
+            _on_host.update(parameter.sharding for parameter in unit.parameters)
+    _watch_optimizers()
 
 
 @cache
