@@ -46,14 +46,14 @@ def _warn(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    groups = [
+    groups = [  # of optimizers with fused kernels
         group
         for group in optimizer.param_groups
-        if any(sharding_of(parameter) in _on_host for parameter in group["params"])
+        if "fused" in group and any(sharding_of(one) in _on_host for one in group["params"])
     ]
     kind = type(optimizer).__name__
     advice = []
-    if any("fused" in group and not group["fused"] for group in groups):
+    if not all(group["fused"] for group in groups):
         advice.append(f"{kind}(..., fused=True) uses fast kernels")
     cores = _cores_of_rank()
     if groups and torch.get_num_threads() == 1 < cores:
@@ -72,5 +72,8 @@ def _cores_of_rank() -> int:
     """The cores that this process may use, divided by the ranks of this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    num_ranks = int(ranks) if ranks.isdecimal() else dist.get_world_size()
+    if ranks.isdecimal():
+        num_ranks = int(ranks)
+    else:
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     return max(1, (cores or 1) // max(1, num_ranks))
