@@ -19,6 +19,7 @@ from shardwise.features import (
     device_step,
     extensions,  # noqa: F401 - the engine uses it
     fused_wgrad,
+    host_step,
 )
 from shardwise.features.checks import (
     check_initialized,
@@ -372,6 +373,8 @@ class ShardingRequest:
             follow_leaves(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
+        if any(unit.offloads_gradients for unit in plan.units):
+            host_step.watch(runtime)
         return runtime
 
 

@@ -11,6 +11,7 @@ from benchmarks import (
     checkpoints,
     forecast,
     guard,
+    host_step,
     hostccl,
     initialize,
     padding,
@@ -32,6 +33,11 @@ SCRIPTS: dict[str, tuple[Callable[[], None], str, set[str]]] = {
         {"shardwise", "dcp", "torch.save", "bare"},
     ),
     "guard": (guard.main, "--width 32 --rounds 1", {"note where the rank is", "together"}),
+    "host_step": (
+        host_step.main,
+        "--width 32 --rounds 1 --threads 2",
+        {"fused, 1 thread", "fused, 2 threads", "foreach, 1 thread", "loop, 2 threads"},
+    ),
     "hostccl": (
         hostccl.main,
         "--width 64 --layers 1 --rounds 1",

@@ -275,6 +275,21 @@ def test_steps_are_refused_asleep() -> None:
 
 
 @on_ranks(2)
+def test_a_backward_waits_until_the_model_is_awake() -> None:
+    (model, optimizer), awake = (make("fsdp", "plain", "adamw") for _ in range(2))
+    for pair in ((model, optimizer), awake):
+        train(*pair, 0)
+    loss = CASES["gpt"].loss(model(own_part(CASES["gpt"].batch(12))))
+    sw.sleep(model, optimizer)
+    with pytest.raises(StepError, match="sleeps; call"):
+        torch.autograd.backward(loss)
+    sw.wake(model, optimizer)
+    for pair in ((model, optimizer), awake):
+        train(*pair, 1)
+    assert_same_bits(bits_of(model, optimizer), bits_of(*awake))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("shard", ["FullyShardedDataParallel", "fully_shard"])
 def test_models_of_the_drop_in_sleep(shard: str) -> None:
     awake, asleep = (getattr(fsdp, shard)(build("gpt")) for _ in range(2))

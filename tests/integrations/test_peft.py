@@ -97,3 +97,43 @@ def test_adapters_of_four_bit_weights_train_as_in_one_process(tmp_path: Path) ->
         torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=0)
     for one, other in zip(trained[1], trained[0], strict=True):
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+@on_ranks(2, deadline=200.0)
+def test_four_bit_weights_are_merged_as_by_peft(storage: torch.dtype, tmp_path: Path) -> None:
+    if rank() == 0:
+        base().save_pretrained(tmp_path / "base")
+    dist.barrier()
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=storage,
+    )
+    alone, model = (
+        adapted(
+            LlamaForCausalLM.from_pretrained(
+                tmp_path / "base",
+                quantization_config=quantization,
+                device_map={"": "cpu"},
+                dtype=torch.bfloat16,
+            )
+        )
+        for _ in range(2)
+    )
+    dequantize = peft.utils.integrations.dequantize_bnb_weight
+    expected = {}
+    for name, layer in alone.get_base_model().named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            weight = dequantize(layer.base_layer.weight)
+            expected[name] = (weight + layer.get_delta_weight("default")).bfloat16()
+        elif type(layer).__name__ == "Linear4bit" and not name.endswith("base_layer"):
+            expected[name] = dequantize(layer.weight)
+    sw.fully_shard(model, units=LlamaDecoderLayer)
+    found = dict(sw.full_tensors(model, adapters="merged", bucket_bytes=9000))
+    assert found.keys() == {name for name, _ in base().named_parameters()}
+    assert len(expected) == 14
+    for name, value in expected.items():
+        assert torch.equal(found[f"{name}.weight"], value), name

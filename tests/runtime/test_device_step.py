@@ -449,6 +449,10 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
             gradient = apply_gradient_hooks(p.sharded, p.wrap_gradient(elsewhere))
             _accumulate(p, gradient)
     assert_elsewhere()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 2  # reports meta
+    assert_elsewhere()
     snapshot = ModelSnapshot(model, torch.device("cpu"))
     model.zero_grad()
     snapshot.restore()

@@ -1,17 +1,23 @@
 """The optimizer's step on the device, with shards and states in host memory."""
 
 import gc
+import os
+import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
+from shardwise.features import host_step
 from shardwise.features.device_step import DeviceSteps, _local
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.device_step import DeviceStepReplay
@@ -60,6 +66,51 @@ def test_steps_on_the_host_in_backward_have_no_race() -> None:
         races = [str(one) for one in verdict.found if one.problem is not Problem.SYNC]
         assert not races, "\n".join(races[:5])
         assert all("gradient_shards.py:" in one.text for one in verdict.found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("offload", "fused", "threads", "warned"),
+    [
+        ("all", False, 1, [r"fused=True\)", r"set_num_threads\(8\)"]),
+        ("all", True, 1, [r"set_num_threads\(8\)"]),
+        ("all", False, 2, [r"fused=True\)"]),
+        ("all", True, 2, []),
+        ("device", False, 1, []),
+        (None, False, 1, []),
+    ],
+)
+def test_slow_steps_on_the_host_are_named(
+    offload: str | None, fused: bool, threads: int, warned: list[str]
+) -> None:
+    program, simulation = Program(offload=offload), Simulation()
+    with (
+        simulated(simulation),
+        mock.patch.object(host_step, "_cores_of_rank", return_value=8),
+        mock.patch.object(torch, "get_num_threads", return_value=threads),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        model = build(program.name).to(DEVICE)
+        program.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.param_groups[0]["fused"] = fused
+        for parameter in model.parameters():  # a step without gradients
+            parameter.requires_grad_(False)
+        for _ in range(2):
+            optimizer.step()
+    found = [str(one.message) for one in seen if "host memory slowly" in str(one.message)]
+    assert len(found) == bool(warned)
+    for part in (r"fused=True\)", r"set_num_threads\(8\)"):
+        assert any(re.search(part, text) for text in found) == (part in warned)
+
+
+def test_the_cores_of_a_machine_are_divided_among_its_ranks() -> None:
+    with (
+        mock.patch.object(os, "sched_getaffinity", return_value=range(64), create=True),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "8"}),
+    ):
+        assert host_step._cores_of_rank() == 8
 
 
 @on_ranks(2)

@@ -1,8 +1,12 @@
 """`sw.full_tensors`: the tensors that `sw.save` writes, in bounded memory."""
 
+import contextlib
+import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +18,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, PlanError
+from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepError
 from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
 from tests.models import Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, full, options_of
 from tests.weights.live_bytes import LiveBytes
+from tests.weights.memory_target import MemoryTarget
 
 GRANULARITIES = ("element", "row", "tensor", "dim")
 OFFLOADS: tuple[dict[str, Any], ...] = ({}, {"offload_policy": sw.CPUOffloadPolicy()})
@@ -188,6 +193,95 @@ def test_adapters_alone_are_those_of_peft(options: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Packed(nn.Parameter):
+    """Like bitsandbytes' 4-bit weights: two codes per byte, with what dequantizes them."""
+
+    quant_state: Any
+
+
+def pack(layer: Any, scale: float) -> Tensor:
+    """Replace the weight of ``layer`` by codes, and return the values that they stand for."""
+    shape = layer.weight.shape
+    codes = torch.randint(16, shape, dtype=torch.uint8)
+    layer.weight = Packed(codes.view(-1, 2) @ torch.tensor([[16], [1]], dtype=torch.uint8), False)
+    layer.weight.quant_state = SimpleNamespace(shape=shape, dtype=torch.bfloat16, scale=scale)
+    # bitsandbytes has scales in the state dict, too.
+    layer.register_state_dict_post_hook(
+        lambda _, found, prefix, __: found.update({f"{prefix}weight.absmax": torch.tensor(scale)})
+    )
+    return (codes.float() * scale).bfloat16()
+
+
+def unpack(packed: Tensor, state: Any) -> Tensor:
+    codes = torch.cat([packed // 16, packed % 16], 1).view(state.shape)
+    values: Tensor = codes.float() * state.scale
+    return values.bfloat16()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_packed_weights_are_dequantized_with_merged_adapters(dtype: torch.dtype | None) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["up"], init_lora_weights=False)
+    model = peft.get_peft_model(Stack().float(), config)
+    layer = model.get_base_model().layers[0]
+    values = {
+        "layers.0.up.weight": pack(layer.up.base_layer, 0.37),
+        "layers.0.down.weight": pack(layer.down, 0.21),
+    }
+    low, high = (getattr(layer.up, f"lora_{x}")["default"].weight.detach().clone() for x in "AB")
+    values["layers.0.up.weight"] = values["layers.0.up.weight"] + (high @ low) * 3.0  # in float32
+    sw.fully_shard(model, units="auto")
+    functional = SimpleNamespace(dequantize_4bit=unpack)
+    target = MemoryTarget()
+    with mock.patch.dict(sys.modules, {"bitsandbytes.functional": functional}):
+        found = dict(sw.full_tensors(model, adapters="merged", dtype=dtype, bucket_bytes=500))
+        for _ in range(2):
+            sw.publish(model, target, adapters="merged", dtype=dtype)
+    assert found.keys() == dict(Stack().named_parameters()).keys()
+    assert_same({n: found[n] for n in values}, {n: x.bfloat16() for n, x in values.items()})
+    if dist.get_rank() == 0:
+        assert_same(target.tensors, found)
+        assert target.num_bytes == 0
+        infos = {name: (info.dtype, info.shape) for name, info in target.manifest.tensors.items()}
+        assert infos == {name: (x.dtype, tuple(x.shape)) for name, x in found.items()}
+
+
+@on_ranks(2)
+def test_codes_are_not_cast() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = Packed(torch.randn(2, 1), requires_grad=False)
+    model.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 4]), dtype=torch.bfloat16)
+    expected = {"weight": model.weight.detach().clone()}
+    sw.fully_shard(model)
+    assert_same(dict(sw.full_tensors(model, dtype=torch.bfloat16)), expected)
+
+
+@on_ranks(2)
+def test_tied_numbers_and_empty_tensors() -> None:
+    model: Any = nn.Module()
+    model.first, model.second = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.second.weight = model.first.weight
+    model.scale, model.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
+    model.register_buffer("flags", torch.tensor([True, False]))
+    expected = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    expected.pop("second.weight")
+    sw.fully_shard(model, units=nn.Linear)
+    assert_same(dict(sw.full_tensors(model)), expected)
+    for names, wanted in (
+        (["second.*"], {"first.weight", "second.bias"}),
+        (["second.weight"], {"first.weight"}),
+        (["scale", "none"], {"scale", "none"}),
+        ([], set()),
+    ):
+        found = dict(sw.full_tensors(model, names=names, bucket_bytes=1))
+        assert_same(found, {name: expected[name] for name in wanted})
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(PlanError, match="expected a floating-point dtype"):
+            sw.full_tensors(model, dtype=dtype)  # type: ignore[arg-type]
+
+
 @on_ranks(2)
 def test_wrong_arguments_are_refused_on_all_ranks() -> None:
     model = build("gpt")
@@ -329,6 +423,26 @@ def test_an_iterator_that_is_dropped_leaves_no_trace() -> None:
     assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     sw.full_tensors(model)  # never iterated, on any rank
+    train(model)
+
+
+@on_ranks(2)
+def test_an_iterator_that_one_rank_keeps_open_is_an_error_in_the_next_step() -> None:
+    model, rank = build("stack"), dist.get_rank()
+    assert isinstance(model, Stack)
+    sw.fully_shard(model, units="auto")
+    stream = sw.full_tensors(model, bucket_bytes=300)
+    next(stream)
+
+    def go_on() -> None:
+        if rank:
+            list(stream)
+        train(model)
+
+    with pytest.raises(RanksDiverged, match="gather bucket 1 of full_tensors"):
+        go_on()
+    with contextlib.suppress(StepError):
+        stream.close()  # it cannot take part in gathers that failed
     train(model)
 
 

@@ -11,15 +11,12 @@ Each direction has a stream of its own, and at most `MAX_STEPPED_UNITS` units ar
 The host does not wait. A tensor that is still being written remembers that (`arrives`), and
 `local_of` waits for it.
 
-Only optimizers that treat every element alone can be called unit by unit: those of `ELEMENTWISE`,
-and classes that declare it with ``steps_units = True``. All others are refused.
+`features.unit_steps` decides which optimizers can be called unit by unit.
 """
 
-import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,25 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.unit_steps import (
+    check_arguments,
+    check_elementwise,
+    groups_of,
+    one_step_at_a_time,
+    step_only,
+    with_evaluated_closure,
+)
 from shardwise.plan.granularity import Dim
 from shardwise.plan.offload import SteppedUnits
 from shardwise.plan.plan import Plan
@@ -59,16 +51,11 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
 
 __all__ = [
-    "ELEMENTWISE",
     "DeviceSteps",
     "check_granularity",
-    "one_step_at_a_time",
     "prefetch_states",
     "watch",
 ]
-
-# Torch's optimizers whose step treats every element alone.
-ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 State = dict[str, Any]  # of one parameter
 
@@ -171,7 +158,7 @@ class DeviceSteps:
 
     def step(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Step the units at ``indices``, all of whose parameters with gradients are stepped."""
-        groups = _groups_of(optimizer)
+        groups = groups_of(optimizer)
         for position, index in enumerate(indices):
             current = self._window.ahead.pop(index, None)
             if current is None or current.optimizer is not optimizer:
@@ -194,7 +181,7 @@ class DeviceSteps:
         self.is_in_backward = True
         if index in self._window.ahead:
             return
-        self._prefetch(optimizer, index, _groups_of(optimizer))
+        self._prefetch(optimizer, index, groups_of(optimizer))
         here = self._window.ahead.get(index)
         if here is not None:
             states = [optimizer.state.get(p, {}) for p in here.states]
@@ -325,7 +312,7 @@ class DeviceSteps:
             if here.states[original]:
                 optimizer.state[stand_in] = here.states[original]
         try:
-            _step_only(optimizer, here.groups)
+            step_only(optimizer, here.groups)
         finally:
             for original, stand_in in here.stand_ins.items():
                 stand_in.grad = None  # its memory belongs to the backward
@@ -413,89 +400,7 @@ def _stand_in(parameter: FSDPParameter, local: Tensor) -> Tensor:
     return made
 
 
-# -- optimizers ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def one_step_at_a_time(optimizer: Optimizer, way_out: str) -> Iterator[None]:
-    """Raise a StepError if stepping one unit changes the options of a group."""
-    before = _options_of(optimizer)
-    yield
-    changed = {
-        key
-        for old, new in zip(before, _options_of(optimizer), strict=True)
-        for key in new
-        if key not in old or not _is_same(old[key], new[key])
-    }
-    if changed:
-        raise StepError(
-            f"{type(optimizer).__name__} changed {', '.join(sorted(changed))} of its param_groups "
-            f"in the step of one unit, so it would count units instead of steps; {way_out}"
-        )
-
-
-def _options_of(optimizer: Optimizer) -> list[State]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _is_same(old: object, new: object) -> bool:
-    return old is new or (type(old) is type(new) and isinstance(new, (int, float)) and old == new)
-
-
-def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
-    """The numbers of the groups of all parameters."""
-    groups = enumerate(optimizer.param_groups)
-    return {p: number for number, group in groups for p in group["params"]}
-
-
-def _step_only(optimizer: Optimizer, groups: dict[int, list[Tensor]]) -> None:
-    """Step the tensors in ``groups``, by number of group, without the hooks of the optimizer."""
-    # torch wraps `step` in what calls the hooks.
-    step: Callable[[Optimizer], object] = type(optimizer).step
-    originals = [group["params"] for group in optimizer.param_groups]
-    try:
-        for number, group in enumerate(optimizer.param_groups):
-            group["params"] = groups.get(number, [])
-        getattr(step, "__wrapped__", step)(optimizer)
-    finally:
-        for group, parameters in zip(optimizer.param_groups, originals, strict=True):
-            group["params"] = parameters
-
-
-def _check_kind(optimizer: Optimizer) -> None:
-    """Raise a StepError if calling ``optimizer`` unit by unit might not give the same numbers."""
-    kind = type(optimizer)
-    step = _code_of(kind)
-    author = next(one for one in reversed(kind.__mro__) if _code_of(one) is step)
-    below = kind.__mro__[: kind.__mro__.index(author) + 1]
-    declared = next((vars(one)["steps_units"] for one in below if "steps_units" in vars(one)), None)
-    if declared or (declared is None and author in _AUTHORS):
-        return
-    reason = (
-        "is not known to treat every element alone; if its step() may be called for the parameters "
-        f"of one unit at a time, set {kind.__name__}.steps_units = True, otherwise pass"
-        if declared is None
-        else "works on whole matrices that ranks exchange, not on units; pass"
-    )
-    raise StepError(
-        f"{kind.__name__} {reason} CPUOffloadPolicy(step='host') to fully_shard: with "
-        "step='device', the optimizer steps one unit after the other"
-    )
-
-
-def _code_of(kind: type) -> object:
-    """The ``step`` of a class, without the wrappers of torch."""
-    step = getattr(kind, "step", None)
-    return None if step is None else inspect.unwrap(step)
-
-
-_AUTHORS = {  # of the steps in `ELEMENTWISE`; some classes inherit theirs
-    next(one for one in reversed(kind.__mro__) if _code_of(one) is _code_of(kind))
-    for kind in ELEMENTWISE
-}
+# -- steps of optimizers -------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -527,7 +432,7 @@ def _watch_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         watched.hook.remove()
         watched.hook = optimizer.register_step_pre_hook(_step_on_device)  # the last one
     elif any(_place_of(p) for group in optimizer.param_groups for p in group["params"]):
-        _check_kind(optimizer)
+        check_elementwise(optimizer)
         optimizer.register_state_dict_pre_hook(_await_states)
         after: Any = optimizer.register_step_post_hook(_show_gradients)
         after.hooks_dict_ref().move_to_end(after.id, last=False)  # others see gradients
@@ -554,8 +459,8 @@ def _step_on_device(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
 ) -> tuple[tuple[Any, ...], State]:
     watched = _watched[optimizer]
-    _check_arguments(optimizer, args, kwargs)
-    args, kwargs = _with_evaluated_closure(args, kwargs)
+    check_arguments(optimizer, args, kwargs)
+    args, kwargs = with_evaluated_closure(args, kwargs)
     watched.is_stepping = True
     try:
         stepped = _step_units(optimizer)
@@ -590,28 +495,8 @@ def _step_units(optimizer: Optimizer) -> list[Tensor]:
                 if not steps.is_in_backward:
                     steps.finish()
         if others:
-            _step_only(optimizer, others)
+            step_only(optimizer, others)
     return stepped
-
-
-def _check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
-    if len(args) > 2 or kwargs.keys() - {"closure"}:  # noqa: PLR2004 - itself and the closure
-        raise StepError(
-            f"{type(optimizer).__name__}.step: with CPUOffloadPolicy(step='device'), expected no "
-            "argument but closure; pass step='host' to use others"
-        )
-
-
-def _with_evaluated_closure(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
-    """Replace a closure among the arguments of ``step`` by its result."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss), kwargs
 
 
 def _show_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -130,9 +130,9 @@ def sleep(
     collectives, until `wake`. Every rank must call this between steps.
 
     The next step after `wake` has the same bits as without. While the model sleeps, `sw.gathered`,
-    `sw.full_tensors`, `sw.publish`, `sw.save` and `sw.load` use the host copy; forward and
-    ``optimizer.step()`` raise. The model's own buffers stay, because calls inside `sw.gathered` use
-    them. Shards in host memory (`CPUOffloadPolicy`) stay as well.
+    `sw.full_tensors`, `sw.publish`, `sw.save` and `sw.load` use the host copy; forward,
+    backward and ``optimizer.step()`` raise. The model's own buffers stay, because calls inside
+    `sw.gathered` use them. Shards in host memory (`CPUOffloadPolicy`) stay as well.
 
     Args:
         model: the root of a sharded model.

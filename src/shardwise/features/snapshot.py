@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise.comm.device import random_states, set_random_states
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.tensor.sharding import as_gradient_of, local_of
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["AccumulationSnapshot", "ModelSnapshot", "OptimizerSnapshot"]
 
@@ -47,7 +47,7 @@ class ModelSnapshot:
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
             # `AccumulationSnapshot` restores those without elements.
-            parameter.grad = None if gradient is None else as_gradient_of(parameter, gradient)
+            parameter.grad = gradient
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer
             if buffer is not None and values is not None:

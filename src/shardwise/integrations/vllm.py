@@ -63,7 +63,7 @@ class WeightSource:
     def metadata(self) -> list[ParameterMetadata]:
         """Name, dtype and shape of each weight; gathers nothing."""
         return [
-            ParameterMetadata(one.name, one.dtype, tuple(one.sources[0].tensor.shape))
+            ParameterMetadata(one.name, one.info.dtype, one.info.shape)
             for one in outputs_of(self._model, *self._selection)
         ]
 

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import PlanError, StepError
-from shardwise.features.device_step import DeviceSteps, one_step_at_a_time, prefetch_states
+from shardwise.features.device_step import DeviceSteps, prefetch_states
+from shardwise.features.unit_steps import one_step_at_a_time
 from shardwise.features.unused import (
     Unused,
     UnusedParameters,

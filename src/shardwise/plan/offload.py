@@ -35,10 +35,11 @@ class CPUOffloadPolicy(OffloadPolicy):
         parameters: gather from host memory. False keeps a copy of the rank's shards on the device
             as well, in the compute dtype, updated once per forward: more memory, fewer copies.
         step: where the optimizer runs. ``"host"``: on the CPU, and gradients are in host memory,
-            too; ``AdamW(..., fused=True)`` is fast there. ``"device"``: on the device, unit by
-            unit; shards and states of at most three units are there at a time, and gradients stay
-            there. It takes optimizers that treat every element alone: most of torch's, and classes
-            that set ``steps_units = True``. docs/large-models.md compares the two.
+            too; it is fast with ``AdamW(..., fused=True)`` and several threads, and its first step
+            warns without them. ``"device"``: on the device, unit by unit; shards and states of at
+            most three units are there at a time, and gradients stay there. It takes optimizers that
+            treat every element alone: most of torch's, and classes that set ``steps_units = True``.
+            docs/large-models.md compares the two.
 
     Raises:
         PlanError: ``step`` is another word.

@@ -24,7 +24,6 @@ from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharding import as_gradient_of
 
 __all__ = [
     "Accumulated",
@@ -249,9 +248,8 @@ class AccumulatedGradients:
             return False
         assert gradient is not None
         sharded, before = self._parameters[position].sharded, gradient.reduced
-        if before is not None:
-            before = as_gradient_of(sharded, before.clone())
-        sharded.grad = self._handed_over[position] = before
+        sharded.grad = None if before is None else before.clone()
+        self._handed_over[position] = sharded.grad
         return True
 
     def end_hand_over(self, position: int) -> None:
@@ -359,8 +357,7 @@ class AccumulatedGradients:
         self.is_awaited = list(copy.is_awaited)
         for position, parameter in enumerate(self._parameters):
             if copy.is_held[position]:
-                reduced, sharded = copy.reduced[position], parameter.sharded
-                sharded.grad = None if reduced is None else as_gradient_of(sharded, reduced)
+                parameter.sharded.grad = copy.reduced[position]
         self._hold_all(copy.used)
 
     # -- helpers ---------------------------------------------------------------------------------

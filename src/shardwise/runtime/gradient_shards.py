@@ -17,7 +17,6 @@ from shardwise.runtime.memory import Pool, is_shared
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.sharding import as_gradient_of
 
 __all__ = ["GradientShard"]
 
@@ -234,7 +233,7 @@ def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
     if sharded.grad is None:
         if gradient.dtype != sharded.dtype:
             sharded.grad_dtype = gradient.dtype
-        sharded.grad = as_gradient_of(sharded, gradient)  # a hook may have made another
+        sharded.grad = gradient
         return True
     if not isinstance(sharded.grad, DTensor):
         raise PlanError(

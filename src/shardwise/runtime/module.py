@@ -20,7 +20,7 @@ from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
-from shardwise.tensor.sharding import AssignableDTensor, as_gradient_of, sharding_of
+from shardwise.tensor.sharding import AssignableDTensor, sharding_of
 
 __all__ = [
     "MethodWrappers",
@@ -322,8 +322,7 @@ def keeping_gradients(root: nn.Module) -> Iterator[None]:
             local = sharding.copy_of_local(gradient)
         else:
             local = sharding.own_part_of(gradient.full_tensor()).reshape(-1).contiguous()
-        wrapped = sharding.wrap_gradient(local.to(dtype_of_gradient(parameter)))
-        parameter.grad = as_gradient_of(parameter, wrapped)
+        parameter.grad = sharding.wrap_gradient(local.to(dtype_of_gradient(parameter)))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from shardwise._private import set_versions
 from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
-from shardwise.tensor.sharding import Sharding, as_gradient_of
+from shardwise.tensor.sharding import Sharding
 
 __all__ = ["CLASS", "STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
 
@@ -97,7 +97,7 @@ class FSDPParameter:
 
     def wrap_gradient(self, local: Tensor) -> Tensor:
         """Make a gradient of the sharded parameter, of which this rank has ``local``, 1-D."""
-        return as_gradient_of(self.sharded, self.sharding.wrap_gradient(local))
+        return self.sharding.wrap_gradient(local)
 
     def watch_gradient(self) -> None:
         """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""

@@ -207,6 +207,7 @@ class Scheduler:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
+        self.check_awake()
         end = hooks.BackwardEnd(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),

@@ -32,7 +32,6 @@ __all__ = [
     "ExtendedSharding",
     "Sharding",
     "arrives",
-    "as_gradient_of",
     "is_tensor_parallel",
     "local_of",
     "mesh_of",
@@ -43,14 +42,46 @@ __all__ = [
 _SHARDING = "_sharding"  # a parameter's attribute
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
 _BEFORE_USE = "_shardwise_before_use"
+_GRADIENT: Any = torch.Tensor.grad  # a descriptor
 
 
 class AssignableDTensor(DTensor):
-    """A DTensor for which ``.data = value`` copies the value.
+    """A DTensor to whose ``.data`` and ``.grad`` a program may assign.
 
-    On a plain DTensor it has no effect, as everything uses the local tensor. Parameters and
-    gradients that are cut into chunks have this class; other operations return plain DTensors.
+    ``.data = value`` copies the value. On a plain DTensor it has no effect, as everything uses the
+    local tensor. Parameters and gradients that are cut into chunks have this class; other
+    operations return plain DTensors.
     """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient. It may be on the device while this is in host memory, and the reverse."""
+        gradient: Tensor | None = _GRADIENT.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if isinstance(value, DTensor) and value.device != self.device:
+            value = self._as_its_gradient(value)
+        _GRADIENT.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__set__(self, None)
+
+    def _as_its_gradient(self, gradient: DTensor) -> Tensor:
+        """``gradient`` as a tensor that reports the device of this one, which torch requires.
+
+        Only its local tensor tells where it is.
+        """
+        sharding = sharding_of(self)
+        if sharding is None:
+            return gradient
+        local = local_of(gradient)
+        one = torch.empty(1, dtype=local.dtype, device=self.device)
+        reported = sharding.wrap_gradient(one.expand(local.numel()))
+        reported._local_tensor = local
+        return reported
 
     @property
     def data(self) -> Tensor:
@@ -435,24 +466,6 @@ def local_of(tensor: Tensor) -> Tensor:
     if _BEFORE_USE in vars(local):
         vars(local).pop(_BEFORE_USE)()
     return local
-
-
-def as_gradient_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` as torch lets a program assign it to ``parameter.grad``.
-
-    torch requires that it reports the device of the parameter. If the shard is in host memory and
-    the gradient is not, only its local tensor tells where it is.
-    """
-    sharding = sharding_of(parameter)
-    if sharding is None or not isinstance(gradient, DTensor):
-        return gradient
-    if gradient.device == parameter.device:
-        return gradient
-    local = local_of(gradient)
-    one = torch.empty(1, dtype=local.dtype, device=parameter.device)
-    reported = sharding.wrap_gradient(one.expand(local.numel()))
-    reported._local_tensor = local
-    return reported
 
 
 def arrives(tensor: DTensor, wait: Callable[[], None]) -> None:

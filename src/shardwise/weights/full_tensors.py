@@ -1,9 +1,10 @@
 """`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,8 @@ from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
+from shardwise.weights.packed import dequantize, describes_packed, packing_of
+from shardwise.weights.updates import TensorInfo
 
 __all__ = ["BUCKET_BYTES", "Adapters", "describe", "full_tensors", "outputs_of", "ranks_of"]
 
@@ -54,14 +57,14 @@ def full_tensors(
             not counted. Other ranks hold at most their part of two buckets.
         dtype: floating-point tensors are cast to it before they are sent; None sends them in the
             dtype of the shards.
-        names: fnmatch patterns of the names to yield; None yields all. Packed weights of other
-            libraries, such as 4-bit ones, must be left out.
+        names: fnmatch patterns of the names to yield; None yields all. A tied tensor comes under
+            its first name if any of its names matches.
         to: ``"all"``, or the global rank of the only receiver. On the other ranks the iterator
             yields nothing: the loop takes part in the gathers and its body does not run.
         adapters: of a peft model with LoRA: None yields weights and adapters as they are,
             ``"merged"`` yields the weights with the active adapter added, under the names of the
             model without adapters, and ``"alone"`` yields the adapters under the names in peft's
-            files.
+            files. Only ``"merged"`` dequantizes weights that bitsandbytes has packed in 4 bits.
 
     Yields:
         The name, and a tensor on the device of the model, which the caller may change. It views the
@@ -131,19 +134,24 @@ def outputs_of(
         CheckpointError: one of them is gathered, or has no elements that can be sent.
         PlanError: an argument is invalid.
     """
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise PlanError(f"dtype={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
     check_sharded(model)
-    tensors = tensors_of(model).tensors
+    found = tensors_of(model)
+    tensors = found.tensors
     if adapters is None:
         outputs = [_output(name, tensor, dtype) for name, tensor in tensors.items()]
     elif adapters == "alone":
-        found = alone(tensors, _adapter_of(model))
-        outputs = [_output(name, tensors[own], dtype) for name, own in found.items()]
+        own_names = alone(tensors, _adapter_of(model))
+        outputs = [_output(name, tensors[own], dtype) for name, own in own_names.items()]
     elif adapters == "merged":
+        packed = {name for name, tensor in tensors.items() if packing_of(tensor) is not None}
+        tensors = {n: tensor for n, tensor in tensors.items() if not describes_packed(n, packed)}
         adapted = adapted_weights(tensors, _adapter_of(model))
         _check_merges(tensors, adapted.values(), _adapter_of(model))
         outputs = [
             _merged(name, one, model, tensors, dtype)
-            if one.low
+            if one.low or one.weight in packed
             else _output(name, tensors[one.weight], dtype)
             for name, one in adapted.items()
         ]
@@ -152,15 +160,32 @@ def outputs_of(
     if names is not None:
         if isinstance(names, str):
             raise PlanError(f"names={names!r}: expected a list of patterns, such as [{names!r}]")
-        patterns = list(names)
-        for pattern in patterns:
-            if not any(fnmatchcase(one.name, pattern) for one in outputs):
-                raise PlanError(f"names={patterns}: no tensor has the name {pattern!r}")
-        outputs = [one for one in outputs if any(fnmatchcase(one.name, p) for p in patterns)]
+        outputs = _selected(outputs, list(names), found.aliases)
     for output in outputs:
         for source in output.sources:
             check_storable(output.name, source.tensor)
     return outputs
+
+
+def _selected(
+    outputs: Sequence[Output], patterns: Sequence[str], aliases: Mapping[str, str]
+) -> list[Output]:
+    """The outputs one of whose names matches one of ``patterns``; tied tensors have several.
+
+    Raises:
+        PlanError: nothing matches a pattern.
+    """
+    names = {one.name: [one.name] for one in outputs}
+    for alias, name in aliases.items():
+        if name in names:
+            names[name].append(alias)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = {n for n, own in names.items() if any(fnmatchcase(x, pattern) for x in own)}
+        if not matched:
+            raise PlanError(f"names={patterns}: no tensor has the name {pattern!r}")
+        chosen |= matched
+    return [one for one in outputs if one.name in chosen]
 
 
 def _output(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Output:
@@ -168,7 +193,8 @@ def _output(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Output:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    is_cast = tensor.is_floating_point() and packing_of(tensor) is None
+    return dtype if dtype is not None and is_cast else tensor.dtype
 
 
 # -- adapters ------------------------------------------------------------------------------------
@@ -197,7 +223,43 @@ def _merged(
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> Output:
-    """The sum of a weight and its adapter, computed in their own dtype and then cast."""
+    """A weight of the model without adapters: dequantized, and with the adapter added.
+
+    The sum has the dtype of the weight; if that was packed, also the adapter's if it is wider.
+    """
+    weight, packing = tensors[one.weight], packing_of(tensors[one.weight])
+    shape, own = (weight.shape, weight.dtype) if packing is None else (packing.shape, packing.dtype)
+    sources = [tensors[part] for part in (one.weight, one.low, one.high) if part]
+    allocated = [] if packing is None else [own]
+    total, setting = own, None
+    if one.low:
+        setting = _adapter_and_scaling(name, one, model, own)
+        kind = sources[1].dtype
+        allocated.append(kind)  # the product
+        if packing is not None and kind != own:
+            total = torch.promote_types(own, kind)
+            allocated.append(total)
+    final = own if dtype is None else dtype
+    if final != total:
+        allocated.append(final)
+    return Output(
+        name,
+        [Source(tensor, tensor.dtype) for tensor in sources],
+        partial(_merge_and_cast, packing, None if setting is None else setting[1], total, final),
+        prod(shape) * sum(kind.itemsize for kind in allocated),
+        TensorInfo(tuple(shape), final),
+        setting,
+    )
+
+
+def _adapter_and_scaling(
+    name: str, one: Adapted, model: nn.Module, dtype: torch.dtype
+) -> tuple[str, float]:
+    """The name and the factor of the adapter to add to a weight of ``dtype``.
+
+    Raises:
+        PlanError: it cannot be added.
+    """
     layer: Any = model.get_submodule(one.layer)
     adapter = _adapter_of(model)
     if layer.merged_adapters:
@@ -209,14 +271,11 @@ def _merged(
         raise PlanError(
             f"{name}: only plain LoRA of linear layers can be merged; pass adapters=None"
         )
-    parts = [tensors[part] for part in (one.weight, one.low, one.high)]
-    sources = [Source(part, part.dtype) for part in parts]
-    final = _cast(parts[0], dtype)
-    # The product, and the cast.
-    extra = sources[0].num_bytes + (parts[0].numel() * final.itemsize if dtype else 0)
-    scaling = layer.scaling[adapter]
-    combine = partial(_merge_and_cast, scaling, final)
-    return Output(name, sources, combine, extra, final, setting=(adapter, scaling))
+    if not dtype.is_floating_point:
+        raise PlanError(
+            f"{name}: an adapter cannot be added to {dtype}; pass adapters=None, or 'alone'"
+        )
+    return adapter, layer.scaling[adapter]
 
 
 def _check_merges(tensors: Collection[str], adapted: Iterable[Adapted], adapter: str) -> None:
@@ -232,6 +291,14 @@ def _check_merges(tensors: Collection[str], adapted: Iterable[Adapted], adapter:
 
 
 @torch.no_grad()
-def _merge_and_cast(scaling: float, dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
-    weight, low, high = parts
-    return merge(weight, low, high, scaling).to(dtype)
+def _merge_and_cast(
+    packing: Any,
+    scaling: float | None,
+    total: torch.dtype,
+    final: torch.dtype,
+    parts: Sequence[Tensor],
+) -> Tensor:
+    weight = parts[0] if packing is None else dequantize(parts[0], packing).to(total)
+    if scaling is not None:
+        merge(weight, parts[1], parts[2], scaling)
+    return weight.to(final)

@@ -26,6 +26,7 @@ from shardwise.comm.communicator import Communicator, communicator
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
 from shardwise.tensor.sharding import local_of
+from shardwise.weights.updates import TensorInfo
 
 __all__ = ["Bucket", "Output", "Ranks", "Source", "gather_buckets", "group_of"]
 
@@ -86,18 +87,19 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A whole tensor that is made of one or several gathered ones, by ``combine``."""
+    """A whole tensor: a gathered one, or what ``combine`` makes of one or several."""
 
     name: str
     sources: Sequence[Source]
     combine: Callable[[Sequence[Tensor]], Tensor] = lambda whole: whole[0]
     extra_bytes: int = 0  # which ``combine`` allocates
-    cast_dtype: torch.dtype | None = None  # to which ``combine`` casts
+    made: TensorInfo | None = None  # what ``combine`` makes; None: it passes the only source on
     setting: object = None  # of ``combine``, such as the factor of an adapter
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.cast_dtype or self.sources[0].dtype
+    def info(self) -> TensorInfo:
+        source = self.sources[0]
+        return self.made or TensorInfo(tuple(source.tensor.shape), source.dtype)
 
     @property
     def peak_bytes(self) -> int:

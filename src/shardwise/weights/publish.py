@@ -25,7 +25,7 @@ from shardwise.weights.full_tensors import (
     ranks_of,
 )
 from shardwise.weights.gather import Bucket, Output, Ranks, gather_buckets
-from shardwise.weights.updates import Manifest, Target, TensorInfo, Update, identity_of
+from shardwise.weights.updates import Manifest, Target, Update, identity_of
 
 __all__ = ["publish"]
 
@@ -131,7 +131,7 @@ class _Publication:
             in_runs = {o.name: c for o, c in changed if accepts_runs and _is_smaller(o, c)}
             whole = [o for o, _ in changed if o.name not in in_runs]
         version, base = last + 1, None if baseline is None else last
-        manifest = Manifest(version, base, _infos_of(self._outputs))
+        manifest = Manifest(version, base, {one.name: one.info for one in self._outputs})
         with self._coordinator.raises_together("begin a version"):
             if self._ranks.is_receiver:
                 self._target.begin(manifest)
@@ -190,10 +190,5 @@ class _Publication:
 
 
 def _is_smaller(output: Output, counts: Counts) -> bool:
-    """Whether runs take less than the whole tensor; sums with an adapter have no runs."""
-    is_plain = len(output.sources) == 1
-    return is_plain and counts.num_bytes(output) < output.sources[0].num_bytes
-
-
-def _infos_of(outputs: Sequence[Output]) -> dict[str, TensorInfo]:
-    return {one.name: TensorInfo(tuple(one.sources[0].tensor.shape), one.dtype) for one in outputs}
+    """Whether runs take less than the whole tensor; what is made of several has no runs."""
+    return output.made is None and counts.num_bytes(output) < output.sources[0].num_bytes
