@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.errors import PlanError
 from shardwise.plan.outer import Outer
 from shardwise.replicas.fragments import fragments_of
-from shardwise.replicas.outer import optimizer_factory, outer_optimizer
+from shardwise.replicas.outer import optimizer_of, outer_optimizer
 from shardwise.runtime.module import FSDPModule, runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import Part
@@ -113,8 +113,9 @@ class SharedParameters:
             for fragment in fragments
             for name in fragment
         }
-        make = optimizer_factory(outer)
-        self._optimizers = [make([self._values[name] for name in one]) for one in fragments]
+        self._optimizers = [
+            optimizer_of(outer, [self._values[name] for name in one]) for one in fragments
+        ]
         self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
 
     def synchronize(self, step: int) -> None:
