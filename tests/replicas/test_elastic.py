@@ -115,9 +115,9 @@ def kill_and_return(
     assert died.join() == [-signal.SIGKILL] * job.num_ranks
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
-    begun = len(job.lines(last, 1, "begins"))
+    begun = len(job.lines(last, job.num_ranks - 1, "begins"))
     back = job.start(last, program, **options)
-    job.wait_until(lambda: len(job.lines(last, 1, "begins")) > begun)
+    job.wait_until(lambda: len(job.lines(last, job.num_ranks - 1, "begins")) > begun)
     job.allow(f"step {back_at}")
     job.finish(*stay, back)
 

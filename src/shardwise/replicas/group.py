@@ -80,6 +80,7 @@ class ReplicaGroup:
         self._number = int(found[0]) if found else 0
         self._row: list[int] = []  # of the table, in this step
         self._table: Tensor | None = None  # [replicas, 8]
+        self._quorum = -1  # the last one, all of whose replicas run the same program
         mesh, self._device = state.runtime.mesh, state.runtime.pools.device
         self._watch = communicator(mesh.world, self._device).watch
         self._asking, self._gathering = (ThreadStream("shardwise-replicas") for _ in range(2))
@@ -128,8 +129,11 @@ class ReplicaGroup:
         extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
         self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
         rows = self._all_gather(torch.tensor(self._row, device=self._device))
-        if rows is not None and self._have_one_kind(torch.stack(rows).tolist()):
-            self._table, self.num_replicas = torch.stack(rows), len(rows)
+        if rows is not None:
+            table, quorum = torch.stack(rows), self.manager._quorum_id
+            # A replica that joins makes a new one. The host waits for a device only then.
+            if quorum == self._quorum or self._have_one_kind(table.tolist()):
+                self._quorum, self._table, self.num_replicas = quorum, table, len(rows)
         return self._table
 
     def _have_one_kind(self, rows: list[list[int]]) -> bool:

@@ -123,7 +123,6 @@ class OuterOptimizer(Optimizer):
             self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        self._begun: set[int] = set()  # fragments whose rounds this process has begun
         self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
         self._gathers: dict[int, Gather] = {}  # of rounds that have begun, by fragment
         self._has_met = isinstance(replicas, FixedGroup)  # it may have come back otherwise
@@ -206,7 +205,6 @@ class OuterOptimizer(Optimizer):
         for fragment in self.outer.sent_after(step):
             due = self._begin(fragment)
             if due == fragment:
-                self._begun.add(fragment)
                 self._joined.discard(fragment)  # of a state before the last one
             else:  # this replica has taken the state of another one, in another round
                 self._join(due)
@@ -227,8 +225,7 @@ class OuterOptimizer(Optimizer):
             if fragment in self._joined:
                 self._joined.discard(fragment)
                 continue
-            is_begun = fragment in self._begun  # if not, a checkpoint was loaded meanwhile
-            self._begun.discard(fragment)
+            is_begun = fragment in self._gathers  # if not, a checkpoint was loaded meanwhile
             self._receive(fragment if is_begun else self._begin(fragment))
 
     def _receive(self, fragment: int) -> None:
@@ -314,15 +311,12 @@ class OuterOptimizer(Optimizer):
 
     def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Step the shared values of ``parameters`` with the outer optimizer."""
-        shared = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            one = nn.Parameter(self.state[parameter][_ANCHOR])
-            one.grad = _sharded_as(parameter, gradient)
-            shared.append(one)
+        shared = [nn.Parameter(self.state[parameter][_ANCHOR]) for parameter in parameters]
         optimizer = optimizer_of(self.outer, shared)
         group = self.param_groups[0]
         optimizer.param_groups[0].update({key: group[key] for key in self._options})
-        for one, parameter in zip(shared, parameters, strict=True):
+        for one, parameter, gradient in zip(shared, parameters, gradients, strict=True):
+            one.grad = _sharded_as(parameter, gradient)
             state = {k: v for k, v in self.state[parameter].items() if k not in (_ANCHOR, _SENT)}
             if state:
                 optimizer.state[one] = state
