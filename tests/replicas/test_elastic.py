@@ -245,25 +245,33 @@ def test_two_replicas_that_die_in_the_same_step_return() -> None:
 
 
 @pytest.mark.thorough
-def test_a_replica_that_dies_while_another_one_takes_its_state_is_replaced_by_a_third() -> None:
+def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
     """Each rank that joins asks a different replica, so one of them asks the one that dies."""
     with Job(num_ranks=2, min_replicas=1) as job:
-        gives = job.start(0, program, steps=12, waits=(5,), dies_giving=True)
+        gives = job.start(0, program, waits=(3,), dies_giving=True)
         gives.may_fail = True
-        stays = job.start(1, program, steps=12, waits=(5,))
-        died = job.start(2, program, steps=12, dies=(2, "forward"))
-        job.allow_when_ready(3)
-        died.join()
+        stays = job.start(1, program, waits=(3,), pause=0.05)
+        job.allow_when_ready(2)
         for number in range(2):
-            job.wait_until(partial(_has_reached, job, number, 4))
-        begun = len(job.lines(2, 1, "begins"))
-        back = job.start(2, program, steps=12)
-        job.wait_until(lambda: len(job.lines(2, 1, "begins")) > begun)
-        job.allow("step 5")
+            job.wait_until(partial(_has_reached, job, number, 2))
+        takes = job.start(2, program)
+        takes.may_fail = True
+        job.wait_until(lambda: bool(job.lines(2, 1, "begins")))
+        job.allow("step 3")
         job.wait_until(lambda: any(rank.exitcode is not None for rank in gives.ranks))
         gives.kill()  # its launcher does
+        assert takes.join() == [1, 1]
+        assert "StepError: the replica whose state this one was taking is gone" in (
+            job.output.read_text("utf-8")
+        )
+        back = job.start(2, program)
+        job.wait_until(lambda: bool(job.lines(2, 0, "step")))
+        job.end_after(_last_step(job, 1) + 20)
         job.finish(stays, back)
-        assert_equal_to_one_process(job, 12, range(3))
+        for rank in range(2):
+            lines = {line["step"]: line for line in job.lines(1, rank, "step")}
+            assert_same_bits(lines, job.lines(2, rank, "step"))
+            assert sorted(lines) == list(range(len(lines)))
 
 
 def test_too_few_replicas_are_named_until_one_returns() -> None:

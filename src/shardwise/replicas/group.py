@@ -82,7 +82,7 @@ class ReplicaGroup:
         self._table: Tensor | None = None  # [replicas, 8]
         self._quorum = -1  # the last one, all of whose replicas run the same program
         mesh, self._device = state.runtime.mesh, state.runtime.pools.device
-        self._watch = communicator(mesh.world, self._device).watch
+        self._comm = communicator(mesh.world, self._device)
         self._asking, self._gathering = (ThreadStream("shardwise-replicas") for _ in range(2))
         # One rank of the replica logs.
         self._log_level = logging.DEBUG if mesh.world.own_rank else logging.WARNING
@@ -213,7 +213,9 @@ class ReplicaGroup:
             change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
             if change is not None:
                 self._log("%s (replicas that count: %d)", change, len(counted))
-        elif differs and _history_of(self._row) != histories[0]:
+            return True
+        self._check_whole()
+        if differs and _history_of(self._row) != histories[0]:
             self._log(
                 "was cut off from replicas that trained on, and takes the state of one of them"
             )
@@ -222,7 +224,18 @@ class ReplicaGroup:
             reason = self.manager.errored()
             why = "too few replicas" if reason is None else str(reason.original_exception)
             self._log("does not count, and is repeated: %s", why)
-        return is_committed
+        return False
+
+    def _check_whole(self) -> None:
+        """Raise a StepError on all ranks of this replica if only some could take a state."""
+        steps = torch.tensor([self.step, -self.step], device=self._device)
+        comm = self._comm
+        comm.wait(comm.reduce.all_reduce_max(steps, comm.world, "check of steps"))
+        if steps.sum():
+            raise StepError(
+                "the replica whose state this one was taking is gone, and only some ranks have it; "
+                "restart this replica, and it takes the state of another one"
+            )
 
     def continue_after(self, step: int, history: int) -> None:
         """Continue after ``step``; after step 0, with the state of another replica if it can."""
@@ -288,7 +301,7 @@ class ReplicaGroup:
         work = self._asking.submit(ask)
         while not work.wait(POLL_SECONDS):
             try:
-                self._watch.check_peers()
+                self._comm.watch.check_peers()
             except PeerLost as lost:
                 self._fail(lost)
                 raise
