@@ -1,13 +1,15 @@
 """``python -m benchmarks.goodput``: a run with a kill every 60 s, as replicas and with checkpoints.
 
-`shardwise train` trains a small model on two ranks in two ways: as two replicas of one rank, of
-which the one that has lived longest is killed every ``--period`` seconds and comes back, and as one
-job of two ranks that is killed as a whole and resumed at once from its last checkpoint (a rank that
-dies ends its job). Nobody waits for new machines in either.
+`shardwise train` trains a small model on two ranks in three ways: as two replicas of one rank that
+average each gradient or train alone for ``--local`` steps, of which the one that has lived longest
+is killed every ``--period`` seconds and comes back, and as one job of two ranks that is killed as a
+whole and resumed at once from its last checkpoint (a rank that dies ends its job). Nobody waits for
+new machines.
 
-Goodput is the share of the time of both ranks that is spent in steps that stay: the duration of
-each step that counts, times the share of the ranks that trained in it, over the whole time. Steps
-that are trained again after a restart count once.
+Goodput is counted in two ways. By time: the duration of each step that stays, without what the loss
+of a replica has added to it, times the share of the ranks whose samples count in it, over the whole
+time. By steps: the mean of that share over the steps that stay (for checkpoints: the share of the
+steps that were not trained again); it does not see how long anybody waits.
 """
 
 import argparse
@@ -42,20 +44,22 @@ SETTINGS = {
 
 
 def main() -> None:
-    """Run both, and write and print a table."""
+    """Run all, and write and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=330.0, help="of each run")
     parser.add_argument("--period", type=float, default=60.0, help="seconds between kills")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--local", type=int, default=16, help="local steps of a fragment")
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = {
-            "replicas": _run(options, Path(folder) / "replicas", _replicas, _kill_oldest),
-            "checkpoints": _run(options, Path(folder) / "checkpoints", _checkpoints, _kill_all),
-        }
-    report = {"options": vars(options), **found}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))  # noqa: T201
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = {run: before[run] for run in RUNS if run in before}
+    for run in options.runs:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {key: value for key, value in vars(options).items() if key != "runs"}
+            found[run] = {**settings, **_run(options, Path(folder) / run, *RUNS[run])}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))  # noqa: T201
 
 
 def _run(
@@ -88,15 +92,22 @@ def _run(
             if process.poll() is not None:
                 process = start()
     seconds = time.time() - began
-    kept = {r["step"]: r for r in _records(directory) if (r["life"], r["step"]) not in first}
+    records = [r for r in _records(directory) if (r["life"], r["step"]) not in first]
     _kill_all(psutil.Process(process.pid))
-    useful = sum(_seconds(r) * _share(r) for r in kept.values())
+    kept = {r["step"]: r for r in records}
+    ahead = options.local if settings is _local else 0
+    # The steps of a replica that dies before its next round do not count.
+    shares = {step: _share(kept.get(step + ahead, record)) for step, record in kept.items()}
+    useful = sum(_useful_seconds(record) * shares[step] for step, record in kept.items())
+    trained = len(records) if settings is _checkpoints else len(kept)
     return {
         "seconds": seconds,
         "kills": kills,
         "steps": len(kept),
-        "goodput": useful / seconds,
-        "sequences_per_second": sum(GLOBAL_BATCH * _share(r) for r in kept.values()) / seconds,
+        "goodput_by_time": useful / seconds,
+        "goodput_by_steps": sum(shares.values()) / trained,
+        "waited_seconds": sum(float(r.get("waited_seconds", 0.0)) for r in kept.values()),
+        "sequences_per_second": sum(GLOBAL_BATCH * share for share in shares.values()) / seconds,
     }
 
 
@@ -118,13 +129,20 @@ def _share(record: dict[str, Any]) -> float:
     return float(record.get("replicas", NUM_RANKS)) / NUM_RANKS
 
 
-def _seconds(record: dict[str, Any]) -> float:
-    return TOKENS * _share(record) / float(record["tokens_per_second"])
+def _useful_seconds(record: dict[str, Any]) -> float:
+    seconds = TOKENS * _share(record) / float(record["tokens_per_second"])
+    return max(0.0, seconds - float(record.get("lost_seconds", 0.0)))
 
 
 def _replicas(options: Namespace) -> list[str]:
     del options
     return ["--replicas", str(NUM_RANKS), "--nproc", "1", "--set", "checkpoint.every=0"]
+
+
+def _local(options: Namespace) -> list[str]:
+    keys = {"every": options.local, "fragments": 2, "delay": 1}
+    sets = [f"outer.{key}={value}" for key, value in keys.items()]
+    return [*_replicas(options), *(word for one in sets for word in ("--set", one))]
 
 
 def _checkpoints(options: Namespace) -> list[str]:
@@ -148,6 +166,13 @@ def _kill(process: psutil.Process) -> None:
             one.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
+
+
+RUNS = {
+    "replicas": (_replicas, _kill_oldest),
+    "local steps": (_local, _kill_oldest),
+    "checkpoints": (_checkpoints, _kill_all),
+}
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ def _with_manager(options: Namespace, out: Path, *, kills: bool) -> dict[str, An
     from torchft.coordination import LighthouseServer  # noqa: PLC0415
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5_000
+        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=2_000
     )
     address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
 

@@ -27,6 +27,8 @@ from tests.replicas.training import (
     saves_of,
 )
 
+THOROUGH = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("strategy", "is_async", "kind"),
@@ -44,6 +46,32 @@ def test_replicas_equal_one_process(strategy: str, is_async: bool, kind: str) ->
         job.finish(*job.begin(2, program, steps=6, **options))
         assert_equal_to_one_process(job, 6, range(2), kind=kind)
         assert [line["num_replicas"] for line in job.lines(0, 0, "step")] == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shared", "own"),
+    [
+        pytest.param(2, {"micro_batches": 3, "kind": "frozen"}, {}, id="accumulation, frozen"),
+        pytest.param(4, {}, {"strategy": "hsdp", "mesh": (2, 2)}, id="hsdp inside", marks=THOROUGH),
+    ],
+)
+def test_options_equal_one_process(
+    num_ranks: int, shared: dict[str, Any], own: dict[str, Any]
+) -> None:
+    with Job(num_ranks=num_ranks, min_replicas=2) as job:
+        job.finish(*job.begin(2, program, steps=5, **shared, **own))
+        assert_equal_to_one_process(job, 5, range(2), **shared)
+
+
+@pytest.mark.thorough
+def test_replicas_keep_the_same_bits_in_mixed_precision() -> None:
+    precision = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with Job(num_ranks=2, min_replicas=1) as job:
+        kill_and_return(job, (2, "backward"), back_at=5, steps=9, precision=precision)
+        for rank in range(2):
+            lines = {line["step"]: line for line in job.lines(0, rank, "step")}
+            assert_same_bits(lines, job.lines(1, rank, "step"))
+            assert len(lines) == 9
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -87,9 +115,9 @@ def kill_and_return(
     assert died.join() == [-signal.SIGKILL] * job.num_ranks
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
-    begun = len(job.lines(last, 1, "begins"))
+    begun = len(job.lines(last, job.num_ranks - 1, "begins"))
     back = job.start(last, program, **options)
-    job.wait_until(lambda: len(job.lines(last, 1, "begins")) > begun)
+    job.wait_until(lambda: len(job.lines(last, job.num_ranks - 1, "begins")) > begun)
     job.allow(f"step {back_at}")
     job.finish(*stay, back)
 
@@ -122,6 +150,20 @@ def test_a_killed_replica_returns_with_the_bits_of_the_others(
         assert_equal_to_one_process(job, 9, range(num_replicas))
         returned = [line["step"] for line in job.lines(num_replicas - 1, 0, "step")]
         assert returned[-2:] == [7, 8], "within two steps after its return"
+
+
+def test_a_death_repeats_one_step_and_skips_the_samples_of_the_dead_replica() -> None:
+    """A sample is a replica's part of a step. None counts twice."""
+    with Job(num_ranks=1, min_replicas=1) as job:
+        kill_and_return(job, (2, "backward"), back_at=5, steps=9)
+        counts = [[line["step"] for line in job.lines(n, 0, "counts")] for n in range(2)]
+        begins = [line["step"] for line in job.lines(0, 0, "begins")]
+        assert counts[0] == list(range(9)), "the survivor's samples count once"
+        assert set(begins) == set(range(9))
+        assert begins.count(2) > 1, "it repeats the step of the death"
+        back = counts[1][2]
+        assert back in (5, 6, 7)
+        assert counts[1] == [0, 1, *range(back, 9)], "those of the dead one are skipped"
 
 
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.thorough)])
@@ -184,6 +226,91 @@ def test_an_exception_of_one_rank_is_undone_and_the_others_repeat_the_step(
             assert set(repeats) == {2}
 
 
+@pytest.mark.thorough
+def test_two_replicas_that_die_in_the_same_step_return() -> None:
+    with Job(num_ranks=2, min_replicas=1) as job:
+        options: dict[str, Any] = {"steps": 9}
+        stays = job.start(0, program, waits=(5,), **options)
+        died = [job.start(n, program, dies=(2, "backward"), **options) for n in (1, 2)]
+        job.allow_when_ready(3)
+        for replica in died:
+            replica.join()
+        job.wait_until(partial(_has_reached, job, 0, 4))
+        begun = [len(job.lines(n, 1, "begins")) for n in range(3)]
+        back = [job.start(n, program, **options) for n in (1, 2)]
+        job.wait_until(lambda: all(len(job.lines(n, 1, "begins")) > begun[n] for n in (1, 2)))
+        job.allow("step 5")
+        job.finish(stays, *back)
+        assert_equal_to_one_process(job, 9, range(3))
+
+
+@pytest.mark.thorough
+def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
+    """Each rank that joins asks a different replica, so one of them asks the one that dies."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        gives = job.start(0, program, waits=(3,), dies_giving=True)
+        gives.may_fail = True
+        stays = job.start(1, program, waits=(3,), pause=0.05)
+        job.allow_when_ready(2)
+        for number in range(2):
+            job.wait_until(partial(_has_reached, job, number, 2))
+        takes = job.start(2, program)
+        takes.may_fail = True
+        job.wait_until(lambda: bool(job.lines(2, 1, "begins")))
+        job.allow("step 3")
+        job.wait_until(lambda: any(rank.exitcode is not None for rank in gives.ranks))
+        gives.kill()  # its launcher does
+        assert takes.join() == [1, 1]
+        assert "StepError: the replica whose state this one was taking is gone" in (
+            job.output.read_text("utf-8")
+        )
+        back = job.start(2, program)
+        job.wait_until(lambda: bool(job.lines(2, 0, "step")))
+        job.end_after(_last_step(job, 1) + 20)
+        job.finish(stays, back)
+        for rank in range(2):
+            lines = {line["step"]: line for line in job.lines(1, rank, "step")}
+            assert_same_bits(lines, job.lines(2, rank, "step"))
+            assert sorted(lines) == list(range(len(lines)))
+
+
+def test_too_few_replicas_are_named_until_one_returns() -> None:
+    with Job(num_ranks=1, min_replicas=1) as job:
+        stays = job.start(0, program, steps=6, minimum=2, pause=0.05)
+        died = job.start(1, program, steps=6, minimum=2, dies=(2, "forward"))
+        job.allow_when_ready(2)
+        died.join()
+        job.wait_until(lambda: len(job.lines(0, 0, "repeats")) > 3)
+        back = job.start(1, program, steps=6, minimum=2)
+        job.finish(stays, back)
+        assert_equal_to_one_process(job, 6, range(2))
+        assert_said(job, "does not count, and is repeated: too few replicas")
+
+
+@pytest.mark.parametrize(
+    ("is_async", "change"),
+    [(True, {"kind": "deep"}), (False, {"strategy": "zero2"})],
+)
+def test_a_replica_that_runs_another_program_cannot_join(
+    is_async: bool, change: dict[str, Any]
+) -> None:
+    """It ends, and the others train on."""
+    with Job(num_ranks=1, min_replicas=1) as job:
+        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, steps=8, is_async=is_async, **change)
+        joins.may_fail = True
+        job.wait_until(lambda: bool(job.lines(1, 0, "begins" if is_async else "ready")))
+        job.allow("step 4")
+        assert joins.join() == [1]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        text = job.output.read_text("utf-8")
+        assert "start all replicas with the same program and options" in text
+        assert "PlanError" in text
+
+
 @pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.thorough)])
 def test_a_stopped_replica_is_left_out_and_heals(
     seconds: int, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +334,25 @@ def test_a_stopped_replica_is_left_out_and_heals(
         assert_said(job, r"replica 1 left.*; .* s lost")
         assert_said(job, r"takes the state of another replica")
         assert_said(job, r"replica 1 joined; .* s lost")
+
+
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_the_other_ranks_of_a_replica_end_after_the_death_of_one_without_a_launcher(
+    is_async: bool,
+) -> None:
+    """They would wait for its quorum, and the other replica for theirs."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        stays = job.start(0, program, steps=9, is_async=is_async)
+        loses = job.start(1, program, steps=9, waits=(3,), is_async=is_async)
+        job.allow_when_ready(2)
+        job.wait_until(lambda: all(len(job.lines(1, rank, "step")) == 3 for rank in range(2)))
+        loses.kill_rank(1)
+        job.allow("step 3")
+        assert loses.join() == [1, -signal.SIGKILL]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(9))
+        text = job.output.read_text("utf-8")
+        assert re.search("^shardwise.errors.Peer(Silent|Lost): ", text, re.MULTILINE), text
 
 
 def assert_said(job: Job, pattern: str) -> None:
@@ -256,6 +402,12 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
     handle.remove()
     with pytest.raises(sw.PlanError, match="is not in the optimizer, so a replica that joins"):
         sw.elastic(model, torch.optim.AdamW(list(model.parameters())[:-1]), Unasked())
+    replicas = sw.elastic(model, optimizer, Unasked())
+    with pytest.raises(sw.PlanError, match="decide whether a step counts before the optimizer"):
+        sw.optimizer_in_backward(model, optimizer)
+    with pytest.raises(sw.PlanError, match="the model is elastic already"):
+        sw.outer_optimizer(model, optimizer, sw.Outer(), manager=Unasked())
+    replicas.remove()
     ignored = Stack().double()
     sw.fully_shard(ignored, units=Block, ignored_params=[ignored.first.weight])  # type: ignore[list-item]
     with pytest.raises(sw.PlanError, match=r"first.weight is trainable but not sharded"):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from shardwise.replicas.fragments import fragments_of
+from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
 from tests.replicas.diloco import Simulation, train
@@ -94,14 +96,11 @@ def test_replicas_of_a_manager_equal_diloco_in_one_process(row: str) -> None:
         job.finish(*job.begin(2, program, row=row, steps=14))
         simulation = Simulation(ROWS[row], 0.05, DILOCO)
         model = sw.fully_shard(Stack().double(), units=Block)
-        handle = sw.OuterOptimizer(
-            model,
-            torch.optim.SGD(model.parameters()),
-            ROWS[row],
-            None,  # type: ignore[arg-type]
-        )
         places = {id(p): index for index, p in enumerate(model.parameters())}
-        members = [[places[id(p)] for p in one.parameters] for one in handle.fragments]
+        members = [
+            [places[id(p)] for p in one.parameters]
+            for one in fragments_of(runtime_of_root(model), ROWS[row])
+        ]
         for step in range(14):
             simulation.run(range(step, step + 1), members)
         for number in range(2):

@@ -188,4 +188,4 @@ def test_more_fragments_than_units_are_refused() -> None:
     model = sw.fully_shard(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(PlanError, match="the model has 1 units with trainable parameters"):
-        sw.OuterOptimizer(model, optimizer, sw.Outer(fragments=2), None)  # type: ignore[arg-type]
+        sw.OuterOptimizer(model, optimizer, sw.Outer(fragments=2), None)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.replicas.state import load_state, state_of
+from shardwise.replicas.state import ReplicaState
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part
@@ -45,6 +45,7 @@ class Replica:
         self.model = sw.fully_shard(Stack(1).double(), units=Block, granularity="row")
         self.inner = make(self.model.parameters())
         self.outer = torch.optim.SGD(self.model.parameters(), lr=0, momentum=0.9)
+        self.state = ReplicaState(self.model, self.inner, self.outer)
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -59,10 +60,11 @@ class Replica:
 def give(giver: Replica, taker: Replica) -> None:
     """Copy the state through the bytes that torchft sends."""
     file = io.BytesIO()
-    torch.save(state_of(giver.model.parameters(), giver.inner, giver.outer), file)
+    giver.state.mark()
+    torch.save(giver.state.save(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)  # plain data
-    load_state(state, list(taker.model.parameters()), taker.inner, taker.outer)
+    taker.state.load(state)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, muon, soap, adam8bit])

@@ -7,13 +7,15 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.checkpoint import write
@@ -46,13 +48,32 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
+def sums_of(model: nn.Module) -> list[tuple[int, float]]:
+    """The number and the sum of this rank's elements of each parameter."""
+    locals_ = [local_of(parameter).detach() for parameter in model.parameters()]
+    return [(local.numel(), float(local.sum())) for local in locals_]
+
+
 def batch_of(number: int, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
 
 
+def loss_of(output: Tensor, batch: Tensor) -> Tensor:
+    """The sum over all elements. The target of a row is another row, so gradients never vanish."""
+    return (output - batch.roll(1, 0)).square().sum()
+
+
+def freeze(model: nn.Module, kind: str) -> None:
+    """As adapters (LoRA) do: only some parameters are trained."""
+    if kind == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "up" in name
+
+
 def adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.02, eps=1e-3)
     # Another rate in each step, which does not vanish in a long run.
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9 ** (n % 40))
 
@@ -85,7 +106,13 @@ class Noisy(Stack):
         return super().forward(x) + torch.rand(())
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"": Stack, "branches": Branches, "noisy": Noisy}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "": Stack,
+    "frozen": Stack,
+    "branches": Branches,
+    "noisy": Noisy,
+    "deep": partial(Stack, 4),
+}
 
 
 class DiesHealing:
@@ -123,7 +150,12 @@ class Training:
     tokens: bool = False  # a mean over all tokens, of which each rank has another number
     norm: float = 0.5
     retries: int = 0  # of a lighthouse that does not answer
+    minimum: int = 1  # replicas without which no step counts
     dies_healing: bool = False
+    dies_giving: bool = False  # when another replica takes its state
+    micro_batches: int = 1
+    mesh: tuple[int, int] = (0, 0)  # of "hsdp" inside a replica
+    precision: sw.MixedPrecisionPolicy = field(default_factory=sw.MixedPrecisionPolicy)
     pause: float = 0.0  # seconds before a step, for processes that start meanwhile
     saves: int = 0  # a checkpoint after so many steps
     retention: sw.Retention | None = None
@@ -132,14 +164,23 @@ class Training:
         torch.manual_seed(self.seed)
         self.model = MODELS[self.kind]().double()
         units = None if self.kind == "branches" else Block
-        sw.fully_shard(self.model, units=units, strategy=self.strategy)
+        freeze(self.model, self.kind)
+        sharding: dict[str, Any] = {"strategy": self.strategy, "mp_policy": self.precision}
+        if self.strategy == "hsdp":
+            sharding["mesh"] = init_device_mesh("cpu", self.mesh)
+        sw.fully_shard(self.model, units=units, **sharding)
         self.optimizer, self.scheduler = adamw(self.model)
         self.manager = self.seat.manager(
-            use_async_quorum=self.is_async, init_sync=self.init_sync, quorum_retries=self.retries
+            use_async_quorum=self.is_async,
+            init_sync=self.init_sync,
+            quorum_retries=self.retries,
+            min_replica_size=self.minimum,
         )
         self.replicas = sw.elastic(self.model, self.optimizer, self.manager)
         scheduler = DiesHealing(self.seat) if self.dies_healing else self.scheduler
         self.replicas.register("scheduler", scheduler)
+        if self.dies_giving:
+            self.replicas._state.save = self.seat.die  # type: ignore[assignment,method-assign]
         self.optimizer.register_step_pre_hook(self._committed)
         self._has_raised = False
         if self.dies[1] == "reduction":
@@ -172,12 +213,13 @@ class Training:
         batch = batch_of(self.seat.number, self.seat.rank, self._began)
         if self.tokens:
             rows = some_of(batch, self.seat.number, self.seat.rank)
-            loss = sw.backward(self.model, [rows], lambda x: self.model(x).square().sum(), len)
+            loss = sw.backward(self.model, [rows], lambda x: loss_of(self.model(x), x), len)
         else:
             arguments = [self.seat.number % 3] if self.kind == "branches" else []
-            loss = self.model(batch, *arguments).square().mean()
-            self._reach("backward")
-            loss.backward()
+            for part in batch.chunk(self.micro_batches):
+                loss = loss_of(self.model(part, *arguments), part) / batch.numel()
+                self._reach("backward")
+                loss.backward()  # type: ignore[no-untyped-call]
         sw.clip_grad_norm_(self.model.parameters(), self.norm)
         self._reach("clip")
         self.optimizer.step()
@@ -205,6 +247,7 @@ class Training:
             "step",
             step=self.manager.current_step() - 1,
             digest=digest(self.model, self.optimizer),
+            sums=sums_of(self.model),
             num_replicas=self.replicas.num_replicas,
             lr=self.optimizer.param_groups[0]["lr"],
             loss=loss,
@@ -250,18 +293,18 @@ def assert_equal_to_one_process(
 ) -> None:
     """All replicas have the bits of each other, and the values of one process.
 
-    So have ``checkpoints``, after their steps.
+    Sums of each parameter after each step are compared, and its elements at the end and in
+    ``checkpoints``.
     """
-    counted: dict[int, set[int]] = defaultdict(set)  # replicas whose samples count, by step
-    begun: dict[int, set[int]] = defaultdict(set)
+    counted = numbers_by_step(job, numbers, "counts")  # replicas whose samples count
+    begun = numbers_by_step(job, numbers, "begins")
     sizes: dict[int, int] = {}  # how many replicas counted, by step
+    sums: dict[tuple[int, int], list[Any]] = defaultdict(list)  # of ranks, by step and replica
     for number, rank in itertools.product(numbers, range(job.num_ranks)):
         lines = {line["step"]: line for line in job.lines(number, rank, "step")}
-        for line in job.lines(number, rank, "counts"):
-            counted[line["step"]].add(number)
-        for line in job.lines(number, rank, "begins"):
-            begun[line["step"]].add(number)
-        sizes |= {step: line["num_replicas"] for step, line in lines.items()}
+        for step, line in lines.items():
+            sums[step, number].append(line["sums"])
+            sizes[step] = line["num_replicas"]
         for other in numbers:
             assert_same_bits(lines, job.lines(other, rank, "step"))
     assert sorted(counted) == list(range(steps)), "every step was trained"
@@ -273,11 +316,38 @@ def assert_equal_to_one_process(
     for step, found in [*last, *checkpoints]:
         due[step].append(found)
     for step, expected in one_process(counted, job.num_ranks, **options):
+        for number in numbers:
+            assert_same_sums(expected, sums[step, number], job.num_ranks)
         for found, (name, parameter) in itertools.product(
             due.pop(step, []), expected.named_parameters()
         ):
             torch.testing.assert_close(found[name], parameter.data, rtol=1e-10, atol=1e-10)
     assert not due
+
+
+def numbers_by_step(job: Job, numbers: range, event: str) -> dict[int, set[int]]:
+    """The replicas, any rank of which has logged ``event``, by step."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for number, rank in itertools.product(numbers, range(job.num_ranks)):
+        for line in job.lines(number, rank, event):
+            found[line["step"]].add(number)
+    return found
+
+
+def assert_same_sums(
+    expected: nn.Module, ranks: list[list[tuple[int, float]]], num_ranks: int
+) -> None:
+    """The parameters of ``expected`` have the sums of those that ``ranks`` store."""
+    if len(ranks) < num_ranks:  # the replica has died before all of them had logged the step
+        return
+    for (name, parameter), found in zip(
+        expected.named_parameters(), zip(*ranks, strict=True), strict=True
+    ):
+        copies = sum(size for size, _ in found) / parameter.numel()
+        total = torch.tensor(sum(value for _, value in found) / copies, dtype=torch.float64)
+        torch.testing.assert_close(
+            total, parameter.detach().sum(), rtol=1e-10, atol=1e-10, msg=name
+        )
 
 
 def assert_same_bits(lines: dict[int, dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -295,10 +365,12 @@ def one_process(
     kind: str = "",
     tokens: bool = False,
     norm: float = 0.5,
+    micro_batches: int = 1,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Each step, and the model after it."""
     torch.manual_seed(seed)
     model = MODELS[kind]().double()
+    freeze(model, kind)
     optimizer, scheduler = adamw(model)
     for step in sorted(counted):
         places = list(itertools.product(sorted(counted[step]), range(num_ranks)))
@@ -306,11 +378,14 @@ def one_process(
         for number, rank in places:
             batch = batch_of(number, rank, step)
             if tokens:
-                loss = model(some_of(batch, number, rank)).square().sum() / num_tokens
+                rows = some_of(batch, number, rank)
+                loss = loss_of(model(rows), rows) / num_tokens
             else:
                 arguments = [number % 3] if kind == "branches" else []
-                loss = model(batch, *arguments).square().mean() / len(places)
-            loss.backward()
+                parts = batch.chunk(micro_batches)
+                losses = [loss_of(model(part, *arguments), part) for part in parts]
+                loss = torch.stack(losses).sum() / (batch.numel() * len(places))
+            loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
         scheduler.step()

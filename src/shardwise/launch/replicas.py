@@ -50,7 +50,7 @@ def run_replicas(
     from torchft.coordination import LighthouseServer  # noqa: PLC0415
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5_000
+        bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=2_000
     )
     address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
     common = [*arguments, *_set("replicas.lighthouse", address), *_set("replicas.count", count)]

@@ -89,7 +89,13 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
 
     Source: Lv et al., LOMO, 2023 (arXiv 2306.09782), for the fused update.
     """
-    scheduler = runtime_of_root(model).scheduler
+    runtime = runtime_of_root(model)
+    scheduler = runtime.scheduler
+    if any(unit.settings.across_replicas is not None for unit in runtime.units):
+        raise PlanError(
+            "replicas of sw.elastic decide whether a step counts before the optimizer runs; step "
+            "after backward"
+        )
     if scheduler.steps_in_backward:
         raise PlanError("the model has an optimizer in backward; call remove() of its handle first")
     scheduler.check_idle("when the optimizer steps cannot change in the middle of a step")

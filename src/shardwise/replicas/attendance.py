@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["Attendance", "Change"]
@@ -32,18 +32,17 @@ class Change:
     lost_seconds: float
 
     def __str__(self) -> str:
-        changes = [(self.left, "left"), (self.joined, "joined")]
-        words = [f"{_named(numbers)} {verb}" for numbers, verb in changes if numbers]
+        words = [
+            f"{' and '.join(f'replica {number}' for number in numbers)} {verb}"
+            for numbers, verb in ((self.left, "left"), (self.joined, "joined"))
+            if numbers
+        ]
         if self.repeats:
             words.append(f"repeated {'once' if self.repeats == 1 else f'{self.repeats} times'}")
         if self.waited_seconds:
             waited = f"waited {self.waited_seconds:.1f} s"
             words.append(f"{waited} for the lighthouse and other replicas")
         return f"{', '.join(words)}; {self.lost_seconds:.1f} s lost"
-
-
-def _named(numbers: Iterable[int]) -> str:
-    return " and ".join(f"replica {number}" for number in numbers)
 
 
 class Attendance:
@@ -56,6 +55,7 @@ class Attendance:
         num_replicas: the number of those whose values counted.
         change: what was different in it from the step before.
         seconds: duration of all steps that count.
+        attempts: of the step that has not been decided yet.
         useful_seconds: the same without lost seconds, added up over the replicas that counted.
     """
 
@@ -67,14 +67,13 @@ class Attendance:
         self._is_continuous = is_continuous
         self._undisturbed: deque[float] = deque(maxlen=_TYPICAL)  # durations
         self._began = time.monotonic()
-        self._attempts = 0
-        self._waited = 0.0  # seconds, in this step
+        self.attempts, self._waited = 0, 0.0
 
     def begin(self) -> None:
         """Note an attempt of a step."""
-        if not (self._attempts or self._is_continuous):
+        if not (self.attempts or self._is_continuous):
             self._began = time.monotonic()
-        self._attempts += 1
+        self.attempts += 1
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -85,14 +84,11 @@ class Attendance:
 
     def count(self, members: set[int], num_replicas: int) -> Change | None:
         """Note that the step counts; what was different in it, if anything."""
-        now = time.monotonic()
-        seconds, self._began = now - self._began, now
-        waited, self._waited = self._waited, 0.0
-        repeats, self._attempts = self._attempts - 1, 0
+        seconds = time.monotonic() - self._began
         known = self.members or members  # in the first step, this replica has just come
         left, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
-        waited = waited if waited > _MOMENT_SECONDS and self.members else 0.0
-        lost, self.change = 0.0, None
+        waited = self._waited if self._waited > _MOMENT_SECONDS and self.members else 0.0
+        repeats, lost, self.change = self.attempts - 1, 0.0, None
         if left or joined or repeats or waited:
             usual = statistics.median(self._undisturbed) if self._undisturbed else seconds
             lost = max(0.0, seconds - usual)
@@ -100,6 +96,7 @@ class Attendance:
         else:
             self._undisturbed.append(seconds)
         self.members, self.num_replicas = members, num_replicas
+        self._began, self.attempts, self._waited = self._began + seconds, 0, 0.0
         self.seconds += seconds
         self.useful_seconds += (seconds - lost) * num_replicas
         return self.change

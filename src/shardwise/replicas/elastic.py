@@ -11,16 +11,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardwise.comm.api import Work
-from shardwise.comm.device import DeviceStream, ThreadStream, is_accelerator
+from shardwise.comm.device import CommStream, DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import DiscardedError, Step, undoable
@@ -32,7 +30,7 @@ from shardwise.runtime.module import mean_over_replicas, runtime_of_root
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["Elastic", "check_replica", "description_of", "elastic"]
+__all__ = ["Elastic", "check_replica", "elastic"]
 
 
 def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
@@ -88,19 +86,15 @@ class Elastic:
         self.model = model
         self.manager = manager
         self._state = ReplicaState(model, optimizer)
-        runtime = runtime_of_root(model)
-        self._device = runtime.pools.device
-        self._stream: ThreadStream | DeviceStream = (
-            DeviceStream(self._device)
-            if is_accelerator(self._device)
-            else ThreadStream("shardwise-replicas")
+        self.group = ReplicaGroup(manager, self._state, self._state.description)
+        self._runtime = self._state.runtime
+        device = self._runtime.pools.device
+        self._stream: CommStream = (
+            DeviceStream(device) if is_accelerator(device) else ThreadStream("shardwise-replicas")
         )
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
         self._is_broken = self._has_voted = self._has_begun = False
-        is_first = runtime.mesh.world.own_rank == 0
-        self.group = ReplicaGroup(manager, checksum_of(self._state.parameters), logs=is_first)
-        self.group.share(description_of(model, optimizer), self._state.save, self._state.load)
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -120,7 +114,7 @@ class Elastic:
         All replicas must call it at the same place of the block, before ``optimizer.step()``; the
         result is the same in all of them.
         """
-        return mean_over_replicas(runtime_of_root(self.model), value)
+        return mean_over_replicas(self._runtime, value)
 
     @property
     def num_replicas(self) -> int:
@@ -156,8 +150,8 @@ class Elastic:
             self._has_begun = True
         try:
             self.group.begin()
-            with undoable(self.model) as self._step:
-                yield from self._guarded(self._step)
+            with undoable(self.model) as self._step, self._reported(self._step):
+                yield
         except DiscardedError:
             pass
         except Exception as error:
@@ -179,17 +173,19 @@ class Elastic:
         """Copies of the model keep the hooks; their gradients are not averaged: see `_across`."""
         return self
 
-    def _guarded(self, step: Step) -> Iterator[None]:
+    @contextlib.contextmanager
+    def _reported(self, step: Step) -> Iterator[None]:
+        """Tell other replicas of an exception before ``step`` is undone, which awaits averages."""
         try:
             yield
             _check_stepped(step)
         except DiscardedError:
             raise
         except BaseException as error:
+            self._is_broken = step.is_decided
             if step.is_decided:
-                self._is_broken = True
-                runtime_of_root(self.model).scheduler.abandon(error)
-            else:  # before the step is undone, which waits for the averages
+                self._runtime.scheduler.abandon(error)
+            else:
                 self.group.leave(error)
             raise
 
@@ -205,7 +201,7 @@ class Elastic:
                 "outside of it"
             )
         self._has_voted = True
-        if not self.group.commit(self._device):
+        if not self.group.commit():
             self._step.meet()  # raises if an exception on a rank of this replica is the reason
             raise DiscardedError("the step does not count")
         self.is_committed = self._step.is_decided = True
@@ -222,12 +218,8 @@ class Elastic:
         step = self._step
         if step is None:
             raise StepError("sw.elastic: call backward inside `with replicas.step()`")
-        reduce = partial(self._maximum if is_max else self.group.average, values)
-        if isinstance(self._stream, ThreadStream):
-            made = self._stream.submit(partial(self._continue, step, work, reduce))
-        else:
-            with self._stream.enqueue(after=work) as made:
-                self._continue(step, work, reduce)
+        reduce = partial(self.group.maximum if is_max else self.group.average, values)
+        made: Work = self._stream.submit(partial(self._continue, step, work, reduce))
         if work is not None:  # a rank that waits for other replicas is not stuck in its own
             made.collective, made.sent = work.collective, work.sent
         return made
@@ -242,10 +234,6 @@ class Elastic:
                 self.group.leave(work.error)  # later reductions would be the other replicas' next
                 raise work.error
             reduce()
-
-    def _maximum(self, flags: Tensor) -> None:
-        if self.group.meet(flags.device) is not None:
-            self.group.all_reduce(flags, dist.ReduceOp.MAX)
 
 
 def _check_stepped(step: Step) -> None:
@@ -280,18 +268,9 @@ def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:
             f"{caller}: the model is reproducible, but which replicas take part in a step is not; "
             "leave out reproducible=... of fully_shard"
         )
-    if any(unit.settings.reduce_hook is not None for unit in runtime.units):
+    settings = [unit.settings for unit in runtime.units]
+    if any(one.reduce_hook is not None for one in settings):
         raise PlanError(f"{caller}: communication hooks reduce gradients in their own way")
+    if any(one.across_replicas is not None for one in settings):
+        raise PlanError(f"{caller}: the model is elastic already; call remove() of sw.elastic")
     return runtime
-
-
-def description_of(model: nn.Module, optimizer: Optimizer) -> str:
-    """What must be the same in all replicas, in a line."""
-    runtime = runtime_of_root(model)
-    names = [p.name for unit in runtime.units for p in unit.parameters]
-    digest = sha256(repr((runtime.plan, names)).encode()).hexdigest()[:12]
-    frozen = checksum_of(p for p in model.parameters() if not p.requires_grad)
-    return (
-        f"{len(names)} parameters on {runtime.mesh.num_ranks} ranks, {runtime.plan.strategy}, "
-        f"{type(optimizer).__name__}, plan {digest}, frozen values {frozen:08x}"
-    )

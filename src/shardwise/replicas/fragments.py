@@ -15,8 +15,6 @@ from shardwise.tensor.sharding import local_of
 
 __all__ = ["Fragment", "fragments_of"]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
@@ -32,24 +30,17 @@ class Fragment:
         return [_real(local_of(p)).numel() for p in self.parameters]
 
     @property
-    def num_elements(self) -> int:
-        return sum(self.sizes)
-
-    @property
     def packed_bytes(self) -> int:
         """The number of bytes that `pack` returns."""
         if self.dtype in FORMATS:
-            return Blocks(self.dtype, self.block).num_bytes(self.num_elements)
-        return self.num_elements * _DTYPES[self.dtype].itemsize
+            return Blocks(self.dtype, self.block).num_bytes(sum(self.sizes))
+        return sum(self.sizes) * self._torch_dtype.itemsize
 
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Concatenate one tensor per parameter to [n]; a complex number is a pair."""
-        return torch.cat([_real(tensor).reshape(-1).to(self._wide_dtype) for tensor in tensors])
-
-    def pack(self, flat: Tensor) -> Tensor:
-        """Encode ``flat`` [n] as uint8 [packed_bytes], on the same device."""
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Encode one tensor per parameter as uint8 [packed_bytes], on the same device."""
+        flat = torch.cat([_real(tensor).reshape(-1).to(self._wide_dtype) for tensor in tensors])
         if self.dtype not in FORMATS:
-            return flat.to(_DTYPES[self.dtype]).view(torch.uint8)
+            return flat.to(self._torch_dtype).view(torch.uint8)
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8, device=flat.device)
         Blocks(self.dtype, self.block).encode(flat, packed)
         return packed
@@ -60,16 +51,21 @@ class Fragment:
         The same bytes in the same order give the same bits.
         """
         device = local_of(self.parameters[0]).device
-        total = torch.zeros(self.num_elements, dtype=self._wide_dtype, device=device)
+        total = torch.zeros(sum(self.sizes), dtype=self._wide_dtype, device=device)
         for one in packed:
             if self.dtype in FORMATS:
                 values = torch.empty_like(total)
                 Blocks(self.dtype, self.block).decode(one.to(device), values)
                 total += values
             else:
-                total += one.to(device).view(_DTYPES[self.dtype])
+                total += one.to(device).view(self._torch_dtype)
         parts = torch.split(total.div_(len(packed)), self.sizes)
         return [_as_dtype(part, p.dtype) for part, p in zip(parts, self.parameters, strict=True)]
+
+    @property
+    def _torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def _wide_dtype(self) -> torch.dtype:

@@ -1,9 +1,10 @@
-"""The replicas of a torchft `Manager` in the current step, and collectives between them."""
+"""The replicas of a step, or of a round of local steps, and collectives between them."""
 
 import contextlib
 import logging
 import re
 import secrets
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,15 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._private import AllgatherOptions, AllreduceOptions
-from shardwise.errors import PackageMissing, PlanError, StepError
+from shardwise.comm.communicator import POLL_SECONDS, communicator
+from shardwise.comm.device import ThreadStream, make_current
+from shardwise.comm.groups import backends_of
+from shardwise.errors import PackageMissing, PeerLost, PlanError, StepError
 from shardwise.replicas.attendance import Attendance
+from shardwise.replicas.state import ReplicaState, checksum_of
 
-__all__ = ["ReplicaGroup", "check_manager"]
+__all__ = ["FixedGroup", "ReplicaGroup", "check_manager"]
 
 logger = logging.getLogger("shardwise.replicas")
 
 _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
-_COUNTS, _HISTORY, _NEXT, _NUMBER = range(4)  # the columns of the table of `ReplicaGroup`
+# The columns of the table of `ReplicaGroup`, before those of `meet`.
+_COUNTS, _HISTORY, _NEXT, _NUMBER, _KIND = range(5)
+_NUM_EXTRA = 3
+Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
 
 
 def check_manager(manager: Any, caller: str) -> None:
@@ -34,94 +42,286 @@ def check_manager(manager: Any, caller: str) -> None:
 
 
 class ReplicaGroup:
-    """The ranks with this rank's number in all replicas of a step.
+    """The ranks with this rank's number in all replicas that a torchft `Manager` finds.
 
     In each step they exchange a table with a row per replica: whether its values count, a number
-    that stands for the history of its parameters, a random number, and the number of the replica
-    (at the end of its ``replica_id``). If the step is committed, the history of all of them becomes
-    the random number of the first one. So replicas whose parameters may differ have different
-    histories: those that were cut off from each other and trained on, or began with different
-    values.
+    that stands for the history of its parameters, a random number, the number of the replica (at
+    the end of its ``replica_id``), and a checksum of its program and options. If the step is
+    committed, the history of all of them becomes the random number of the first one. So replicas
+    whose parameters may differ have different histories: those that were cut off from each other
+    and trained on, or began with different values.
 
     An error of a collective is reported to the manager, and fails the step. The connections are
     then closed, so that the other replicas do not wait for this one.
 
     Attributes:
         attendance: which replicas were there, and what it cost that others were not.
+        num_replicas: the number of replicas in the last step.
+        has_joined: whether this replica took the state of another one in this step.
     """
 
     def __init__(
-        self, manager: Any, history: int, *, logs: bool, is_continuous: bool = False
+        self, manager: Any, state: ReplicaState, description: str, *, is_continuous: bool = False
     ) -> None:
+        """Give replicas with an equal ``description`` the ``state`` of this one.
+
+        ``is_continuous``: see `Attendance`.
+        """
         self.manager = manager
-        self.history = history
+        self.history = checksum_of(state.parameters)
         self.attendance = Attendance(is_continuous=is_continuous)
-        self._number = _number_of(str(manager._replica_id))
-        self._table: Tensor | None = None  # [replicas, 4 or more]
-        self._own_history: tuple[int, ...] = ()
-        self.takes_part = self._counts = True
-        self._log_level = logging.WARNING if logs else logging.DEBUG  # one rank of the replica logs
+        self.has_joined = False
+        self.num_replicas = 1
+        self._state = state
+        self._description = description
+        self._taken: dict[str, Any] | None = None  # of another replica, not loaded yet
+        # The number in "replica7:<random>", as torchft finds it; 0 if there is none.
+        found = re.search(r"\d+$", str(manager._replica_id).split(":", maxsplit=1)[0])
+        self._number = int(found[0]) if found else 0
+        self._row: list[int] = []  # of the table, in this step
+        self._table: Tensor | None = None  # [replicas, 8]
+        self._quorum = -1  # the last one, all of whose replicas run the same program
+        mesh, self._device = state.runtime.mesh, state.runtime.pools.device
+        self._comm = communicator(mesh.world, self._device)
+        self._asking, self._gathering = (ThreadStream("shardwise-replicas") for _ in range(2))
+        # One rank of the replica logs.
+        self._log_level = logging.DEBUG if mesh.world.own_rank else logging.WARNING
+        manager.register_state_dict_fn("shardwise", self._take, self._give)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were committed."""
+        return int(self.manager.current_step())
 
     def begin(self) -> None:
-        """Find the replicas of the next step.
+        """Find the replicas of the next step, and take the state of another one if necessary.
 
         Raises:
             StepError: there is no quorum.
         """
-        self._table, self.takes_part = None, True
+        self._table, self.has_joined = None, False
         self.attendance.begin()
-        with self.attendance.waiting(), self._explained():
-            self.manager.start_quorum()
+        with self.attendance.waiting():
+            self._ask(self.manager.start_quorum)
+        self._load_taken()
 
-    def meet(self, device: torch.device, extra: tuple[int, ...] = ()) -> Tensor | None:
-        """Exchange the table [replicas, 4 or more], once in a step; None if this fails.
+    def meet(self, *extra: int, counts: bool = True) -> Tensor | None:
+        """Exchange the table [replicas, 8], once in a step; None if this fails.
 
         Args:
-            device: of the table.
-            extra: more columns; the first one has to be equal in all replicas that count.
+            extra: up to 3 more columns; the first has to be equal in all replicas that count.
+            counts: False if the values of this replica do not count, even if it takes part.
 
         Raises:
             StepError: there is no quorum.
+            PlanError: this replica has another program than one that counts.
         """
         if self._table is not None:
             return self._table
-        with self.attendance.waiting(), self._explained():
-            self.manager.wait_quorum()
+        with self.attendance.waiting():
+            self._ask(self.manager.wait_quorum)
         # In the first step, the manager has all ranks but one "heal" from it, a different one for
-        # each number of a rank. All replicas have the same values then (see `share`).
+        # each number of a rank. All replicas have the same values then (see `_take`).
         heals = not self.manager.is_participating() and self.step > 0
         is_spare = self.manager.participating_rank() is None
-        self._counts = self.takes_part and not (heals or is_spare)
-        row = [int(self._counts), self.history, secrets.randbits(62), self._number, *extra]
-        self._own_history = _history_of(row)
-        rows = self.all_gather(torch.tensor(row, device=device))
+        counts = counts and not (heals or is_spare)
+        kind = zlib.crc32(self._description.encode())
+        extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
+        self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
+        rows = self._all_gather(torch.tensor(self._row, device=self._device))
         if rows is not None:
-            self._table = torch.stack(rows)
+            table, quorum = torch.stack(rows), self.manager._quorum_id
+            # A replica that joins makes a new one. The host waits for a device only then.
+            if quorum == self._quorum or self._have_one_kind(table.tolist()):
+                self._quorum, self._table, self.num_replicas = quorum, table, len(rows)
         return self._table
 
+    def _have_one_kind(self, rows: list[list[int]]) -> bool:
+        """Whether all replicas run the same program; if not, the step fails.
+
+        Raises:
+            PlanError: this replica runs another program than one that counts.
+        """
+        other = next((row for row in rows if row[_KIND] != self._row[_KIND]), None)
+        if other is None:
+            return True
+        error = PlanError(
+            f"replica {other[_NUMBER]} runs another program than this one, which is "
+            f"{self._description}; start all replicas with the same program and options"
+        )
+        self._fail(error)
+        if other[_COUNTS] or not self._row[_COUNTS]:
+            raise error
+        return False
+
     def counted(self) -> list[bool]:
-        """Which replicas count in this step, in the order of `all_gather`."""
+        """Which replicas count in this step, in the order of `gather`."""
         return [] if self._table is None else self._table[:, _COUNTS].bool().tolist()
 
     def average(self, values: Tensor) -> None:
         """Replace ``values`` [n] by the mean over the replicas whose values count."""
-        table = self.meet(values.device)
+        table = self.meet()
         if table is None:
             return
-        if not self._counts:
+        if not self._row[_COUNTS]:
             values.zero_()
-        self.all_reduce(values, dist.ReduceOp.SUM)
+        self._all_reduce(values, dist.ReduceOp.SUM)
         real = torch.view_as_real(values) if values.is_complex() else values
         real.div_(table[:, _COUNTS].sum())
 
-    def all_reduce(self, values: Tensor, operator: Any) -> None:
-        """Reduce ``values`` [n] over all replicas."""
+    def maximum(self, values: Tensor) -> None:
+        """Replace ``values`` [n] by the maximum over all replicas."""
+        if self.meet() is not None:
+            self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, own: Tensor) -> Gather:
+        """Begin to exchange ``own`` [n] with all replicas."""
+        rows: list[list[Tensor] | None] = []
+        work = self._gathering.submit(lambda: rows.append(self._all_gather(own.to(self._device))))
+
+        def wait() -> list[Tensor] | None:
+            work.wait()
+            if work.error is not None:
+                raise work.error
+            return rows[0]
+
+        return wait
+
+    def commit(self) -> bool:
+        """Whether the step counts: the ranks of this replica vote.
+
+        Raises:
+            StepError: there is no quorum, or a rank of this replica does not vote.
+            PlanError: the replicas begin with different values.
+        """
+        table = self.meet()
+        rows = [] if table is None else table.tolist()
+        counted = [row for row in rows if row[_COUNTS]]
+        histories = [_history_of(row) for row in counted]
+        differs = len(set(histories)) > 1
+        if self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1):
+            raise PlanError(
+                "replicas begin with different parameters; use the same seed in all of them, or "
+                "load the same checkpoint"
+            )
+        if differs:
+            self.manager.report_error(StepError("replicas have trained on separately"))
+        is_committed = bool(self._ask(self.manager.should_commit))
+        self._load_taken()
+        if is_committed:
+            self.history = [*counted, *rows][0][_NEXT]
+            change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
+            if change is not None:
+                self._log("%s (replicas that count: %d)", change, len(counted))
+            return True
+        self._check_whole()
+        if differs and _history_of(self._row) != histories[0]:
+            self._log(
+                "was cut off from replicas that trained on, and takes the state of one of them"
+            )
+            self.continue_after(0, self.history)
+        elif (attempts := self.attendance.attempts) & (attempts - 1) == 0:  # 1, 2, 4, ...
+            reason = self.manager.errored()
+            why = "too few replicas" if reason is None else str(reason.original_exception)
+            self._log("does not count, and is repeated: %s", why)
+        return False
+
+    def _check_whole(self) -> None:
+        """Raise a StepError on all ranks of this replica if only some could take a state."""
+        steps = torch.tensor([self.step, -self.step], device=self._device)
+        comm = self._comm
+        comm.wait(comm.reduce.all_reduce_max(steps, comm.world, "check of steps"))
+        if steps.sum():
+            raise StepError(
+                "the replica whose state this one was taking is gone, and only some ranks have it; "
+                "restart this replica, and it takes the state of another one"
+            )
+
+    def continue_after(self, step: int, history: int) -> None:
+        """Continue after ``step``; after step 0, with the state of another replica if it can."""
+        self.manager.load_state_dict({"step": step, "batches_committed": step})
+        self.history = history
+
+    def leave(self, error: BaseException) -> None:
+        """Fail the step after an error of this rank, so that no replica waits for it."""
+        if not isinstance(error, PeerLost):  # otherwise, the manager has no answer
+            with contextlib.suppress(Exception):
+                self._ask(self.manager.wait_quorum)
+        if not self.manager.errored():
+            self._log("failed in this replica: %r", error)
+        self._fail(error)
+
+    def vote_against(self) -> None:
+        """End the step that this replica has left, if its other ranks still run."""
+        with contextlib.suppress(Exception):
+            self.manager.should_commit(timeout=timedelta(seconds=_VOTE_SECONDS))
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def _give(self) -> dict[str, Any]:
+        """On a thread of the manager, while units may compute."""
+        return {
+            "description": self._description,
+            "history": self.history,
+            "state": self._state.save(),
+        }
+
+    def _take(self, given: dict[str, Any]) -> None:
+        if given["description"] != self._description:
+            raise PlanError(
+                f"this replica is {self._description}, and the one whose state it takes is "
+                f"{given['description']}; start all replicas with the same program and options"
+            )
+        if self.step:  # otherwise they have the same values already, or `commit` raises
+            self._taken = given
+
+    def _load_taken(self) -> None:
+        """Load what the manager has received, on the thread of the caller."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._log("takes the state of another replica")
+            self._state.load(taken["state"])
+            self.history, self.has_joined = taken["history"], True
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Call the manager, and see meanwhile that the other ranks of this replica are alive.
+
+        Raises:
+            PeerLost: one of them is not, so that there will be no answer.
+            StepError: the call has failed.
+        """
+        answers: list[Any] = []
+
+        def ask() -> None:
+            make_current(self._device)
+            answers.append(call())
+
+        work = self._asking.submit(ask)
+        while not work.wait(POLL_SECONDS):
+            try:
+                self._comm.watch.check_peers()
+            except PeerLost as lost:
+                self._fail(lost)
+                raise
+        error = work.error
+        if isinstance(error, (RuntimeError, TimeoutError)) and not isinstance(error, StepError):
+            raise StepError(
+                f"step {self.step}: the manager of this replica has no answer ({error}); see "
+                "whether the lighthouse and all ranks of the replica run"
+            ) from error
+        if error is not None:
+            raise error
+        return answers[0]
+
+    def _all_reduce(self, values: Tensor, operator: Any) -> None:
         options = AllreduceOptions()
         options.reduceOp = operator
         real = torch.view_as_real(values) if values.is_complex() else values
         self._run(lambda group: group.allreduce([real], options))
 
-    def all_gather(self, own: Tensor) -> list[Tensor] | None:
+    def _all_gather(self, own: Tensor) -> list[Tensor] | None:
         """The tensors of all replicas like ``own`` [n], in their order; None if this fails."""
         rows: list[Tensor] = []
 
@@ -136,132 +336,65 @@ class ReplicaGroup:
         if self.manager.errored():
             return False
         try:
-            # Not `Manager.allreduce`, which divides by a wrong number in the first step
-            # (`ReplicaGroup.meet`); for other collectives the manager has no method.
+            # Not `Manager.allreduce`, which divides by a wrong number in the first step (see
+            # `meet`); for other collectives the manager has no method.
             collective(self.manager._pg).wait()
         except Exception as error:  # noqa: BLE001 - backends raise RuntimeErrors, and others
-            self.manager.report_error(error)
-            self._close_if_failed()
+            self._fail(error)
             return False
         return True
 
-    def commit(self, device: torch.device) -> bool:
-        """Whether the step counts: the ranks of this replica vote.
-
-        Raises:
-            StepError: there is no quorum, or a rank of this replica does not vote.
-            PlanError: the replicas begin with different values.
-        """
-        table = self.meet(device)
-        rows = [] if table is None else table.tolist()
-        counted = [row for row in rows if row[_COUNTS]]
-        histories = [_history_of(row) for row in counted]
-        differs = len(set(histories)) > 1
-        if self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1):
-            raise PlanError(
-                "replicas begin with different parameters; use the same seed in all of them, or "
-                "load the same checkpoint"
-            )
-        if differs:
-            self.manager.report_error(StepError("replicas have trained on separately"))
-        with self._explained():
-            is_committed = bool(self.manager.should_commit())
-        if is_committed:
-            self.history = [*counted, *rows][0][_NEXT]
-            change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
-            if change is not None:
-                self._log("%s (replicas that count: %d)", change, len(counted))
-        elif differs and self._own_history != histories[0]:
-            self._leave_history()
-        else:
-            reason = self.manager.errored()
-            why = "too few replicas" if reason is None else str(reason.original_exception)
-            self._log("does not count, and is repeated: %s", why)
-        return is_committed
-
-    @property
-    def step(self) -> int:
-        """The number of steps that were committed."""
-        return int(self.manager.current_step())
-
-    def leave(self, error: BaseException) -> None:
-        """Fail the step after an error of this rank, so that no replica waits for it."""
-        with contextlib.suppress(Exception):
-            self.manager.wait_quorum()
-        if not self.manager.errored():
-            self._log("failed in this replica: %r", error)
-            self.manager.report_error(error)
-        self._close_if_failed()
-
-    def vote_against(self) -> None:
-        """End the step that this replica has left, if its other ranks still run."""
-        with contextlib.suppress(Exception):
-            self.manager.should_commit(timeout=timedelta(seconds=_VOTE_SECONDS))
-
-    def share(
-        self,
-        description: str,
-        save: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Let replicas that join take what ``save`` returns on this rank, and ``load`` it.
-
-        Args:
-            description: has to be equal in all replicas.
-            save: is called on a thread of the manager, while units may compute.
-            load: is called on the main thread, in `begin` or `commit`.
-        """
-
-        def saved() -> dict[str, Any]:
-            return {"description": description, "history": self.history, "state": save()}
-
-        def take(saved: dict[str, Any]) -> None:
-            if saved["description"] != description:
-                raise PlanError(
-                    f"this replica is {description}, and the one whose state it takes is "
-                    f"{saved['description']}; start all replicas with the same program and options"
-                )
-            if self.step == 0:  # the replicas have the same values already, or `commit` raises
-                return
-            self._log("takes the state of another replica")
-            self.history = saved["history"]
-            load(saved["state"])
-
-        self.manager.register_state_dict_fn("shardwise", take, saved)
+    def _fail(self, error: BaseException) -> None:
+        """Fail the step, and let no other replica wait for this one."""
+        self.manager.report_error(error)
+        with contextlib.suppress(Exception):  # it has failed already
+            self.manager._pg.abort()
+        if isinstance(error, PeerLost):  # the lighthouse would believe this replica to be alive
+            self.manager.shutdown(wait=False)
 
     def _log(self, message: str, *values: object) -> None:
         logger.log(self._log_level, f"step %d: {message}", self.step, *values)
 
-    def _close_if_failed(self) -> None:
-        if self.manager.errored():
-            with contextlib.suppress(Exception):  # it has failed already
-                self.manager._pg.abort()
 
-    def _leave_history(self) -> None:
-        """Make this replica heal from one with the history that goes on."""
-        self._log("was cut off from replicas that trained on, and takes the state of one of them")
-        self.manager.load_state_dict({"step": 0, "batches_committed": 0})
+class FixedGroup:
+    """All ranks of a process group, with the methods of a `ReplicaGroup`; none may leave."""
 
-    @contextlib.contextmanager
-    def _explained(self) -> Any:
-        """Raise what a call of the manager raises as a StepError."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, StepError):
-                raise
-            raise StepError(
-                f"step {self.step}: the manager of this replica has no answer ({error}); see "
-                "whether the lighthouse and all ranks of the replica run"
-            ) from error
+    has_joined = False
+    step = history = 0
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.num_replicas = dist.get_world_size(group)
+        types = list(backends_of(group))
+        self._device = torch.device("cpu" if "cpu" in types else types[0])
 
-def _number_of(replica_id: str) -> int:
-    """The number in "replica7:<random>", as torchft finds it; 0 if there is none."""
-    found = re.search(r"\d+$", replica_id.split(":", maxsplit=1)[0])
-    return int(found[0]) if found else 0
+    def begin(self) -> None:
+        """All replicas are there."""
+
+    def meet(self, *extra: int, counts: bool = True) -> Tensor:  # noqa: ARG002
+        """The table: all replicas have reached the same step."""
+        return torch.tensor([[1, 0, 0, 0, 0, *extra]] * self.num_replicas)
+
+    def counted(self) -> list[bool]:
+        """All replicas count."""
+        return [True] * self.num_replicas
+
+    def gather(self, own: Tensor) -> Gather:
+        """Begin to exchange ``own`` [n] with all replicas."""
+        own = own.to(self._device)
+        gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
+        work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), gathered)[1]
+
+    def commit(self) -> bool:
+        """Every round counts."""
+        return True
+
+    def continue_after(self, step: int, history: int) -> None:
+        """There is nothing to continue."""
 
 
 def _history_of(row: list[int]) -> tuple[int, ...]:
     """What is equal in all replicas that count, unless their values differ."""
-    return (row[_HISTORY], *row[_NUMBER + 1 : _NUMBER + 2])
+    return row[_HISTORY], row[_KIND + 1]

@@ -12,8 +12,7 @@ exchanges differences with the ranks that hold the same shard in other replicas,
 gathered.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -26,17 +25,17 @@ from torch.optim import SGD, Optimizer
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.axes import AxisBytes
-from shardwise.replicas.elastic import check_replica, description_of
-from shardwise.replicas.exchange import NONE, Exchange, GroupExchange, ManagerExchange
+from shardwise.replicas.elastic import check_replica
 from shardwise.replicas.fragments import Fragment, fragments_of
-from shardwise.replicas.group import ReplicaGroup, check_manager
+from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
 from shardwise.replicas.plan import Outer
 from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
-__all__ = ["OuterOptimizer", "optimizer_factory", "optimizer_template", "outer_optimizer"]
+__all__ = ["OuterOptimizer", "optimizer_of", "outer_optimizer"]
 
+_NONE = -1  # no fragment
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 # Keys in the state of each parameter, next to the states of the outer optimizer: the shared
 # parameter and, with a delay, the difference in transit, which is sent again after a load.
@@ -84,9 +83,9 @@ def outer_optimizer(
     """
     if (manager is None) == (group is None):
         raise PlanError(f"manager={manager}, group={group}: expected one of them")
-    runtime = check_replica(model, optimizer, "sw.outer_optimizer")
+    check_replica(model, optimizer, "sw.outer_optimizer")
     if group is not None:
-        return OuterOptimizer(model, optimizer, outer, GroupExchange(group))
+        return OuterOptimizer(model, optimizer, outer, FixedGroup(group))
     check_manager(manager, "sw.outer_optimizer")
     if manager._use_async_quorum:  # of which the manager does not tell otherwise
         raise PlanError(
@@ -98,11 +97,7 @@ def outer_optimizer(
             f"{outer}: with a manager, a round has to end before the next one begins; expected a "
             f"delay of at most every // fragments = {outer.every // outer.fragments}"
         )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    is_first = runtime.mesh.world.own_rank == 0
-    replicas = ReplicaGroup(manager, checksum_of(trained), logs=is_first, is_continuous=True)
-    exchange = ManagerExchange(replicas, runtime.pools.device)
-    return OuterOptimizer(model, optimizer, outer, exchange)
+    return OuterOptimizer(model, optimizer, outer, manager)
 
 
 class OuterOptimizer(Optimizer):
@@ -112,33 +107,33 @@ class OuterOptimizer(Optimizer):
     and learning rate schedulers can set its options.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, outer: Outer, exchange: Exchange
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, outer: Outer, replicas: Any) -> None:
+        """``replicas``: a `FixedGroup`, or the manager of a `ReplicaGroup`."""
         self.outer = outer
-        self.exchange = exchange
         self.sent_bytes = 0  # of differences, by this rank
         self._runtime = runtime_of_root(model)
-        self._make = optimizer_factory(outer)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        template = optimizer_template(outer)
+        template = optimizer_of(outer, [nn.Parameter(torch.zeros(1))])  # for its options
         counts = {"local_steps": 0, "rounds": 0, "history": 0}
         super().__init__(parameters, dict(template.defaults) | counts)
         self._options = set(template.defaults)
-        self._state = ReplicaState(model, optimizer, self)
+        self._state = ReplicaState(model, optimizer, self, trains_on=True)
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
             self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        self._begun: set[int] = set()  # fragments whose rounds this process has begun
         self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
-        self._has_met = False
+        self._gathers: dict[int, Gather] = {}  # of rounds that have begun, by fragment
+        self._has_met = isinstance(replicas, FixedGroup)  # it may have come back otherwise
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        if isinstance(exchange, ManagerExchange):
+        self.group: ReplicaGroup | FixedGroup
+        if isinstance(replicas, FixedGroup):
+            self.group = replicas
+        else:
             row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {template}"
-            description = f"{description_of(model, optimizer)}, {row}"
-            exchange.group.share(description, self._save, self._load)
+            description = f"{self._state.description}, {row}"
+            self.group = ReplicaGroup(replicas, self._state, description, is_continuous=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Not for users: steps of the model's optimizer also step the outer optimizer.
@@ -210,19 +205,18 @@ class OuterOptimizer(Optimizer):
         for fragment in self.outer.sent_after(step):
             due = self._begin(fragment)
             if due == fragment:
-                self._begun.add(fragment)
                 self._joined.discard(fragment)  # of a state before the last one
             else:  # this replica has taken the state of another one, in another round
                 self._join(due)
         if not self.outer.delay:
             self._finish(self.outer.applied_after(step))
-        if not self._has_met and self.exchange.is_elastic:
-            self._join(self._begin(NONE))  # it may have come back: take the others' state now
+        if not self._has_met:
+            self._join(self._begin(_NONE))  # take the others' state now
 
     def _join(self, fragment: int) -> None:
         """End the round in which this replica has taken a state; the others may end it later."""
         self._receive(fragment)
-        if self.outer.delay and fragment != NONE:
+        if self.outer.delay and fragment != _NONE:
             self._joined.add(fragment)
 
     def _finish(self, fragments: Iterable[int]) -> None:
@@ -231,36 +225,50 @@ class OuterOptimizer(Optimizer):
             if fragment in self._joined:
                 self._joined.discard(fragment)
                 continue
-            is_begun = fragment in self._begun  # if not, a checkpoint was loaded meanwhile
-            self._begun.discard(fragment)
+            is_begun = fragment in self._gathers  # if not, a checkpoint was loaded meanwhile
             self._receive(fragment if is_begun else self._begin(fragment))
 
     def _receive(self, fragment: int) -> None:
         """End a round; repeat it if it has failed."""
-        while (packed := self.exchange.receive(fragment)) is None:
+        while True:
+            packed = [] if fragment == _NONE else self._gathers.pop(fragment)()
+            if self.group.commit():
+                break
             fragment = self._begin(fragment)
-        if fragment != NONE:
-            self._apply(self.fragments[fragment], packed)
-        progress = {"rounds": self.exchange.rounds, "history": self.exchange.history}
-        self.param_groups[0].update(progress)
+        if fragment != _NONE:
+            assert packed is not None
+            counted = zip(packed, self.group.counted(), strict=True)
+            self._apply(self.fragments[fragment], [one for one, counts in counted if counts])
+        self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
 
     def _begin(self, fragment: int) -> int:
         """Begin the round of ``fragment``; return the fragment that is due in other replicas."""
-        parameters = self.fragments[fragment].parameters if fragment != NONE else []
+        parameters = self.fragments[fragment].parameters if fragment != _NONE else []
         if not (self.outer.delay and all(_SENT in self.state[p] for p in parameters)):
             for parameter in parameters:
                 difference = self._anchor(parameter) - local_of(parameter)
                 self.state[parameter][_SENT] = _sharded_as(parameter, difference)
         self._check_finite(parameters)
-        self.exchange.resume(*(self.param_groups[0][key] for key in ("rounds", "history")))
-        self._has_met, checksum = True, checksum_of(map(self._anchor, parameters))
-        due, step = self.exchange.begin(fragment, self.local_steps, checksum)
-        self.param_groups[0]["local_steps"] = step
-        if due != NONE:
-            own = [self._difference(p) for p in self.fragments[due].parameters]
-            self.exchange.send(due, self.fragments[due].pack(self.fragments[due].flat(own)))
-            self._count_sent(due)
-        return due
+        options = self.param_groups[0]
+        if self.group.step < options["rounds"]:  # a checkpoint was loaded
+            self.group.continue_after(options["rounds"], options["history"])
+        checksum = checksum_of(map(self._anchor, parameters))
+        self.group.begin()
+        self._has_met, counts = True, fragment != _NONE and not self.group.has_joined
+        if self.group.has_joined:
+            for one in self.state.values():  # differences that the other replica has in transit
+                one.pop(_SENT, None)
+        table = self.group.meet(checksum, fragment, self.local_steps, counts=counts)
+        if table is not None:
+            rows = [row for row in table.tolist() if row[0]]  # those that count
+            *_, fragment, options["local_steps"] = rows[0] if rows else (_NONE, self.local_steps)
+        if fragment != _NONE:
+            own = [self._difference(p) for p in self.fragments[fragment].parameters]
+            self._gathers[fragment] = self.group.gather(self.fragments[fragment].pack(own))
+            sent = self._message_bytes(fragment)
+            self.sent_bytes += sent
+            self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
+        return fragment
 
     def _difference(self, parameter: Tensor) -> Tensor:
         """The difference in transit; zeros if this replica has just taken a state."""
@@ -283,12 +291,7 @@ class OuterOptimizer(Optimizer):
         )
 
     def _message_bytes(self, fragment: int) -> int:
-        return self.fragments[fragment].packed_bytes * (self.exchange.num_replicas - 1)
-
-    def _count_sent(self, fragment: int) -> None:
-        sent = self._message_bytes(fragment)
-        self.sent_bytes += sent
-        self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
+        return self.fragments[fragment].packed_bytes * (self.group.num_replicas - 1)
 
     def _apply(self, fragment: Fragment, packed: Sequence[Tensor]) -> None:
         """Step the shared parameters, and update this replica's parameters from them."""
@@ -308,15 +311,12 @@ class OuterOptimizer(Optimizer):
 
     def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Step the shared values of ``parameters`` with the outer optimizer."""
-        shared = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            one = nn.Parameter(self.state[parameter][_ANCHOR])
-            one.grad = _sharded_as(parameter, gradient)
-            shared.append(one)
-        optimizer = self._make(shared)
+        shared = [nn.Parameter(self.state[parameter][_ANCHOR]) for parameter in parameters]
+        optimizer = optimizer_of(self.outer, shared)
         group = self.param_groups[0]
         optimizer.param_groups[0].update({key: group[key] for key in self._options})
-        for one, parameter in zip(shared, parameters, strict=True):
+        for one, parameter, gradient in zip(shared, parameters, gradients, strict=True):
+            one.grad = _sharded_as(parameter, gradient)
             state = {k: v for k, v in self.state[parameter].items() if k not in (_ANCHOR, _SENT)}
             if state:
                 optimizer.state[one] = state
@@ -325,30 +325,12 @@ class OuterOptimizer(Optimizer):
         for one, parameter in zip(shared, parameters, strict=True):
             self.state[parameter].update(optimizer.state.get(one, {}))
 
-    # -- states ----------------------------------------------------------------------------------
-
-    def _save(self) -> dict[str, Any]:
-        """A copy of the state of this rank: it trains on while another replica takes it."""
-        self._state.mark()
-        return copy.deepcopy(self._state.save())
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.exchange.counts = False
-        self._state.load(state)
-        for one in self.state.values():  # differences that the other replica has in transit
-            one.pop(_SENT, None)
-
 
 def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
     """The tensor that is sharded like ``parameter`` and of which this rank stores ``local``."""
     return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
 
 
-def optimizer_factory(outer: Outer) -> Callable[[list[Any]], Any]:
-    """The function that creates the outer optimizer for a list of parameters."""
-    return outer.optimizer or _DILOCO
-
-
-def optimizer_template(outer: Outer) -> Optimizer:
-    """An outer optimizer of one placeholder parameter, for its class and options."""
-    return cast("Optimizer", optimizer_factory(outer)([nn.Parameter(torch.zeros(1))]))
+def optimizer_of(outer: Outer, parameters: list[Any]) -> Any:
+    """The outer optimizer of ``parameters``."""
+    return (outer.optimizer or _DILOCO)(parameters)

@@ -2,7 +2,8 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of, sharding_of
 
-__all__ = ["ReplicaState", "checksum_of", "load_state", "state_of"]
+__all__ = ["ReplicaState", "checksum_of"]
 
 
 class ReplicaState:
@@ -26,20 +27,32 @@ class ReplicaState:
     changes. Buffers, random states and registered objects are those of the last `mark`.
     """
 
-    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+    def __init__(self, model: nn.Module, *optimizers: Optimizer, trains_on: bool = False) -> None:
+        """``trains_on``: the model is trained while another replica copies what `save` returns."""
+        self.runtime = runtime_of_root(model)
         self._model = model
         self._optimizers = optimizers
-        self._device = runtime_of_root(model).pools.device
+        self._trains_on = trains_on
         self._registered: dict[str, Stateful] = {}
         self._marked: dict[str, Any] = {}
 
     @property
     def parameters(self) -> list[Tensor]:
         """The trainable parameters, which are all sharded."""
-        sharded = (
-            p.sharded for unit in runtime_of_root(self._model).units for p in unit.parameters
-        )
+        sharded = (p.sharded for unit in self.runtime.units for p in unit.parameters)
         return [p for p in sharded if p.requires_grad]
+
+    @property
+    def description(self) -> str:
+        """What must be the same in all replicas, in a line."""
+        mesh, plan = self.runtime.mesh, self.runtime.plan
+        names = [p.name for unit in self.runtime.units for p in unit.parameters]
+        digest = sha256(repr((plan, names)).encode()).hexdigest()[:12]
+        frozen = checksum_of(p for p in self._model.parameters() if not p.requires_grad)
+        return (
+            f"{len(names)} parameters on {mesh.num_ranks} ranks, {plan.strategy}, "
+            f"{type(self._optimizers[0]).__name__}, plan {digest}, frozen values {frozen:08x}"
+        )
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Add an object that has a state.
@@ -55,7 +68,7 @@ class ReplicaState:
         """Copy what a step changes before it is decided, while another thread may `save`."""
         self._marked = {
             "buffers": [buffer.detach().clone() for buffer in self._model.buffers()],
-            "random": random_states(self._device),
+            "random": random_states(self.runtime.pools.device),
             "registered": {
                 name: copy.deepcopy(one.state_dict()) for name, one in self._registered.items()
             },
@@ -66,19 +79,29 @@ class ReplicaState:
         """Load what the last `mark` has copied, or the last `load`."""
         for buffer, values in zip(self._model.buffers(), self._marked["buffers"], strict=True):
             buffer.copy_(values)
-        set_random_states(self._device, self._marked["random"])
+        set_random_states(self.runtime.pools.device, self._marked["random"])
         for name, state in self._marked["registered"].items():
             self._registered[name].load_state_dict(copy.deepcopy(state))
 
     def save(self) -> dict[str, Any]:
-        """Plain data, which shares memory with the model."""
-        return state_of(self.parameters, *self._optimizers) | self._marked
+        """Tensors, numbers and texts in lists and dicts; the tensors share memory with the model.
 
+        Not if the replica trains on: then they are copies, and the state of the moment.
+        """
+        if self._trains_on:
+            self.mark()
+        state = {
+            "parameters": [local_of(p).detach() for p in self.parameters],
+            "optimizers": [_state_of(optimizer) for optimizer in self._optimizers],
+        }
+        return (copy.deepcopy(state) if self._trains_on else state) | self._marked
+
+    @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Load what `save` returned on the same rank of another replica.
 
         Raises:
-            PlanError: the replica has other objects or other shards. Nothing was loaded.
+            PlanError: the replica has other objects, optimizers or shards. Nothing was loaded.
         """
         names, own = sorted(state["registered"]), sorted(self._registered)
         if names != own:
@@ -86,7 +109,19 @@ class ReplicaState:
                 f"the other replica has registered {names}, this one {own}; register the same "
                 "objects in all replicas"
             )
-        load_state(state, self.parameters, *self._optimizers)
+        if [p.shape for p in state["parameters"]] != [local_of(p).shape for p in self.parameters]:
+            raise PlanError(
+                "the state of another replica has other shards; start all replicas with the same "
+                "model and options"
+            )
+        pairs = list(zip(self._optimizers, state["optimizers"], strict=True))
+        for optimizer, saved in pairs:
+            _check_kind(optimizer, saved["groups"])
+        for parameter, values in zip(self.parameters, state["parameters"], strict=True):
+            local_of(parameter).copy_(values)
+            torch.autograd.graph.increment_version(parameter)
+        for optimizer, saved in pairs:
+            _load(optimizer, saved)
         self._marked = {key: state[key] for key in ("buffers", "random", "registered")}
         self.restore()
 
@@ -100,64 +135,31 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def state_of(parameters: Iterable[Tensor], *optimizers: Optimizer) -> dict[str, Any]:
-    """This rank's shards of ``parameters`` and of the states of ``optimizers``.
-
-    Tensors, numbers and texts in lists and dicts. The tensors share memory with the model.
-    """
-    return {
-        "parameters": [_local(p).detach() for p in parameters],
-        "optimizers": [_states(optimizer) for optimizer in optimizers],
-    }
-
-
-@torch.no_grad()
-def load_state(state: dict[str, Any], parameters: Sequence[Tensor], *optimizers: Optimizer) -> None:
-    """Load what `state_of` returned on the same rank of another replica.
-
-    Raises:
-        PlanError: the replica has other optimizers or other shards. Nothing was loaded.
-    """
-    if [p.shape for p in state["parameters"]] != [_local(p).shape for p in parameters]:
-        raise PlanError(
-            "the state of another replica has other shards; start all replicas with the same model "
-            "and options"
-        )
-    pairs = list(zip(optimizers, state["optimizers"], strict=True))
-    for optimizer, saved in pairs:
-        _check_kind(optimizer, saved)
-    for parameter, values in zip(parameters, state["parameters"], strict=True):
-        _local(parameter).copy_(values)
-        torch.autograd.graph.increment_version(parameter)
-    for optimizer, saved in pairs:
-        _load(optimizer, saved)
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _states(optimizer: Optimizer) -> dict[str, Any]:
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     """The states of each parameter and the options of each group.
 
     A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
     it is on the CPU; and this rank's part of the value.
     """
+
+    def described(value: Any) -> tuple[list[int] | None, bool, Any]:
+        if not isinstance(value, Tensor):
+            return None, True, value
+        shape = list(value.shape) if isinstance(value, DTensor) else None
+        return shape, value.is_cpu, _local(value).detach()
+
     return {
         "states": [
-            {
-                key: (
-                    list(value.shape) if isinstance(value, DTensor) else None,
-                    not isinstance(value, Tensor) or value.is_cpu,
-                    _local(value).detach() if isinstance(value, Tensor) else value,
-                )
-                for key, value in optimizer.state.get(parameter, {}).items()
-            }
-            for parameter in _parameters(optimizer)
+            {key: described(value) for key, value in optimizer.state.get(one, {}).items()}
+            for one in _parameters(optimizer)
         ],
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
@@ -166,9 +168,9 @@ def _states(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _check_kind(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Raise a PlanError if ``saved`` belongs to another kind of optimizer."""
-    groups, own = saved["groups"], optimizer.param_groups
+def _check_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Raise a PlanError if ``groups`` belong to another kind of optimizer."""
+    own = optimizer.param_groups
     needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
     if len(groups) != len(own) or any(needed - group.keys() for group in groups):
         raise PlanError(
@@ -184,20 +186,16 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     # Optimizers whose states are cut differently from their parameters have this method.
     make = getattr(optimizer, "empty_state", None)
     for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
-        restored = {}
-        for key, (shape, is_on_host, value) in state.items():
-            if shape is not None:
-                restored[key] = _restored(parameter, key, shape, value, make)
-            elif isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
-                restored[key] = (value if is_on_host else value.to(parameter.device)).clone()
-            else:
-                restored[key] = value
         optimizer.state.pop(parameter, None)
-        if restored:
-            optimizer.state[parameter] = restored
+        for key, (shape, is_on_host, value) in state.items():
+            if isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
+                value = (value if is_on_host else value.to(parameter.device)).clone()  # noqa: PLW2901
+            if shape is not None:
+                value = _sharded(parameter, key, shape, value, make)  # noqa: PLW2901
+            optimizer.state[parameter][key] = value
 
 
-def _restored(
+def _sharded(
     parameter: Tensor,
     key: str,
     shape: list[int],
@@ -209,7 +207,7 @@ def _restored(
     if made is None:
         sharding = sharding_of(parameter)
         assert sharding is not None
-        return sharding.wrap(value.to(parameter.device).clone().reshape(-1))
+        return sharding.wrap(value.reshape(-1))
     local = _local(made)
     if local.numel() != value.numel():
         raise PlanError(

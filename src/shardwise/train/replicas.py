@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.errors import ConfigError, PackageMissing, PlanError
 from shardwise.launch.world import World
-from shardwise.replicas.exchange import ManagerExchange
 from shardwise.replicas.group import ReplicaGroup
 from shardwise.train.config import Config
 
@@ -99,8 +98,8 @@ class Replicas:
         """The replicas of the last step, or of the last round of local steps."""
         if self._elastic is not None:
             return self._elastic.group
-        exchange = None if self.outer is None else self.outer.exchange
-        return exchange.group if isinstance(exchange, ManagerExchange) else None
+        group = None if self.outer is None else self.outer.group
+        return group if isinstance(group, ReplicaGroup) else None
 
     def metrics(self) -> dict[str, Any]:
         """What `StepMetrics` says about the replicas of the last step."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.replicas.fragments import fragments_of
-from shardwise.replicas.outer import optimizer_factory, outer_optimizer
+from shardwise.replicas.outer import optimizer_of, outer_optimizer
 from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
@@ -114,8 +114,9 @@ class SharedParameters:
             for fragment in fragments
             for name in fragment
         }
-        make = optimizer_factory(outer)
-        self._optimizers = [make([self._values[name] for name in one]) for one in fragments]
+        self._optimizers = [
+            optimizer_of(outer, [self._values[name] for name in one]) for one in fragments
+        ]
         self._differences: dict[str, Tensor] = {}  # means over replicas, not applied yet
 
     def synchronize(self, step: int) -> None:
