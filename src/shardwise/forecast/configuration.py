@@ -1,7 +1,7 @@
 """The training configuration: everything that a forecast needs besides model and machine."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -252,26 +252,6 @@ class Configuration:
         return self.global_batch * self.sequence
 
 
-_DEGREES = (
-    "shard_size",
-    "replicas",
-    "tensor",
-    "pipeline",
-    "chunks",
-    "context",
-    "expert",
-    "outer_replicas",
-    "micro_batch",
-    "accumulation",
-    "sequence",
-)
-_CHOICES = {
-    "accumulate": Accumulate,
-    "checkpointing": Checkpointing,
-    "offload": Offload,
-    "offload_step": OffloadStep,
-    "optimizer_loop": OptimizerLoop,
-    "attention": Attention,
-    "float8": Float8,
-    "stack": Stack,
-}
+_DEGREES = [one.name for one in fields(Configuration) if one.type is int and one.name != "prefetch"]
+_CHOICES = {one.name: one.type for one in fields(Configuration) if get_origin(one.type) is Literal}
+_CHOICES["checkpointing"] = Checkpointing
