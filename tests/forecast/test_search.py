@@ -209,6 +209,10 @@ def test_one_rank_and_units_have_no_strategies_that_do_the_same() -> None:
     assert {one.strategy for one in configurations(Goal(global_batch=8), 1, 8)} == {"fsdp"}
     two_axes = configurations(Goal(global_batch=64, strategies=("hsdp-zero2",)), 64, 8)
     assert {(one.shard_size, one.replicas) for one in two_axes} == {(8, 8), (32, 2)}
+    with pytest.raises(
+        ConfigError, match="strategy=hsdp: expected more than 8 data-parallel ranks"
+    ):
+        configurations(Goal(global_batch=64, strategies=("hsdp",)), 8, 8)
     no_blocks = Goal(global_batch=8, settings=Configuration(units=None))
     assert {one.checkpointing for one in configurations(no_blocks, 1, 8)} == {"none"}
 

@@ -116,7 +116,12 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
         near = max(1, ranks_per_node // (degrees["tensor"] * degrees["context"]))
         fitting = list(_of_degrees(goal, degrees, num_replicas, near))
         found += fitting
-        if not fitting:
+        if not fitting and not list(_shardings(goal.strategies or _STRATEGIES, num_replicas, near)):
+            reasons[
+                f"strategy={', '.join(goal.strategies)}: expected more than "
+                f"{counted(near, 'data-parallel rank')}, which are on one node; add fsdp"
+            ] = None
+        elif not fitting:
             reasons[
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
                 f"pipeline={degrees['pipeline']}"
