@@ -209,6 +209,7 @@ def configuration_of(row: Row) -> Configuration:
         attention="math" if row.is_legacy else "flash",
         stack=_stack_of(row.framework),
         adapters=_adapters_of(row),
+        units=_units_of(row),
         float8=_float8_of(row),
         float8_gather="float8 all-gather" in (row.precision or ""),
         step_in_backward="optimizer in backward"
@@ -242,6 +243,16 @@ _RECIPES = {
         targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ),
 }
+
+
+# The option custom_sharded_layers of torchtune's recipe for full training, 70B_full.yaml, names the
+# embedding and the output; the recipe for LoRA has no such option.
+_TORCHTUNE_70B_UNITS = ("Block", "Embedding", "Head")
+
+
+def _units_of(row: Row) -> str | tuple[str, ...]:
+    is_recipe = "torchtune" in row.framework and "70b" in row.model.name.lower()
+    return _TORCHTUNE_70B_UNITS if is_recipe and row.adapter is None else "auto"
 
 
 def _adapters_of(row: Row) -> Adapters | None:

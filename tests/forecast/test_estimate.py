@@ -14,6 +14,10 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.models.model import Model
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.search.applying import apply_to
 from shardwise.runtime.module import handle_of
 from tests.forecast.calibrations import calibration
@@ -87,6 +91,32 @@ def test_a_loss_is_the_users() -> None:
         strategies=["fsdp"], checkpointing=["none"],
     )  # fmt: skip
     assert set(seen) == {(2, 10)}
+
+
+class Named(nn.Module):
+    """Has blocks with names instead of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("first", "second")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks["second"](self.blocks["first"](x)).square().mean()
+
+
+@pytest.mark.parametrize("units", ["auto", "Linear", 60, ("Linear",), None])
+def test_units_of_any_kind_are_forecast(units: Any) -> None:
+    inputs = lambda batch, _length: torch.empty(batch, 8)  # noqa: E731
+    options: dict[str, Any] = {"shard_size": 2, "units": units, "sequence": 1}
+    one = Configuration(**options, checkpointing="full" if units == "auto" else "none")
+    assert sw.estimate(Named, cluster="2xH100", configuration=one, inputs=inputs).fits
+    shape = Shape(arch="gpt", layers=4, hidden=32, heads=2, vocab=100)
+    names = {"Linear": "Block", ("Linear",): ("Block", "Embedding", "Head"), 60: 3000}
+    forecaster = Forecaster(Model("gpt", shape), machine_of("2xH100"))
+    one = replace(one, units=names.get(units, units), sequence=16)
+    assert forecaster.forecast(one).step.seconds > 0
+    planned = [unit.name for unit in forecaster.plan(one).units]
+    assert sorted(forecaster.workload(one).units) == sorted(planned)
 
 
 def test_a_model_without_blocks_is_one_unit() -> None:

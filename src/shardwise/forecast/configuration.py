@@ -70,8 +70,8 @@ class Configuration:
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         offload_step: where the optimizer runs with offload; on the "device", gradients are there.
         prefetch: units gathered ahead of the one that computes.
-        units: "auto", the name of a module class, or a size in parameters; None: the whole model is
-            one unit.
+        units: "auto", the name of a module class or several names, or a size in parameters; None:
+            the whole model is one unit.
         master_dtype: dtype of shards, gradient shards and optimizer states.
         compute_dtype: dtype of matrix products.
         gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
@@ -122,7 +122,7 @@ class Configuration:
     offload: Offload = "none"
     offload_step: OffloadStep = "host"
     prefetch: int = 1
-    units: str | int | None = "auto"
+    units: str | int | tuple[str, ...] | None = "auto"
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     gather_dtype: torch.dtype | None = None
