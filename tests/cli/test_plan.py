@@ -136,7 +136,7 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
         assert " ".join(title.split()) == (
             f"{name} on 1 x RTX-4090: 0.1642 million parameters, 0.1314 million of them trained; "
             "1 GPU of one node; 1 sequence of 1 token per step; adamw; "
-            "best tokens/s of 12 configurations; 1 GB is 10^9 bytes"
+            "best tokens/s of 3 configurations; 1 GB is 10^9 bytes"
         )
         assert 'master_dtype="keep"' in found.output
     assert "here.py has no function 'no'" in run("here.py:no", *options).errors

@@ -101,7 +101,8 @@ class Named(nn.Module):
         self.blocks = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("first", "second")})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks["second"](self.blocks["first"](x)).square().mean()
+        loss: Tensor = self.blocks["second"](self.blocks["first"](x)).square().mean()
+        return loss
 
 
 @pytest.mark.parametrize("units", ["auto", "Linear", 60, ("Linear",), None])
@@ -111,7 +112,11 @@ def test_units_of_any_kind_are_forecast(units: Any) -> None:
     one = Configuration(**options, checkpointing="full" if units == "auto" else "none")
     assert sw.estimate(Named, cluster="2xH100", configuration=one, inputs=inputs).fits
     shape = Shape(arch="gpt", layers=4, hidden=32, heads=2, vocab=100)
-    names = {"Linear": "Block", ("Linear",): ("Block", "Embedding", "Head"), 60: 3000}
+    names: dict[Any, Any] = {
+        "Linear": "Block",
+        ("Linear",): ("Block", "Embedding", "Head"),
+        60: 3000,
+    }
     forecaster = Forecaster(Model("gpt", shape), machine_of("2xH100"))
     one = replace(one, units=names.get(units, units), sequence=16)
     assert forecaster.forecast(one).step.seconds > 0
