@@ -72,6 +72,9 @@ _COMPILERS = ("XLA", "JAX", "Megatron-Bridge")
 # Stacks with cuDNN's attention (MaxText's attention="cudnn_flash_te", Transformer Engine), which is
 # about as fast as FlashAttention-3 (arXiv 2407.08608, figures 5 and 6).
 _CUDNN_STACKS = ("MaxText", "Megatron-Bridge")
+# Speed of FlashAttention-3 relative to FlashAttention-2 on Hoppers: the middle of the ranges in
+# arXiv 2407.08608, 1.5 to 2.0 in forward, and 1.5 to 1.75 in backward.
+_FLASH3 = (1.75, 1.625)
 _SKIPS = "skips gradient sync between micro-batches"
 _MINGPT_DROPOUT = 0.1  # default for embeddings, attention and both residuals
 _STRATEGIES = {
@@ -145,10 +148,19 @@ def machine_of(row: Row) -> Machine:
             cluster, accelerator=replace(cluster.accelerator, link_bandwidth=_OLD_BOARD_BANDWIDTH)
         )
     machine = Machine.of(cluster)
-    if is_flash1(row):
-        return machine.with_flash1()
+    old = machine.constants
     is_fast = row.attention == "FA3" or any(name in row.framework for name in _CUDNN_STACKS)
-    return machine.with_flash3() if is_fast else machine
+    forward = backward = 1.0
+    if is_flash1(row):
+        forward = backward = old.flash1
+    elif is_fast and machine.device.generation == "hopper":
+        forward, backward = _FLASH3
+    constants = replace(
+        old,
+        flash_forward=old.flash_forward * forward,
+        flash_backward=old.flash_backward * backward,
+    )
+    return replace(machine, constants=constants)
 
 
 def configuration_of(row: Row) -> Configuration:
@@ -197,6 +209,7 @@ def configuration_of(row: Row) -> Configuration:
         attention="math" if row.is_legacy else "flash",
         stack=_stack_of(row.framework),
         adapters=_adapters_of(row),
+        units=_units_of(row),
         float8=_float8_of(row),
         float8_gather="float8 all-gather" in (row.precision or ""),
         step_in_backward="optimizer in backward"
@@ -230,6 +243,16 @@ _RECIPES = {
         targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ),
 }
+
+
+# The option custom_sharded_layers of torchtune's recipe for full training, 70B_full.yaml, names the
+# embedding and the output; the recipe for LoRA has no such option.
+_TORCHTUNE_70B_UNITS = ("Block", "Embedding", "Head")
+
+
+def _units_of(row: Row) -> str | tuple[str, ...]:
+    is_recipe = "torchtune" in row.framework and "70b" in row.model.name.lower()
+    return _TORCHTUNE_70B_UNITS if is_recipe and row.adapter is None else "auto"
 
 
 def _adapters_of(row: Row) -> Adapters | None:

@@ -22,6 +22,7 @@ from benchmarks.published.configurations import (
 )
 from benchmarks.published.rows import Row, read_rows, tokens_of
 from benchmarks.published.rules_of_thumb import Rule, memory_rule, roofline_tokens, six_nd_tokens
+from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.memory.step import Certificate, memory_certificate
@@ -234,7 +235,7 @@ class _Predictor:
             configuration = replace(configuration, checkpointing=checkpointing)
             try:
                 workload = forecaster.workload(configuration, stage=0)
-            except RuntimeError as error:  # raised by torch; the other rows are still predicted
+            except PlanError as error:  # the other rows are still predicted
                 raise UnscoredError(f"it cannot be traced: {str(error).splitlines()[0]}") from error
             memory = memory_certificate(plan, workload, configuration)
             if memory.device_bytes <= row.cluster().accelerator.memory_bytes:

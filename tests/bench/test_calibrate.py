@@ -50,6 +50,7 @@ def test_a_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(machine.measured.collectives) >= {"cast/2", "gather/2", "reduce/4"}
     assert "dequantize_nf4/4" in machine.measured.operations
     assert machine.measured.unit_seconds > 0
+    assert machine.measured.trained_seconds > 0
     assert machine.measured.parameter_seconds > 0
     assert "us per operation" in machine.measured.summary()
 

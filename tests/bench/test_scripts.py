@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks import (
+    adapters,
     checkpoints,
     forecast,
     guard,
@@ -81,6 +82,17 @@ def test_a_script_runs_and_writes_its_figures(
     assert written["machine"]["torch"]
     if name == "initialize":
         assert written["rows"]["meta"]["same_bits_as_whole"]
+
+
+@pytest.mark.thorough
+def test_steps_with_adapters_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("shardwise.bench.harness.run_on_local_ranks", run_on_pool)
+    monkeypatch.setattr(sys, "argv", [*f"x --models tiny --rounds 1 --out {out}".split()])
+    adapters.main()
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert set(rows) == {"tiny whole", "tiny LoRA", "tiny QLoRA"}
+    assert all(row["predicted"] > 0 < row["seconds"] for row in rows.values())
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
         assert " ".join(title.split()) == (
             f"{name} on 1 x RTX-4090: 0.1642 million parameters, 0.1314 million of them trained; "
             "1 GPU of one node; 1 sequence of 1 token per step; adamw; "
-            "best tokens/s of 12 configurations; 1 GB is 10^9 bytes"
+            "best tokens/s of 3 configurations; 1 GB is 10^9 bytes"
         )
         assert 'master_dtype="keep"' in found.output
     assert "here.py has no function 'no'" in run("here.py:no", *options).errors
@@ -220,6 +221,25 @@ def test_progress_is_said_every_two_seconds(capsys: pytest.CaptureFixture[str]) 
     for number in range(4):
         progress(f"part {number}")
     assert capsys.readouterr().err == "part 1 ...\npart 3 ...\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--qlora --cluster 1xRTX4090 --seq 1024 --global-batch 16",
+        "--lora r=16 --cluster 8xH100 --global-batch 64",
+        "--cluster 64xH100 --seq 8192 --global-batch 512",
+    ],
+)
+def test_llama_3_8b_is_planned_and_explained_in_seconds(options: str) -> None:
+    began = time.process_time()
+    found = run("llama-3-8b", *options.split())
+    assert found.code == 0
+    assert time.process_time() - began < 80, "it takes less than 20 on a quiet machine"
+    assert "\nBest: " in found.output
+    assert re.search(r"- Bound by [^:]+: \d+%\s+of\s+a\s+step", found.output)
+    assert len(re.findall(r"^- .* times the step time", found.output, re.MULTILINE)) > 1
 
 
 @pytest.mark.thorough

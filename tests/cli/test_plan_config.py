@@ -20,6 +20,7 @@ from shardwise.forecast.models.model import Model, known_models
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.search.candidates import Goal, configurations, offloaded
 from shardwise.plan.optimizers import OPTIMIZERS, optimizer_spec
+from shardwise.plan.strategy import PRESETS
 from shardwise.train.build import build_model, check
 from shardwise.train.config import Config, DataConfig, ModelConfig, read_config
 from shardwise.train.model_files import ModelFiles
@@ -64,9 +65,7 @@ def test_every_configuration_of_a_search_is_trained_as_planned(tmp_path: Path) -
         assert config.with_ranks(4) == config
         assert (config.model.layers, config.model.width, config.model.context) == (2, 32, 32)
         plans.add((configuration.strategy, configuration.offload, configuration.shard_size))
-    assert {strategy for strategy, _, _ in plans} == {
-        "fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp"
-    }  # fmt: skip
+    assert {strategy for strategy, _, _ in plans} == set(PRESETS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

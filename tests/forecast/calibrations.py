@@ -5,6 +5,7 @@ from shardwise.forecast.machines.calibrated import (
     Curve,
     RanksCalibration,
     Rate,
+    measured_accelerator,
 )
 
 MB = 1 << 20
@@ -16,6 +17,9 @@ def calibration(cores: int = 2) -> Calibration:
         operation_seconds=1e-5,
         step_seconds=1e-3,
         unit_seconds=1e-4,
+        buffer_seconds=2e-5,
+        trained_seconds=1e-5,
+        frozen_seconds=5e-6,
         parameter_seconds=1e-6,
         operations={
             "mm/4": Rate(start=1e-6, per_flop=1e-11),
@@ -31,24 +35,12 @@ def calibration(cores: int = 2) -> Calibration:
         },
         updates={"adamw": 1e-9},
     )
-    accelerator: dict[str, str | float | int | None] = {
-        "name": "this machine",
-        "generation": "measured",
-        "peak_flops": 1e11,
-        "fp32_flops": 1e11,
-        "achievable_flops": 1e11,
-        "multiprocessors": 1,
-        "memory_bytes": 1 << 33,
-        "memory_bandwidth": 1e10,
-        "link_bandwidth": 1e9,
-        "host_bandwidth": 1e10,
-        "watts": 0.0,
-        "devices_per_node": 4,
-        "node_bandwidth": 1e9,
-    }
+    accelerator = measured_accelerator(
+        "this machine", 1e11, 1e11, 1 << 33, 1e10, link_bandwidth=1e9, num_ranks=4
+    )
     return Calibration(
         format="shardwise calibration",
-        version=2,
+        version=3,
         machine={},
         accelerator=accelerator,
         cores=cores,

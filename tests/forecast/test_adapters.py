@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
-from shardwise.forecast.adapters import Adapters, parse_adapters
+from shardwise.forecast.adapters import Adapters, adapters_of, parse_adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machines.find import machine_of
@@ -97,14 +97,20 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
     read = parse_adapters(str(tmp_path), quantized=True)
     assert read == Adapters(rank=4, alpha=8, targets=("q_proj", "v_proj"), quantized=True)
     for text, message in {
-        "r=x": "--lora r=x: invalid literal",
-        "rank=8": "expected r=, alpha=, targets=, dropout=, dora=",
+        "r=x": "r=x: expected a rank of 1 or more",
+        "rank=8": "expected one or more of r=, alpha=, targets=, dropout=, dora=",
         "r=0": "r=0: expected a rank of 1 or more",
+        "modules_to_save": "expected one or more of r=",
         "dora=yes": "dora=yes: expected true or false",
         str(tmp_path / "no.json"): "No such file",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse_adapters(text)
+    config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match=r"modules_to_save=.* pass the adapted model instead"):
+        adapters_of(config, qlora=False)
+    with pytest.raises(ConfigError, match="lora=3: expected options such as 'r=16'"):
+        adapters_of(3, qlora=False)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(ConfigError, match="peft_type=IA3: expected LORA"):
         parse_adapters(str(tmp_path))
@@ -120,8 +126,11 @@ def test_targets_have_the_names_of_transformers() -> None:
 
     assert named("all-linear") == {"q", "k", "v", "out", "gate", "up", "down"}
     assert named("q_proj", "v_proj", "down_proj") == {"q", "v", "down"}
+    assert named(r"layers\.\d+\.mlp\.(up|down)") == {"up", "down"}, "a regular expression"
     with pytest.raises(ConfigError, match="no such linear layer; expected all-linear or some of q"):
         named("c_proj")
+    with pytest.raises(ConfigError, match=r"targets=\*_proj: nothing to repeat"):
+        named("*_proj")
     with pytest.raises(PlanError, match="tensor=2: adapters of divided layers are not modelled"):
         Configuration(tensor=2, adapters=Adapters())
 

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.calibrated import CalibratedMachine
 from shardwise.forecast.machines.machine import Group
 from shardwise.forecast.work import Kind, Operation
+from shardwise.plan.plan import make_plan
 from tests.forecast.calibrations import MB, calibration
 
 
@@ -49,8 +51,12 @@ def test_ranks_share_the_cores(tmp_path: Path) -> None:
 def test_the_engine_takes_time_where_the_host_computes(tmp_path: Path) -> None:
     two, on_gpus = machine(tmp_path, 2), machine(tmp_path, 2, cores=0)
     assert two.engine_seconds(num_parameters=10) == pytest.approx(1e-3 + 10 * 1e-6)
-    assert two.segment_seconds == pytest.approx(1e-4 / 2), "of a forward or a backward"
-    assert on_gpus.engine_seconds(num_parameters=10) == on_gpus.segment_seconds == 0
+    module = nn.ParameterList(nn.Parameter(torch.zeros(2), requires_grad=n < 5) for n in range(8))
+    [mixed] = make_plan(module, world_size=2, units=None).units
+    # In a forward or a backward: five trained parameters, and three frozen ones in another buffer.
+    expected = (1e-4 + 4 * 1e-5 + 2e-5 + 3 * 5e-6) / 2
+    assert two.segment_seconds(mixed) == pytest.approx(expected)
+    assert on_gpus.engine_seconds(num_parameters=10) == on_gpus.segment_seconds(mixed) == 0
     assert on_gpus.constants.unit_seconds == pytest.approx(1e-4 / 2), (
         "of the host, which runs ahead"
     )
@@ -78,7 +84,7 @@ def test_a_number_of_ranks_that_was_not_measured_is_an_error(tmp_path: Path) -> 
     ("before", "after", "message"),
     [
         ('"start": 1e-06', '"start": -1', r"ranks\.2\.operations\.mm/4\.start"),
-        ('"version": 2', '"version": 7', "version 7, expected 2"),
+        ('"version": 3', '"version": 7', "version 7, expected 3"),
         ('"threads": 1', '"thread": 1', r"ranks\.2\.threads"),
         ("{", "[", "Invalid JSON"),
     ],

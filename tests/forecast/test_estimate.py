@@ -1,6 +1,7 @@
 """``sw.estimate``: names, functions, modules and models of peft; and what it returns."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.models.model import Model
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.search.applying import apply_to
 from shardwise.runtime.module import handle_of
+from tests.forecast.calibrations import calibration
 from tests.models import llama_config
 from tests.ranks import on_ranks
 
@@ -87,6 +93,37 @@ def test_a_loss_is_the_users() -> None:
     assert set(seen) == {(2, 10)}
 
 
+class Named(nn.Module):
+    """Has blocks with names instead of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("first", "second")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.blocks["second"](self.blocks["first"](x)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("units", ["auto", "Linear", 60, ("Linear",), None])
+def test_units_of_any_kind_are_forecast(units: Any) -> None:
+    inputs = lambda batch, _length: torch.empty(batch, 8)  # noqa: E731
+    options: dict[str, Any] = {"shard_size": 2, "units": units, "sequence": 1}
+    one = Configuration(**options, checkpointing="full" if units == "auto" else "none")
+    assert sw.estimate(Named, cluster="2xH100", configuration=one, inputs=inputs).fits
+    shape = Shape(arch="gpt", layers=4, hidden=32, heads=2, vocab=100)
+    names: dict[Any, Any] = {
+        "Linear": "Block",
+        ("Linear",): ("Block", "Embedding", "Head"),
+        60: 3000,
+    }
+    forecaster = Forecaster(Model("gpt", shape), machine_of("2xH100"))
+    one = replace(one, units=names.get(units, units), sequence=16)
+    assert forecaster.forecast(one).step.seconds > 0
+    planned = [unit.name for unit in forecaster.plan(one).units]
+    assert sorted(forecaster.workload(one).units) == sorted(planned)
+
+
 def test_a_model_without_blocks_is_one_unit() -> None:
     found = sw.estimate(
         lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
@@ -118,11 +155,58 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
     assert found.ranking.num_compared == 1
 
 
-def test_errors_name_the_argument() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'llama-3-8b'"):
-        sw.estimate("lama-3-8b", cluster="8xH100")
-    with pytest.raises(ConfigError, match="did you mean 'H100'"):
-        sw.estimate("gpt2", cluster="8xH10")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
+        ({"model": None}, r"model None: expected a name, a torch\.nn\.Module or a function"),
+        ({"cluster": "8xH10"}, "did you mean 'H100'"),
+        ({"cluster": None}, "cluster 'None': expected COUNTxNAME"),
+        ({"cluster": "16xH100:0"}, "0 Gbit/s per node: expected more than 0"),
+        ({"micro_batches": [0]}, r"micro_batches\[0\]=0: expected an integer of 1 or more"),
+        ({"tensor": "aut"}, "tensor='aut': expected an integer of 1 or more, or \"auto\""),
+        ({"offload": ["disk"]}, "offload='disk': expected one of none, optimizer, parameters"),
+        ({"strategies": "fsdq"}, "strategy='fsdq': .* did you mean 'fsdp'"),
+        ({"wire": "gathr=int8"}, "--wire gathr=int8: .* did you mean 'gather'"),
+        ({"optimizer": "adamx"}, "optimizer='adamx': .* did you mean 'adam'"),
+    ],
+)
+def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
+    options = {**SMALL, "model": "gpt2"} | change
+    with pytest.raises((ConfigError, sw.PlanError), match=message):
+        sw.estimate(options.pop("model"), **options)
+
+
+def test_a_model_that_cannot_be_traced_is_an_error_with_the_way_out() -> None:
+    options: dict[str, Any] = {**SMALL, "strategies": "fsdp", "checkpointing": ["none"]}
+    with pytest.raises(sw.PlanError, match=r"forward of Images failed .*; pass inputs="):
+        sw.estimate(Images, **options)
+    with pytest.raises(sw.PlanError, match="the loss of Images depends on no trained parameter"):
+        sw.estimate(
+            Images().requires_grad_(requires_grad=False),
+            **options, inputs=lambda batch, _: torch.empty(batch, 3, 16, 16),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_what_peft_adds_is_counted(options: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        base = LlamaForCausalLM(llama_config(vocab_size=300))
+    lora: Any = LoraConfig(r=4, target_modules=r".*\.(q|v)_proj", use_rslora=True, **options)
+    adapted: Any = get_peft_model(base, lora)
+    found = sw.estimate(adapted, **SMALL, strategies="fsdp", checkpointing=["none"])
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert found.memory["optimizer"] == pytest.approx(2 * 4 * trained / 2, rel=0.02)
+
+
+def test_a_cpu_keeps_nothing_on_a_host(tmp_path: Path) -> None:
+    calibration().write(tmp_path / "machine.json")
+    found = sw.estimate(
+        "gpt2", **{**SMALL, "cluster": f"2x{tmp_path}/machine.json"}, objective="memory",
+        strategies="fsdp", dtype=torch.float32,
+    )  # fmt: skip
+    assert {one.configuration.offload for one in found.ranking.fitting} == {"none"}
+    assert found.host_bytes == 0
 
 
 @on_ranks(2)

@@ -46,9 +46,6 @@ def test_attention_is_faster_for_longer_sequences_and_slower_backward() -> None:
 
     assert rate("flash", 16384) > 1.3 * rate("flash", 512)
     assert rate("flash", 16384) > rate("flash_backward", 16384)
-    assert machine.with_flash1().attention_seconds(attention("flash", 4096)) > (
-        1.5 * machine.attention_seconds(attention("flash", 4096))
-    )
 
 
 def test_collectives_are_bound_by_links_within_a_node_and_by_the_network_between_nodes() -> None:

@@ -169,6 +169,11 @@ def test_without_transformers_a_hugging_face_configuration_makes_a_shape(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(HUGGING_FACE), encoding="utf-8")
     assert resolve_model(str(file)).shape == THE_SAME
+    file.write_text(json.dumps(HUGGING_FACE | {"hidden_size": None}), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"config\.json: hidden_size: expected a number, got None"
+    ):
+        resolve_model(str(file))
     file.write_text(json.dumps({"model_type": "mamba"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="model_type='mamba' needs transformers; pip install"):
         resolve_model(str(file))

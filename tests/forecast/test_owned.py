@@ -12,9 +12,12 @@ import shardwise as sw
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import parse_cluster
 from shardwise.forecast.machines.machine import Machine
+from shardwise.forecast.states import hidden_matrices
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Segment, Workload
+from shardwise.optim.matrices import Matrices, cost_of
+from shardwise.optim.ownership import Job, OwnedJobs
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
@@ -32,6 +35,25 @@ def plan_of_squares(count: int, granularity: Any = "element") -> Plan:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
     return make_plan(model, world_size=RANKS, units=nn.Linear, granularity=granularity)
+
+
+def owned_jobs(owners: PlannedOwners) -> OwnedJobs:
+    """Return the jobs of an optimizer with this work."""
+    plan = owners.plan
+    jobs = (
+        Job(
+            max(cost_of(products), Matrices(one.parameter.name, one.parameter.shape).num_matrices),
+            tuple(layout.num_owned(one, rank) for rank in range(layout.world_size)),
+        )
+        for (layout, one), products in zip(hidden_matrices(plan), owners.products, strict=True)
+    )
+    size, replicas = plan.world_size, plan.replicas
+    numbers = tuple(tuple(range(at, at + size)) for at in range(0, size * replicas, size))
+    if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
+        row = size // replicas
+        numbers = (tuple(column + row * i for column in range(row) for i in range(replicas)),)
+    num_rows = replicas if plan.strategy.is_two_level else 1
+    return OwnedJobs(tuple(jobs), numbers, num_rows, owners.itemsize)
 
 
 def step_of(plan: Plan, configuration: Configuration) -> StepTime:
@@ -66,7 +88,8 @@ def test_the_slowest_owner_and_the_exchange_are_in_the_step(count: int, most: in
 def test_whole_matrices_need_no_exchange() -> None:
     owners = PlannedOwners(plan_of_squares(8, "tensor"), "muon", 2)
     assert owners.exchanged_bytes(owners.loads(MACHINE))[0] == 0
-    (job, *_), (owner, *_) = owners.owned.jobs, owners.owned.owners
+    owned = owned_jobs(owners)
+    (job, *_), (owner, *_) = owned.jobs, owned.owners
     assert job.parts[owner] == WIDTH * WIDTH
 
 
@@ -78,6 +101,7 @@ def test_owners_and_bytes_are_those_of_the_optimizer(strategy: str) -> None:
     for name, kind in (("muon", sw.optim.Muon), ("soap", sw.optim.SOAP)):
         optimizer = kind(sw.optim.parameter_groups(model))
         planned = PlannedOwners(plan, name, 4)
-        assert tuple(optimizer.owners().values()) == planned.owned.owners
-        sent = planned.sent_bytes(dist.get_rank())
-        assert sent == optimizer.sent_bytes()
+        owned = owned_jobs(planned)
+        assert tuple(optimizer.owners().values()) == owned.owners
+        batches = owned.batches(range(len(owned.jobs)))
+        assert owned.sent_bytes(batches, dist.get_rank()) == optimizer.sent_bytes()

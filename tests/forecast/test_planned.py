@@ -157,10 +157,8 @@ def test_the_call_is_written_as_a_user_would() -> None:
         '    units="auto",\n'
         '    strategy="hsdp",\n'
         "    sharding_factor=8,\n"
-        "    mp_policy=sw.MixedPrecisionPolicy(\n"
-        "        param_dtype=torch.bfloat16,\n"
-        "        reduce_dtype=torch.float32,\n"
-        "    ),\n"
+        "    mp_policy=sw.MixedPrecisionPolicy("
+        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32),\n"
         "    offload_policy=sw.CPUOffloadPolicy(parameters=False),\n"
         ")\n"
         "\n"

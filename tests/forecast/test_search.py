@@ -205,6 +205,18 @@ def test_configurations_divide_ranks_and_batch() -> None:
     assert all(one.chunks == 1 or one.accumulation % 4 == 0 for one in chunked)
 
 
+def test_one_rank_and_units_have_no_strategies_that_do_the_same() -> None:
+    assert {one.strategy for one in configurations(Goal(global_batch=8), 1, 8)} == {"fsdp"}
+    two_axes = configurations(Goal(global_batch=64, strategies=("hsdp-zero2",)), 64, 8)
+    assert {(one.shard_size, one.replicas) for one in two_axes} == {(8, 8), (32, 2)}
+    with pytest.raises(
+        ConfigError, match="strategy=hsdp: expected more than 8 data-parallel ranks"
+    ):
+        configurations(Goal(global_batch=64, strategies=("hsdp",)), 8, 8)
+    no_blocks = Goal(global_batch=8, settings=Configuration(units=None))
+    assert {one.checkpointing for one in configurations(no_blocks, 1, 8)} == {"none"}
+
+
 def test_scaling_curves_have_a_bend() -> None:
     found = rank(Goal(global_batch=512, strategies=("fsdp",))).winner.configuration
     over_all, hybrid = scaling_curves(cast("Forecaster", Fake()), found)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from torch.utils.flop_counter import (
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.configuration import Checkpointing, Configuration
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Block, Shape, build
 from shardwise.forecast.time.replay import Costs, Part, Program, replay
-from shardwise.forecast.trace.recomputing import MODES, checkpoint_blocks
+from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Kind, Workload
 from shardwise.plan.plan import make_plan
@@ -42,7 +42,7 @@ CASES = pytest.mark.parametrize(
             marks=pytest.mark.thorough if (shape is GPT) == (number % 2 == 0) else (),
         )
         for shape in (GPT, LLAMA)
-        for number, mode in enumerate(MODES)
+        for number, mode in enumerate(get_args(Checkpointing))
     ],
 )
 UNITS = [f"layers.{number}" for number in range(BLOCKS)]

@@ -11,6 +11,7 @@ from benchmarks.published.configurations import (
     checkpointings_of,
     configuration_of,
     is_flash1,
+    machine_of,
     shape_of,
 )
 from benchmarks.published.rows import read_rows
@@ -104,7 +105,10 @@ def test_degrees_and_strategies_of_rows(tmp_path: Path) -> None:
 
 def test_frameworks_imply_settings(tmp_path: Path) -> None:
     assert configuration_of(read(tmp_path, {"framework": "MaxText (JAX/XLA)"})).compiled
-    assert is_flash1(read(tmp_path, {"framework": "llm-foundry/Composer (PyTorch FSDP1)"}))
+    old = read(tmp_path, {"framework": "llm-foundry/Composer (PyTorch FSDP1)"})
+    assert is_flash1(old)
+    usual = machine_of(read(tmp_path, {})).constants
+    assert machine_of(old).constants.flash_forward == usual.flash_forward * usual.flash1
     every = {
         "activation_checkpointing": "selective",
         "activation_checkpointing_detail": "checkpoint every n-th block; n not stated",

@@ -5,9 +5,9 @@ Small models are trained, unsharded and sharded, on the numbers of local ranks t
 - *Operations*: each operation in forward and backward of transformer blocks of several widths, as
   the median over repetitions. On a CPU, the thread's CPU time is measured, which other processes
   hardly affect; on a GPU, events on its stream.
-- *Host*: the remaining time of forward and backward, per operation.
-- *Engine*: what sharding adds to the thread that computes, per step and per unit, from models of
-  tiny units; the optimizer's time per parameter.
+- *Host*: the remaining time of forward and backward of the smallest model, per operation.
+- *Engine*: what sharding adds to the thread that computes, per step, unit, flat buffer, trained and
+  frozen parameter, from models of tiny units; the optimizer's time per parameter.
 - *Collectives*: units of 16 KB to 16 MB with almost no compute, from the engine's ledger.
 - *Optimizer*: fused AdamW, per byte of gradients.
 """
@@ -29,14 +29,16 @@ import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
 from shardwise.comm.device import num_local_accelerators, wait_for_device
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.machines.calibrated import (
     VERSION,
     Calibration,
     Curve,
     RanksCalibration,
     Rate,
+    measured_accelerator,
 )
-from shardwise.forecast.models.adapted import NF4Linear
+from shardwise.forecast.models.adapted import LoRALinear
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.trace.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
@@ -68,8 +70,9 @@ _LARGE_SECONDS = 0.4  # after a model whose step takes this long, no larger mode
 _UNIT_ELEMENTS = tuple(1 << power for power in range(12, 23, 2))  # 16 KB to 16 MB in float32
 _STEPS = 12  # steps of sharded models
 _UPDATE_ELEMENTS = 1 << 22
-_TINY_ELEMENTS = 64  # of the only parameter of a tiny unit
-_TINY_UNITS = (4, 64)  # numbers of tiny units; the difference gives the time of each
+_TINY_ELEMENTS = 64  # of a parameter of a tiny unit
+_FEW_UNITS, _MANY_UNITS = 4, 32  # numbers of tiny units; the difference gives the time of each
+_MORE = 8  # parameters of a tiny unit beside the first one
 _LEAST_PER_BYTE = 1e-14  # seconds
 _HALF = sw.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 # Strategy -> names of its collectives in a calibration.
@@ -123,21 +126,16 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
     link = bandwidth if gathers is None else gathers.points[-1][0] / gathers.points[-1][1]
     on_gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
-    return {
-        "name": "this machine",
-        "generation": "measured",
-        "peak_flops": peak,
-        "fp32_flops": products.get("mm/4", peak),
-        "achievable_flops": peak,
-        "multiprocessors": 1,
-        "memory_bytes": memory if on_gpu else memory // max(ranks),
-        "memory_bandwidth": bandwidth,
-        "link_bandwidth": link,
-        "host_bandwidth": bandwidth,
-        "watts": 0.0,
-        "devices_per_node": max(ranks),
-        "node_bandwidth": link,
-    }
+    memory = memory if on_gpu else memory // max(ranks)
+    return measured_accelerator(
+        "this machine",
+        peak,
+        products.get("mm/4", peak),
+        memory,
+        bandwidth,
+        link_bandwidth=link,
+        num_ranks=max(ranks),
+    )
 
 
 # -- on every rank -------------------------------------------------------------------------------
@@ -152,26 +150,22 @@ def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> Ran
         steps: steps of sharded models, for the collectives.
     """
     points: defaultdict[str, list[_Point]] = defaultdict(list)
-    overhead, launched = 0.0, 0
+    overhead: dict[torch.dtype, float] = {}  # per operation of the smallest model
     for dtype in DTYPES:
         for shape in _SHAPES[world.device.type]:
             step = _training_step(shape, dtype, world.device)
             operations, seconds, total = _timed(step, world, times)
-            overhead += max(0.0, total - sum(seconds))
-            launched += len(seconds)
+            overhead.setdefault(dtype, max(0.0, total - sum(seconds)) / len(seconds))
             for operation, took in zip(operations, seconds, strict=True):
                 point = operation.flops, operation.num_bytes, took
                 points[f"{operation.name}/{operation.itemsize}"].append(point)
                 points[f"{operation.kind}/{operation.itemsize}"].append(point)
             if max(world.gather(total)) > _LARGE_SECONDS:
                 break
-    engine, unit, parameter = _engine_seconds(world, steps)
     return RanksCalibration(
         threads=torch.get_num_threads() if world.device.type == "cpu" else 1,
-        operation_seconds=overhead / launched,
-        step_seconds=engine,
-        unit_seconds=unit,
-        parameter_seconds=parameter,
+        operation_seconds=min(overhead.values()),
+        **_engine_seconds(world, steps),
         operations={key: _fit(found) for key, found in points.items()},
         collectives=_collectives(world, steps),
         updates={"adamw": _update_seconds(world.device)},
@@ -191,18 +185,19 @@ def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 class _Sample(GPT):
-    """A GPT with operations of other models: SiLU, RMS norms, softmax, dropout, 4-bit weights."""
+    """A GPT with operations of other models: SiLU, RMS norms, softmax, dropout, QLoRA."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.extra_norm = nn.RMSNorm(shape.hidden)
-        self.coded = NF4Linear(nn.Linear(shape.hidden, shape.hidden, bias=False))
+        layer = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.adapted = LoRALinear(layer, Adapters(rank=8, quantized=True), torch.float32)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, positions)
         x = self.embedding(tokens)
         y = functional.dropout(functional.silu(self.extra_norm(x)), 0.1).relu()
-        y = self.coded(y)
+        y = self.adapted(y)
         scores = torch.softmax(y @ x.transpose(1, 2), dim=-1)
         mixed: Tensor = scores @ y
         return logits + mixed.mean()
@@ -289,38 +284,54 @@ def _fit(points: Sequence[_Point]) -> Rate:
 
 
 class _Unit(nn.Module):
-    """A unit with one parameter and almost no compute."""
+    """A unit with almost no compute: some trained parameters, and some frozen ones."""
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, num_elements: int, trained: int = 1, frozen: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_elements))
+        self.weights = nn.ParameterList(torch.zeros(num_elements) for _ in range(trained + frozen))
+        for weight in self.weights[trained:]:
+            weight.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[0]
+        for weight in self.weights:
+            x = x + weight[0]
+        return x
 
 
-def _engine_seconds(world: World, num_steps: int) -> tuple[float, float, float]:
-    """Measure the thread that computes: seconds of a step, of a unit, and of a parameter's update.
+def _engine_seconds(world: World, num_steps: int) -> dict[str, float]:
+    """Measure the thread that computes: seconds by fields of `RanksCalibration`.
 
     The plain model has the same operations, so the difference is what the engine adds. A unit
     counts once for its forward and backward.
     """
-    few, many = [_tiny(world, number, num_steps) for number in _TINY_UNITS]
-    per_unit, per_parameter = (
-        max(0.0, b - a) / (_TINY_UNITS[1] - _TINY_UNITS[0]) for a, b in zip(few, many, strict=True)
-    )
-    rest = sum(few) - _TINY_UNITS[0] * (per_unit + per_parameter)
-    return max(0.0, rest), per_unit, per_parameter
+    few, many = (_tiny(world, num_steps, units) for units in (_FEW_UNITS, _MANY_UNITS))
+    trained = _tiny(world, num_steps, _MANY_UNITS, trained=1 + _MORE)
+    frozen, _ = _tiny(world, num_steps, _MANY_UNITS, frozen=1)
+    several, _ = _tiny(world, num_steps, _MANY_UNITS, frozen=1 + _MORE)
+    count, all_more = _MANY_UNITS - _FEW_UNITS, _MANY_UNITS * _MORE
+    per_frozen = max(0.0, several - frozen) / all_more
+    parameter = max(0.0, trained[1] - many[1]) / all_more
+    unit = max(0.0, many[0] - few[0]) / count
+    return {
+        "step_seconds": max(0.0, few[0] - _FEW_UNITS * unit)
+        + max(0.0, few[1] - _FEW_UNITS * parameter),
+        "unit_seconds": unit,
+        "buffer_seconds": max(0.0, (frozen - many[0]) / _MANY_UNITS - per_frozen),
+        "trained_seconds": max(0.0, trained[0] - many[0]) / all_more,
+        "frozen_seconds": per_frozen,
+        "parameter_seconds": parameter,
+    }
 
 
-def _tiny(world: World, num_units: int, num_steps: int) -> tuple[float, float]:
+def _tiny(world: World, num_steps: int, num_units: int, **parameters: int) -> tuple[float, float]:
     """Return what the engine adds to forward and backward, and the seconds of the optimizer."""
     passes, updates = [], []
     for is_sharded in (False, True):
-        model = nn.Sequential(*(_Unit(_TINY_ELEMENTS) for _ in range(num_units))).to(world.device)
+        units = (_Unit(_TINY_ELEMENTS, **parameters) for _ in range(num_units))
+        model = nn.Sequential(*units).to(world.device)
         if is_sharded:
             sw.fully_shard(model, units=_Unit)
-        optimizer = fused_adamw(list(model.parameters()))
+        optimizer = fused_adamw([one for one in model.parameters() if one.requires_grad])
         x = torch.ones(1, device=world.device)
         times: list[tuple[float, float]] = []
         for _ in range(num_steps):

@@ -51,7 +51,7 @@ def plan(
     ] = "tokens/s",
     strategy: Annotated[
         str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
-    ] = "fsdp,zero2,zero1,ddp,hsdp,hfsdp",
+    ] = "",
     micro_batch: Annotated[
         str, typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two).")
     ] = "",
@@ -62,7 +62,7 @@ def plan(
             help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
             "matrix products and attention) or selective (keeps every second product).",
         ),
-    ] = "none,products,full",
+    ] = "",
     offload: Annotated[
         bool, typer.Option(help="Offload to host memory if nothing fits otherwise.")
     ] = True,
@@ -161,47 +161,38 @@ def plan(
     check_outputs(html, trace, config)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
-    from shardwise.forecast.adapters import adapters_of  # noqa: PLC0415
-    from shardwise.forecast.configuration import Configuration  # noqa: PLC0415
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
     from shardwise.forecast.machines.find import machine_of  # noqa: PLC0415
     from shardwise.forecast.numbers import number_of  # noqa: PLC0415
-    from shardwise.forecast.options import parse_outer, parse_wire  # noqa: PLC0415
     from shardwise.forecast.search.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.time.saving import Storage  # noqa: PLC0415
     from shardwise.forecast.view import terminal  # noqa: PLC0415
+    from shardwise.forecast.view.estimate import settings_of  # noqa: PLC0415
     from shardwise.forecast.view.planning import make_planned  # noqa: PLC0415
     from shardwise.forecast.view.text import Budget  # noqa: PLC0415
-    from shardwise.plan.optimizers import optimizer_spec  # noqa: PLC0415
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
-    num_devices = machine.cluster.num_devices
     files = ModelFiles.of(model, config)
-    resolved = files.model
-    replicas = parse_outer(outer)
-    settings = Configuration(
-        sequence=seq,
-        master_dtype=resolved.master_dtype,
+    settings = settings_of(
+        files.model,
         optimizer=optimizer,
-        optimizer_options=optimizer_spec(optimizer).options,
-        optimizer_loop=optimizer_spec(optimizer).loop,
+        wire=wire,
+        outer=outer,
+        lora=lora,
+        qlora=qlora,
+        sequence=seq,
         compute_dtype=_dtype(dtype),
         compiled=compiled,
-        units=resolved.units,
         reproducible=0 if files.base is None else files.base.train.reproducible,
         # shardwise train divides layers as transformers does.
         sequence_parallel=config is None,
         split_vocabulary=config is None,
-        float8=float8,  # type: ignore[arg-type]
+        float8=float8,
         float8_gather=float8_gather,
-        wire=parse_wire(wire),
-        outer=replicas[0],
-        outer_replicas=replicas[1],
-        adapters=adapters_of(lora, qlora=qlora),
     )
     goal = Goal(
-        global_batch=8 * num_devices if global_batch is None else global_batch,
+        global_batch=8 * machine.cluster.num_devices if global_batch is None else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
         strategies=split_names(strategy),
@@ -216,7 +207,7 @@ def plan(
         context=_degree("context", context),
         expert=_degree("expert", expert),
     )
-    forecaster = Forecaster(resolved, machine)
+    forecaster = Forecaster(files.model, machine)
     planned = make_planned(
         forecaster,
         goal,

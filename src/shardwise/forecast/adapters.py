@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.spelling import did_you_mean
+from shardwise.forecast.options import options_of
 
 __all__ = [
     "ALL_LINEAR",
@@ -26,7 +26,8 @@ class Adapters:
 
     Args:
         rank: rank of the update of each weight.
-        targets: last parts of the names of layers, such as "q_proj", or "all-linear".
+        targets: last parts of the names of layers, such as "q_proj", or "all-linear"; or, as in
+            peft, one regular expression for whole names.
         alpha: updates are scaled by alpha / rank; it changes no forecast.
         dropout: probability with which inputs of adapters are dropped.
         dora: whether magnitudes of the rows of weights are trained, too (DoRA).
@@ -35,16 +36,20 @@ class Adapters:
 
     rank: int = 16
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    alpha: int = 16
+    alpha: float = 16
     dropout: float = 0.0
     dora: bool = False
     quantized: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
+        if not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError(f"r={self.rank}: expected a rank of 1 or more")
-        if not 0 <= self.dropout < 1:
+        if not isinstance(self.alpha, int | float):
+            raise ConfigError(f"alpha={self.alpha}: expected a number")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: expected 0 or more, and less than 1")
+        if not isinstance(self.dora, bool):
+            raise ConfigError(f"dora={self.dora}: expected true or false")
         if not self.targets:
             raise ConfigError('targets: expected names of layers, or "all-linear"')
 
@@ -70,33 +75,17 @@ def parse_adapters(text: str, *, quantized: bool = False) -> Adapters:
     path = Path(text)
     if text and (path.suffix == ".json" or path.is_dir()):
         return _read(path / "adapter_config.json" if path.is_dir() else path, quantized=quantized)
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = part.partition("=")
-        if name not in _OPTIONS or not equals:
-            raise ConfigError(
-                f"--lora {text}: expected {'=, '.join(_OPTIONS)}= or a file of peft, such as "
-                f"r=16,targets=q_proj+v_proj; got {part!r}{did_you_mean(name, _OPTIONS)}"
-            )
-        found[name] = value
-    try:
-        return Adapters(
-            rank=int(found.get("r", 16)),
-            alpha=int(found.get("alpha", 16)),
-            targets=tuple(filter(None, found.get("targets", ALL_LINEAR).split("+"))),
-            dropout=float(found.get("dropout", 0)),
-            dora=_boolean(found.get("dora", "false")),
-            quantized=quantized,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--lora {text}: {error}") from None
+    found = options_of("lora", text, _OPTIONS, "r=16,targets=q_proj+v_proj, or a file of peft")
+    targets = tuple(filter(None, str(found.pop("targets", ALL_LINEAR)).split("+")))
+    rank = found.pop("r", 16)
+    return Adapters(rank=rank, targets=targets, quantized=quantized, **found)
 
 
 def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
     """Return the adapters of a user's options; None if there are none.
 
     Args:
-        lora: a text as for `parse_adapters`, peft's LoraConfig, `Adapters`, or None.
+        lora: a text as for `parse_adapters`, peft's LoraConfig or its fields, `Adapters`, or None.
         qlora: whether the base has 4-bit weights.
     """
     if lora is None and not qlora:
@@ -105,13 +94,9 @@ def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
         return replace(lora, quantized=lora.quantized or qlora)
     if lora is None or isinstance(lora, str):
         return parse_adapters(lora or "", quantized=qlora)
-    return of_peft(lora.to_dict(), quantized=qlora)
-
-
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"dora={text}: expected true or false")
-    return text == "true"
+    if not isinstance(lora, Mapping) and not hasattr(lora, "to_dict"):
+        raise ConfigError(f"lora={lora!r}: expected options such as 'r=16', or peft's LoraConfig")
+    return of_peft(lora if isinstance(lora, Mapping) else lora.to_dict(), quantized=qlora)
 
 
 def _read(path: Path, *, quantized: bool) -> Adapters:
@@ -122,12 +107,25 @@ def _read(path: Path, *, quantized: bool) -> Adapters:
     return of_peft(fields, quantized=quantized)
 
 
+# Options that add, leave out or change trained parameters; "none" and empty ones do not.
+_NOT_MODELLED = (
+    "modules_to_save", "layers_to_transform", "exclude_modules", "rank_pattern", "bias",
+    "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
+)  # fmt: skip
+
+
 def of_peft(fields: Mapping[str, Any], *, quantized: bool = False) -> Adapters:
     """Return the adapters of the fields of peft's LoraConfig.
 
     Raises:
-        ConfigError: it is no LoRA.
+        ConfigError: it is no LoRA, or it has options that are not modelled.
     """
+    for name in _NOT_MODELLED:
+        if (fields.get(name) or "none") != "none":
+            raise ConfigError(
+                f"{name}={fields[name]!r} of peft's LoraConfig is not modelled; pass the adapted "
+                "model instead: sw.estimate(peft.get_peft_model(model, config), ...)"
+            )
     if str(fields.get("peft_type", "LORA")).rpartition(".")[2] != "LORA":
         raise ConfigError(f"peft_type={fields['peft_type']}: expected LORA")
     targets = fields.get("target_modules") or ALL_LINEAR

@@ -1,7 +1,7 @@
 """The training configuration: everything that a forecast needs besides model and machine."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -72,8 +72,8 @@ class Configuration:
         offload: what is kept on the host between steps; ``"parameters"`` includes the optimizer.
         offload_step: where the optimizer runs with offload; on the "device", gradients are there.
         prefetch: units gathered ahead of the one that computes.
-        units: "auto", the name of a module class, or a size in parameters; None: the whole model is
-            one unit.
+        units: "auto", the name of a module class or several names, or a size in parameters; None:
+            the whole model is one unit.
         master_dtype: dtype of shards, gradient shards and optimizer states.
         compute_dtype: dtype of matrix products.
         gather_dtype: dtype of gathered parameters; None: ``compute_dtype``, or ``master_dtype``
@@ -125,7 +125,7 @@ class Configuration:
     offload: Offload = "none"
     offload_step: OffloadStep = "host"
     prefetch: int = 1
-    units: str | int | None = "auto"
+    units: str | int | tuple[str, ...] | None = "auto"
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.bfloat16
     gather_dtype: torch.dtype | None = None
@@ -255,26 +255,6 @@ class Configuration:
         return self.global_batch * self.sequence
 
 
-_DEGREES = (
-    "shard_size",
-    "replicas",
-    "tensor",
-    "pipeline",
-    "chunks",
-    "context",
-    "expert",
-    "outer_replicas",
-    "micro_batch",
-    "accumulation",
-    "sequence",
-)
-_CHOICES = {
-    "accumulate": Accumulate,
-    "checkpointing": Checkpointing,
-    "offload": Offload,
-    "offload_step": OffloadStep,
-    "optimizer_loop": OptimizerLoop,
-    "attention": Attention,
-    "float8": Float8,
-    "stack": Stack,
-}
+_DEGREES = [one.name for one in fields(Configuration) if one.type is int and one.name != "prefetch"]
+_CHOICES = {one.name: one.type for one in fields(Configuration) if get_origin(one.type) is Literal}
+_CHOICES["checkpointing"] = Checkpointing

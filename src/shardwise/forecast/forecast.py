@@ -84,6 +84,7 @@ class Forecaster:
     def __init__(self, model: Model, machine: Machine) -> None:
         self.model = model
         self.machine = machine
+        self.on_cpu = machine.computes_on_cpu  # whether ranks allocate in the memory of the host
         self._modules: dict[_Key, nn.Module] = {}
         self._plans: dict[_Key, Plan] = {}
         self._workloads: dict[_Key, Workload] = {}
@@ -113,7 +114,7 @@ class Forecaster:
                 configuration,
                 stage=stage,
                 buffer_bytes=self.buffer_bytes(configuration, stage),
-                on_cpu=self.machine.computes_on_cpu,
+                on_cpu=self.on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
         ]

@@ -1,14 +1,15 @@
-"""Options of wires and of replicas as texts, such as "gather=int8,reduce=int4"."""
+"""Options as texts, such as "gather=int8,reduce=int4": of wires, replicas and adapters."""
 
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.replicas.plan import Outer
 
-__all__ = ["parse_outer", "parse_wire"]
+__all__ = ["options_of", "parse_outer", "parse_wire"]
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -23,7 +24,7 @@ def parse_wire(text: str | None) -> Wire:
     if text is None:
         return UNQUANTIZED
     known = [field.name for field in fields(Wire)]
-    return Wire(**_options("wire", text, known, "gather=int8,reduce=int4"))
+    return Wire(**options_of("wire", text, known, "gather=int8,reduce=int4"))
 
 
 def parse_outer(text: str | None) -> tuple[Outer | None, int]:
@@ -36,21 +37,26 @@ def parse_outer(text: str | None) -> tuple[Outer | None, int]:
     if text is None:
         return None, 1
     known = ["replicas", *(one.name for one in fields(Outer) if one.name != "optimizer")]
-    found = _options("outer", text, known, "every=32,replicas=2")
+    found = options_of("outer", text, known, "every=32,replicas=2")
     replicas = found.pop("replicas", 2)
     if not isinstance(replicas, int) or replicas < 2:  # noqa: PLR2004 - several
         raise ConfigError(f"--outer {text}: expected replicas to be 2 or more, got {replicas}")
     return Outer(**found), replicas
 
 
-def _options(option: str, text: str, known: Collection[str], example: str) -> dict[str, Any]:
+def options_of(option: str, text: str, known: Collection[str], example: str) -> dict[str, Any]:
+    """Parse "name=value,name=value"; values are numbers, booleans or other texts.
+
+    Raises:
+        ConfigError: a name is not in ``known``, or has no value. The message has the ``example``.
+    """
     found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
         if name not in known or not value:
             raise ConfigError(
                 f"--{option} {text}: expected one or more of {'=, '.join(known)}=, such as "
-                f"{example}; got {part.strip()!r}"
+                f"{example}; got {part!r}{did_you_mean(name, known)}"
             )
         found[name] = _value(value)
     return found

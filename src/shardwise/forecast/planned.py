@@ -1,6 +1,6 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from textwrap import indent
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
-from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.plan.wire import UNQUANTIZED
 from shardwise.replicas.plan import Outer
 
 __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
@@ -80,14 +80,14 @@ def sharding_of(configuration: Configuration) -> dict[str, Any]:
     return {
         "units": configuration.units,
         "strategy": configuration.strategy,
-        "prefetch": configuration.prefetch,
-        "mp_policy": precision_of(configuration),
-        "offload_policy": _offload_of(configuration),
-        "granularity": configuration.states.granularity,
-        "wire": configuration.wire,
         "sharding_factor": configuration.shard_ranks if two_axes else None,
         "reshard_after_forward": configuration.reshard_after_forward,
         "reproducible": configuration.reproducible or None,
+        "prefetch": configuration.prefetch,
+        "granularity": configuration.states.granularity,
+        "wire": configuration.wire,
+        "mp_policy": precision_of(configuration),
+        "offload_policy": _offload_of(configuration),
     }
 
 
@@ -164,52 +164,48 @@ def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
     return f"{note}{cast}lora = LoraConfig(\n{lines})\nmodel = get_peft_model(model, lora)\n"
 
 
+_OMITTED = {  # arguments of `fully_shard` with their defaults
+    "units": None,
+    "prefetch": 1,
+    "mp_policy": DEFAULT_PRECISION,
+    "offload_policy": NO_OFFLOAD,
+    "granularity": "element",
+    "wire": UNQUANTIZED,
+    "sharding_factor": None,
+    "reshard_after_forward": None,
+    "reproducible": None,
+}
+
+
 def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     """Return the arguments of `fully_shard` as code; ``dims`` is the submesh to shard over."""
-    arguments = {"mesh": dims} if dims else {}
-    units = configuration.units
-    if units is not None:
-        arguments |= {"units": f'"{units}"' if isinstance(units, str) else str(units)}
-    arguments |= {"strategy": f'"{configuration.strategy}"'}
-    if configuration.row.num_axes > 1 and not dims:
-        arguments["sharding_factor"] = str(configuration.shard_size)
-    if configuration.reshard_after_forward is not None:
-        arguments["reshard_after_forward"] = str(configuration.reshard_after_forward)
-    if configuration.prefetch != 1:
-        arguments["prefetch"] = str(configuration.prefetch)
-    if configuration.states.granularity != "element":
-        arguments["granularity"] = f'"{configuration.states.granularity}"'
-    if configuration.reproducible:
-        arguments["reproducible"] = str(configuration.reproducible)
-    if configuration.wire != UNQUANTIZED:
-        arguments["wire"] = f"sw.{_call(configuration.wire)}"
-    policy = precision_of(configuration)
-    if policy is not DEFAULT_PRECISION:
-        given = [f"param_dtype={policy.param_dtype}", f"reduce_dtype={policy.reduce_dtype}"]
-        given += ['master_dtype="keep"'] if policy.master_dtype else []
-        given += ["full_precision=(torch.nn.LayerNorm,)"] if policy.full_precision else []
-        inner = "".join(f"        {one},\n" for one in given)
-        arguments["mp_policy"] = f"sw.MixedPrecisionPolicy(\n{inner}    )"
-    if configuration.offload != "none":
-        keeps = [] if configuration.offload == "parameters" else ["parameters=False"]
-        keeps += ['step="device"'] if configuration.offload_step == "device" else []
-        arguments["offload_policy"] = f"sw.CPUOffloadPolicy({', '.join(keeps)})"
-    return arguments
+    given = sharding_of(configuration) | ({"sharding_factor": None} if dims else {})
+    found = {"mesh": dims} if dims else {}
+    for name, value in given.items():
+        if name not in _OMITTED or value != _OMITTED[name]:
+            found[name] = _code(value)
+    return found
 
 
-def _call(options: Wire | Outer) -> str:
-    """Return the call that makes ``options``, without arguments that have their defaults."""
+def _code(value: Any) -> str:
+    """Return the code of an option, without the fields of a dataclass that have their defaults."""
+    if isinstance(value, type):
+        return f"torch.nn.{value.__name__}"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_code(one)}, ' for one in value).rstrip()})"
+    if not is_dataclass(value):
+        return _quoted(value)
     given = (
-        f"{field.name}={_quoted(getattr(options, field.name))}"
-        for field in fields(options)
-        if getattr(options, field.name) != field.default
+        f"{field.name}={_code(getattr(value, field.name))}"
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
     )
-    return f"{type(options).__name__}({', '.join(given)})"
+    return f"sw.{type(value).__name__}({', '.join(given)})"
 
 
 def _outer_of(outer: Outer, num_replicas: int) -> str:
     return (
-        f"row = sw.{_call(outer)}\n"
+        f"row = {_code(outer)}\n"
         f"# After the optimizer is built, with the torchft.Manager of this one of {num_replicas}:\n"
         "# outer = sw.outer_optimizer(model, optimizer, row, manager=manager)\n"
     )

@@ -22,10 +22,18 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import Accelerator, Cluster
 from shardwise.forecast.machines.machine import Constants, Group, Machine
 from shardwise.forecast.work import Kind, Operation
+from shardwise.plan.units import UnitPlan
 
-__all__ = ["CalibratedMachine", "Calibration", "Curve", "RanksCalibration", "Rate"]
+__all__ = [
+    "CalibratedMachine",
+    "Calibration",
+    "Curve",
+    "RanksCalibration",
+    "Rate",
+    "measured_accelerator",
+]
 
-VERSION = 2
+VERSION = 3
 _GENERATION = "hopper"  # source of the constants that are not measured
 _PAUSED = 1e6  # slowdown of compute while a collective occupies its cores
 
@@ -77,7 +85,12 @@ class RanksCalibration(_Strict):
     threads: Annotated[int, Field(ge=1)]  # threads per rank
     operation_seconds: _Positive  # host overhead per operation
     step_seconds: _Positive  # what the engine and the optimizer add to a step, on the host
-    unit_seconds: _Positive  # what the engine adds for a unit's forward and backward, on the host
+    # What the engine adds to the forward and backward of a unit, on the host: for a unit with one
+    # trained parameter, each further flat buffer, and each further trained or frozen parameter.
+    unit_seconds: _Positive
+    buffer_seconds: _Positive
+    trained_seconds: _Positive
+    frozen_seconds: _Positive
     parameter_seconds: _Positive  # of the optimizer per parameter, on the host
     operations: dict[str, Rate]
     collectives: dict[str, Curve]
@@ -100,6 +113,34 @@ class RanksCalibration(_Strict):
                 size, seconds = self.collectives[key].points[-1]
                 parts.append(f"{key[:-2].replace('_', '-')} {size / seconds / 1e9:,.1f} GB/s")
         return ", ".join(parts)
+
+
+def measured_accelerator(
+    name: str,
+    peak_flops: float,
+    fp32_flops: float,
+    memory_bytes: int,
+    memory_bandwidth: float,
+    *,
+    link_bandwidth: float,
+    num_ranks: int,
+) -> dict[str, str | float | int | None]:
+    """Return the fields of an `Accelerator` whose ranks are on one node."""
+    return {
+        "name": name,
+        "generation": "measured",
+        "peak_flops": peak_flops,
+        "fp32_flops": fp32_flops,
+        "achievable_flops": peak_flops,
+        "multiprocessors": 1,
+        "memory_bytes": memory_bytes,
+        "memory_bandwidth": memory_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "host_bandwidth": memory_bandwidth,
+        "watts": 0.0,
+        "devices_per_node": num_ranks,
+        "node_bandwidth": link_bandwidth,
+    }
 
 
 class Calibration(_Strict):
@@ -227,9 +268,19 @@ class CalibratedMachine(Machine):
         update = num_parameters * self.measured.parameter_seconds
         return (self.measured.step_seconds + update) * self._sharing
 
-    @property
-    def segment_seconds(self) -> float:
-        return self.measured.unit_seconds / 2 * self._sharing if self.computes_on_cpu else 0.0
+    def segment_seconds(self, unit: UnitPlan) -> float:
+        if not self.computes_on_cpu:
+            return 0.0
+        measured, trained = self.measured, unit.trainable_layouts
+        num_trained = sum(len(layout.extents) for layout in trained)
+        num_frozen = sum(len(layout.extents) for layout in unit.layouts) - num_trained
+        seconds = (
+            measured.unit_seconds
+            + max(0, len(unit.layouts) - 1) * measured.buffer_seconds
+            + max(0, num_trained - 1) * measured.trained_seconds
+            + num_frozen * measured.frozen_seconds
+        )
+        return seconds / 2 * self._sharing
 
     def memory_seconds(self, num_bytes: float) -> float:
         rate = self.measured.operations[f"{Kind.MEMORY}/4"]

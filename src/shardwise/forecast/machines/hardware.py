@@ -64,6 +64,8 @@ class Cluster:
                 f"a cluster of {self.num_devices} devices, {self.devices_per_node} per node: "
                 "expected 1 or more of each"
             )
+        if self.node_bandwidth <= 0:
+            raise ConfigError("a cluster's network with 0 Gbit/s per node: expected more than 0")
 
     def __str__(self) -> str:
         return f"{self.num_devices}x{self.accelerator.name}"

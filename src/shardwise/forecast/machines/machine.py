@@ -16,7 +16,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import NormalDist
@@ -26,6 +26,7 @@ from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import Accelerator, Cluster, accelerators
 from shardwise.forecast.work import Kind, Operation
+from shardwise.plan.units import UnitPlan
 
 __all__ = ["Constants", "Group", "Machine", "SegmentCost"]
 
@@ -40,7 +41,6 @@ _FLOAT8_SHARE = 0.86
 # scales are delayed or those of a row or a block, which one kernel computes and applies. In three
 # products there are five casts with scales of tensors, whose gradient is cast once for two.
 _FLOAT8_CASTS = {"tensorwise": 5 * 5 / 6, "delayed": 3 * 5 / 6, "rowwise": 3.0, "mxfp8": 3.0}
-_FLASH3 = (1.75, 1.625)  # speed of FlashAttention-3 relative to FlashAttention-2
 _POWER_EXPONENT = 0.75  # rate ~ power**0.75, because voltage falls with the clock
 
 
@@ -96,13 +96,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """Seconds of a segment by kind of operation; ``host`` is the time of its launches."""
+    """Seconds of a segment by kind of operation.
+
+    ``host`` is the time of its launches, and ``engine`` what the engine adds where the host
+    computes.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     collective: float = 0.0
     host: float = 0.0
+    engine: float = 0.0
 
     @property
     def device(self) -> float:
@@ -110,7 +115,7 @@ class SegmentCost:
 
     @property
     def seconds(self) -> float:
-        return max(self.device, self.host)
+        return max(self.device, self.host) + self.engine
 
 
 @dataclass(frozen=True)
@@ -138,28 +143,6 @@ class Machine:
         """Return the machine as it runs a configuration."""
         del configuration
         return self
-
-    def with_flash1(self) -> "Machine":
-        """Return the machine with attention kernels older than FlashAttention-2."""
-        return self._with_flash(self.constants.flash1, self.constants.flash1)
-
-    def with_flash3(self) -> "Machine":
-        """Return the machine with FlashAttention-3, if its devices are Hoppers.
-
-        The factors are the middle of the ranges in arXiv 2407.08608: 1.5 to 2.0 in forward, and 1.5
-        to 1.75 in backward.
-        """
-        is_hopper = self.device.generation == "hopper"
-        return self._with_flash(*_FLASH3) if is_hopper else self
-
-    def _with_flash(self, forward: float, backward: float) -> "Machine":
-        old = self.constants
-        constants = replace(
-            old,
-            flash_forward=old.flash_forward * forward,
-            flash_backward=old.flash_backward * backward,
-        )
-        return replace(self, constants=constants)
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -228,9 +211,9 @@ class Machine:
         del num_parameters
         return 0.0
 
-    @property
-    def segment_seconds(self) -> float:
-        """What the engine adds to a unit's forward or backward where the host computes."""
+    def segment_seconds(self, unit: UnitPlan) -> float:
+        """Predict what the engine adds to a unit's forward or backward where the host computes."""
+        del unit
         return 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:

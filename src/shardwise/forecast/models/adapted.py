@@ -13,6 +13,7 @@ Sources: LoRA, Hu et al., 2021 (arXiv 2106.09685); QLoRA, Dettmers et al., 2023 
 DoRA, Liu et al., 2024 (arXiv 2402.09353).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -62,11 +63,15 @@ def _targets(module: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, n
     wanted = {*targets, *(_BUILT_IN[one] for one in targets if one in _BUILT_IN)}
     if {"q", "k", "v"} & wanted:  # a fused projection contains these
         wanted.add("qkv")
-    everything = ALL_LINEAR in targets
+    everything, pattern = ALL_LINEAR in targets, targets[0] if len(targets) == 1 else ""
+    try:
+        matches = re.compile("" if pattern.isidentifier() else pattern).fullmatch
+    except re.error as error:
+        raise ConfigError(f"targets={pattern}: {error}, in a regular expression") from None
     chosen = [
         (name, layer)
         for name, layer in linear
-        if (everything and last[name] not in _HEADS) or last[name] in wanted
+        if (everything and last[name] not in _HEADS) or last[name] in wanted or matches(name)
     ]
     if not chosen:
         known = ", ".join(dict.fromkeys(last.values()))

@@ -68,45 +68,44 @@ def _attention(
     return output.transpose(1, 2).contiguous(), None  # [batch, time, heads, head_dim]
 
 
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
+# Fields of a config.json, and those of a shape that they are.
+_GPT2 = {
+    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_inner": "ffn",
+    "vocab_size": "vocab", "n_positions": "positions", "resid_pdrop": "dropout",
+}  # fmt: skip
+_LLAMA = {
+    "num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "intermediate_size": "ffn",
+    "vocab_size": "vocab", "tie_word_embeddings": "tied_embeddings",
+}  # fmt: skip
+_EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "active_experts"}
+_LLAMAS: dict[str, dict[str, Any]] = {  # Llama's relatives, and what they have besides
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"has_qkv_bias": True},
+    "qwen3": {"has_qk_norm": True},
+    "mixtral": {},
+}
 _KNOWN = ("gpt2", *_LLAMAS)
+_REQUIRED = ("layers", "hidden", "heads", "vocab")
 
 
 def _shape_of(fields: Mapping[str, Any], file: Path) -> Shape:
     kind = fields.get("model_type")
-    if kind == "gpt2":
-        return Shape(
-            arch="gpt",
-            layers=fields["n_layer"],
-            hidden=fields["n_embd"],
-            heads=fields["n_head"],
-            ffn=fields.get("n_inner") or 0,
-            vocab=fields["vocab_size"],
-            positions=fields["n_positions"],
-            tied_embeddings=True,
-            has_bias=True,
-            dropout=fields.get("resid_pdrop", 0.1),
-        )
-    if kind not in _LLAMAS:
+    if kind not in _KNOWN:
         raise ConfigError(
             f"{file}: model_type={kind!r} needs transformers; {install('hf')}, or use "
             f"one of {', '.join(_KNOWN)}"
         )
-    return Shape(
-        arch="llama",
-        layers=fields["num_hidden_layers"],
-        hidden=fields["hidden_size"],
-        heads=fields["num_attention_heads"],
-        kv_heads=fields.get("num_key_value_heads") or 0,
-        head_dim=fields.get("head_dim") or 0,
-        ffn=fields["intermediate_size"],
-        vocab=fields["vocab_size"],
-        tied_embeddings=fields.get("tie_word_embeddings", False),
-        has_qkv_bias=kind == "qwen2",
-        has_qk_norm=kind == "qwen3",
-        experts=fields.get("num_local_experts", 0),
-        active_experts=fields.get("num_experts_per_tok", 2),
-    )
+    names = _GPT2 if kind == "gpt2" else _LLAMA | _EXPERTS
+    for theirs, ours in names.items():
+        if ours in _REQUIRED and not fields.get(theirs):
+            raise ConfigError(f"{file}: {theirs}: expected a number, got {fields.get(theirs)!r}")
+    sizes = {ours: fields[theirs] for theirs, ours in names.items() if fields.get(theirs)}
+    if kind == "gpt2":
+        sizes.setdefault("dropout", fields.get("resid_pdrop", 0.1))
+        return Shape(arch="gpt", tied_embeddings=True, has_bias=True, **sizes)
+    return Shape(arch="llama", **sizes, **_LLAMAS[kind])
 
 
 def settings_of(shape: Shape, sequence: int) -> dict[str, Any]:
@@ -123,33 +122,21 @@ def settings_of(shape: Shape, sequence: int) -> dict[str, Any]:
         return {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            "n_layer": shape.layers,
-            "n_embd": shape.hidden,
-            "n_head": shape.heads,
-            "n_inner": shape.ffn,
-            "vocab_size": shape.vocab,
+            **{theirs: getattr(shape, ours) for theirs, ours in _GPT2.items()},
             "n_positions": max(shape.positions, sequence),
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout),
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop"), shape.dropout),
         }
     kind = _llama_kind(shape)
     if kind is None:
         raise ConfigError(
             f"transformers has no causal language model of this shape (arch={shape.arch!r})"
         )
-    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.active_experts}
+    names = _LLAMA | (_EXPERTS if shape.experts else {})
     return {
         "model_type": kind,
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocab,
+        **{theirs: getattr(shape, ours) for theirs, ours in names.items()},
         "max_position_embeddings": max(_POSITIONS, sequence),
-        "tie_word_embeddings": shape.tied_embeddings,
-        **(experts if shape.experts else {}),
     }
 
 
@@ -158,11 +145,9 @@ _POSITIONS = 8192  # rotary positions that cost nothing
 
 def _llama_kind(shape: Shape) -> str | None:
     """Return the type of the relative of Llama that has this shape."""
-    extras = (shape.has_qkv_bias, shape.has_qk_norm, bool(shape.experts))
-    kinds = {
-        (False, False, False): "llama",
-        (True, False, False): "qwen2",
-        (False, True, False): "qwen3",
-        (False, False, True): "mixtral",
-    }
-    return kinds.get(extras) if shape.arch == "llama" and not shape.has_bias else None
+    if shape.arch != "llama" or shape.has_bias:
+        return None
+    extras = {name: True for name in ("has_qkv_bias", "has_qk_norm") if getattr(shape, name)}
+    if shape.experts:
+        return None if extras else "mixtral"
+    return next((kind for kind, own in _LLAMAS.items() if own == extras), None)

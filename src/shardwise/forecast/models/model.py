@@ -133,18 +133,22 @@ class Model:
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
-    names = choose_units(module, None if configuration.units is None else "auto")
-    modes = modes_by_name(configuration.checkpointing, names[1:])
+    names = choose_units(module, configuration.units)
+    modes = modes_by_name(configuration.checkpointing, repeated_blocks(module))
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}
-    traced = dict(zip(names, names, strict=True))  # name in the whole model -> name when traced
+    # Name in the whole model -> name when traced; without those in blocks that are not traced.
+    traced = {name: name for name in (*names, *modes)}
     for stack in find_stacks(module):
+        if not stack.is_repeatable(names):
+            continue
         kinds = [(kind, modes[name]) for kind, name in zip(stack.kinds, stack.blocks, strict=True)]
         chosen[stack.name], orders[stack.name] = sample_of(kinds)
-        for name in stack.blocks:
-            del traced[name]
-        for index, number in enumerate(chosen[stack.name]):
-            traced[stack.blocks[number]] = f"{stack.name}.{index}"
+        place = {number: index for index, number in enumerate(chosen[stack.name])}
+        for name in [name for name in traced if name.startswith(f"{stack.name}.")]:
+            number, *inner = traced.pop(name)[len(stack.name) + 1 :].split(".")
+            if int(number) in place:
+                traced[name] = ".".join((stack.name, str(place[int(number)]), *inner))
     module = with_blocks(module, chosen)
     precision = precision_of(configuration)
     workload = trace(
@@ -183,10 +187,16 @@ def _batch_of(model: Model, module: nn.Module, configuration: Configuration, sta
     if stage:
         size, dtype = _boundary(module, configuration), configuration.compute_dtype
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True), tokens
-    parameters = inspect.signature(module.forward).parameters
+    base = getattr(module, "get_base_model", lambda: module)()  # peft's takes any arguments
+    parameters = inspect.signature(base.forward).parameters
     if "labels" in parameters:  # a Hugging Face model
         return {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    required = [p for p in parameters.values() if p.default is inspect.Parameter.empty]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        one
+        for one in parameters.values()
+        if one.default is inspect.Parameter.empty and one.kind not in variadic
+    ]
     return (tokens,) * min(max(len(required), 1), 2)
 
 
@@ -205,7 +215,8 @@ def _sent_bytes(module: nn.Module, configuration: Configuration) -> int:
 
 def _loss_of_logits(output: Any) -> Any:
     """Return the loss in a module's output, or compute it from the logits."""
-    output = getattr(output, "loss", output)
+    loss = getattr(output, "loss", None)
+    output = getattr(output, "logits", output) if loss is None else loss
     if not isinstance(output, Tensor) or not output.dim():
         return output
     logits = output.float().flatten(0, -2)
@@ -235,12 +246,19 @@ def model_of(
             function that returns one.
         inputs: see `Model`.
         loss: see `Model`.
+
+    Raises:
+        ConfigError: there is no such model.
     """
     if isinstance(given, str):
         return replace(resolve_model(given), inputs=inputs, loss=loss)
+    if not callable(given):
+        raise ConfigError(
+            f"model {given!r}: expected a name, a torch.nn.Module or a function that returns one"
+        )
     factory = partial(on_meta, given) if isinstance(given, nn.Module) else given
-    name = type(given).__name__ if isinstance(given, nn.Module) else given.__name__
-    return Model(name, factory=factory, keeps_dtypes=True, inputs=inputs, loss=loss)
+    name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "")
+    return Model(name or repr(given), factory=factory, keeps_dtypes=True, inputs=inputs, loss=loss)
 
 
 def resolve_model(name: str) -> Model:

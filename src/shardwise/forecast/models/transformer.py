@@ -85,7 +85,11 @@ class _Linear(nn.Linear):
         """Do nothing, which is faster: there is nothing to initialize on the meta device."""
 
 
-class _Embedding(nn.Embedding):
+class Head(_Linear):
+    """The output layer, whose class may be named in ``Configuration.units``."""
+
+
+class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Do nothing, as in `_Linear`."""
 
@@ -99,15 +103,15 @@ class Transformer(nn.Module):
         vocab = part.share("vocab", shape.vocab)
         rows = vocab if part.configuration.split_vocabulary else shape.vocab
         if part.is_first:
-            self.embedding = _Embedding(rows, shape.hidden)
+            self.embedding = Embedding(rows, shape.hidden)
         if part.is_first and shape.positions:
-            self.positions = _Embedding(shape.positions, shape.hidden)
+            self.positions = Embedding(shape.positions, shape.hidden)
         blocks = range(part.blocks(shape.layers))
         self.layers = nn.ModuleList(Block(shape, part) for _ in blocks)
         if part.is_last:
             self.norm = _norm(shape)
             width = rows if shape.tied_embeddings else vocab
-            self.head = _Linear(shape.hidden, width, bias=False)
+            self.head = Head(shape.hidden, width, bias=False)
         if shape.tied_embeddings and part.is_first and part.is_last:
             self.head.weight = self.embedding.weight
 
@@ -406,7 +410,7 @@ class T5(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = _Embedding(shape.vocab, shape.hidden)
+        self.embedding = Embedding(shape.vocab, shape.hidden)
         self.encoder = T5Stack(shape, is_decoder=False)
         self.decoder = T5Stack(shape, is_decoder=True)
         self.head = _Linear(shape.hidden, shape.vocab, bias=False)
@@ -425,7 +429,7 @@ class T5Stack(nn.Module):
     def __init__(self, shape: Shape, *, is_decoder: bool) -> None:
         super().__init__()
         self.dropout = shape.dropout
-        self.bias = _Embedding(_BUCKETS, shape.heads)
+        self.bias = Embedding(_BUCKETS, shape.heads)
         self.layers = nn.ModuleList(T5Block(shape, is_decoder) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden)
 

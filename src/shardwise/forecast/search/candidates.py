@@ -13,7 +13,8 @@ from shardwise.forecast.configuration import (
     Offload,
     OffloadStep,
 )
-from shardwise.plan.spelling import counted
+from shardwise.plan.spelling import counted, did_you_mean
+from shardwise.plan.strategy import PRESETS, resolve_strategy
 
 __all__ = ["OBJECTIVES", "Degree", "Goal", "Objective", "configurations", "offloaded"]
 
@@ -21,8 +22,9 @@ Objective = Literal["tokens/s", "memory", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 Degree = int | Literal["auto"]
 
-_ONE_AXIS = ("fsdp", "zero2", "zero1", "ddp")
-_TWO_AXES = ("hsdp", "hfsdp")
+# Of equal configurations, the first is best: the one that shards the most.
+_STRATEGIES = tuple(sorted(PRESETS, key=lambda name: -PRESETS[name].inner))
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "products", "full")
 _MAX_MICRO_BATCH = 64
 _AUTO_CHUNKS = (1, 2, 4)
 
@@ -41,9 +43,9 @@ class Goal:
         chunks: parts of the model on each stage; "auto" tries 1, 2 and 4.
         context: ranks that share a sequence.
         expert: data-parallel ranks that share the experts.
-        strategies: names of the strategies to try.
+        strategies: names of the strategies to try; empty: all presets.
         micro_batches: sequences in one forward of a rank; empty: powers of two.
-        checkpointing: kinds of activation checkpointing to try.
+        checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
         offload: what may be kept on the host if a candidate does not fit otherwise.
     """
 
@@ -55,9 +57,9 @@ class Goal:
     chunks: Degree = 1
     context: Degree = 1
     expert: Degree = 1
-    strategies: tuple[str, ...] = _ONE_AXIS + _TWO_AXES
+    strategies: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
-    checkpointing: tuple[Checkpointing, ...] = ("none", "products", "full")
+    checkpointing: tuple[Checkpointing, ...] = ()
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 
     def __post_init__(self) -> None:
@@ -67,6 +69,20 @@ class Goal:
             )
         if self.global_batch < 1:
             raise ConfigError(f"global_batch={self.global_batch}: expected 1 or more sequences")
+        degrees = {name: getattr(self, name) for name in (*MODEL_AXES, "chunks")}
+        counts = degrees | {f"micro_batches[{n}]": one for n, one in enumerate(self.micro_batches)}
+        for name, count in counts.items():
+            if not (count == "auto" and name in degrees) and (
+                not isinstance(count, int) or count < 1
+            ):
+                auto = ', or "auto"' if name in degrees else ""
+                raise ConfigError(f"{name}={count!r}: expected an integer of 1 or more{auto}")
+        for kind in self.offload:
+            if kind not in get_args(Offload):
+                raise ConfigError(
+                    f"offload={kind!r}: expected one of {', '.join(get_args(Offload))}"
+                    f"{did_you_mean(kind, get_args(Offload))}"
+                )
 
 
 def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Configuration]:
@@ -106,6 +122,13 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
                 f"{counted(goal.global_batch, 'sequence')} of a step, and a multiple of the "
                 f"{num_replicas} data-parallel ranks"
             ] = None
+        elif not fitting and not list(
+            _shardings(goal.strategies or _STRATEGIES, num_replicas, near)
+        ):
+            reasons[
+                f"strategy={', '.join(goal.strategies)}: expected more than "
+                f"{counted(near, 'data-parallel rank')}, which are on one node; add fsdp"
+            ] = None
         elif not fitting:
             reasons[
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
@@ -122,10 +145,11 @@ def _of_degrees(
     """Yield candidates on ``num_replicas`` data-parallel ranks, ``near`` of which share a node."""
     rank_batch = goal.global_batch // num_replicas
     all_chunks = _AUTO_CHUNKS if goal.chunks == "auto" else (goal.chunks,)
+    has_blocks = goal.settings.units is not None
     for (strategy, shard_size), micro_batch, checkpointing, chunks in product(
-        _shardings(goal.strategies, num_replicas, near),
+        _shardings(goal.strategies or _STRATEGIES, num_replicas, near),
         _micro_batches(goal, rank_batch),
-        goal.checkpointing,
+        goal.checkpointing or (_CHECKPOINTING if has_blocks else ("none",)),
         all_chunks if degrees["pipeline"] > 1 else (1,),
     ):
         if chunks > 1 and rank_batch // micro_batch % degrees["pipeline"]:
@@ -172,10 +196,15 @@ def _shardings(
     strategies: tuple[str, ...], num_replicas: int, near: int
 ) -> Iterator[tuple[str, int]]:
     """Yield strategies with the size of their shard axis: 1, 4, 16, ... nodes for hybrid ones."""
-    for name in strategies:
-        if name == "ddp":
+    rows = {name: resolve_strategy(name) for name in strategies}
+    if num_replicas == 1:  # strategies with one axis do the same on one rank
+        one_axis = [name for name, row in rows.items() if row.num_axes == 1][:1]
+        yield from ((name, 1) for name in one_axis)
+        return
+    for name, row in rows.items():
+        if not row.shards:
             yield name, 1
-        elif name in _TWO_AXES:
+        elif row.num_axes > 1:
             size = near
             while size < num_replicas:
                 if size > 1 and num_replicas % size == 0:

@@ -27,15 +27,15 @@ from shardwise.forecast.memory.process import (
     release_memory,
     set_mmap_threshold,
 )
-from shardwise.forecast.memory.step import Certificate, memory_certificate
+from shardwise.forecast.memory.step import Certificate
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.numbers import bytes_of
 from shardwise.forecast.search.applying import apply_to
-from shardwise.forecast.time.step import step_time
 from shardwise.forecast.trace.blocks import find_stacks
 from shardwise.forecast.trace.meta import on_meta
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import Units, choose_units
+from shardwise.plan.strategy import PRESETS
 
 __all__ = ["Fit", "Search", "choose", "fit"]
 
@@ -43,7 +43,7 @@ MODES: tuple[Checkpointing, ...] = ("products", "full")
 _RETURNED_BYTES = 1 << 16  # malloc returns freed blocks of at least this size to the system
 _WIDTH = 512  # width of the products for which libraries set up their buffers
 _PREFETCHES = (0, 1, 2)
-_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+_STRATEGIES = [name for name, row in PRESETS.items() if row.num_axes == 1]
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,12 @@ def choose(search: "Search", base: Configuration, budget: int, *, whole: bool = 
     raise PlanError(_missing(search, base, budget))
 
 
-class Search:
-    """Forecasts of one model on one machine, with cached traces and plans."""
+class Search(Forecaster):
+    """Forecasts of one model on one machine, of which any number of blocks may be recomputed."""
 
     def __init__(self, model: Model, machine: Machine, on_cpu: bool = False) -> None:
-        self._forecaster, self.on_cpu = Forecaster(model, machine), on_cpu
+        super().__init__(model, machine)
+        self.on_cpu = on_cpu
         self.overhead_bytes = 0  # memory of the process beyond tensors, on a CPU
         self._blocks = _blocks(model.build(Configuration()))
 
@@ -244,26 +245,21 @@ class Search:
         return _bytes(self.certificate(configuration), self.on_cpu)
 
     def certificate(self, configuration: Configuration) -> Certificate:
-        plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
-        buffers = self._forecaster.buffer_bytes(configuration)
-        found = memory_certificate(
-            plan, workload, configuration, buffer_bytes=buffers, on_cpu=self.on_cpu
-        )
+        found = self.memory(configuration).memory
         return replace(found, overhead_bytes=found.overhead_bytes + self.overhead_bytes)
 
     def fit(self, configuration: Configuration) -> Fit:
         """Predict memory and time."""
-        plan, workload = self._forecaster.plan(configuration), self._workload(configuration)
-        time = step_time(plan, workload, self._forecaster.machine, configuration)
-        return Fit(configuration, self.certificate(configuration), time.seconds, self.on_cpu)
+        seconds = self.forecast(configuration).step.seconds
+        return Fit(configuration, self.certificate(configuration), seconds, self.on_cpu)
 
-    def _workload(self, configuration: Configuration) -> Workload:
+    def workload(self, configuration: Configuration, stage: int = -1) -> Workload:
         """Trace every kind of block once, and repeat the trace as the configuration requires."""
         modes = configuration.checkpointing
         if isinstance(modes, str) or len(set(modes)) == 1:
-            return self._forecaster.workload(configuration)
+            return super().workload(configuration, stage)
         count, half = sum(mode != "none" for mode in modes), self.num_blocks // 2
-        workload = self._forecaster.workload(self.recomputing(configuration, modes[0], half))
+        workload = super().workload(self.recomputing(configuration, modes[0], half))
         if count == half:
             return workload
         order = [min(n, half - 1) if n < count else max(n, half) for n in range(self.num_blocks)]

@@ -52,6 +52,8 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
         ConfigError: no configuration divides the ranks and the batch evenly.
         PlanError: the model cannot be divided in that way.
     """
+    if forecaster.machine.computes_on_cpu:  # ranks compute in the memory of the host
+        goal = replace(goal, offload=("none",))
     fitting: list[Forecast] = []
     too_large: list[Forecast] = []
     for on_cluster in _clusters(forecaster, goal):

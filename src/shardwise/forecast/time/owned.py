@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from shardwise.forecast.machines.machine import Group, Machine
 from shardwise.forecast.states import hidden_matrices
 from shardwise.forecast.work import Kind, Operation
-from shardwise.optim.matrices import Matrices, Product, cost_of
-from shardwise.optim.ownership import BATCH_BYTES, Job, OwnedJobs
-from shardwise.plan.axes import AxisBytes
+from shardwise.optim.matrices import Matrices, Product
+from shardwise.optim.ownership import BATCH_BYTES
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
@@ -48,10 +47,6 @@ class PlannedOwners:
     optimizer: str
     itemsize: int
 
-    def sent_bytes(self, rank: int) -> AxisBytes:
-        """Return the bytes that ``rank`` sends in a step, as `OwnerOptimizer.sent_bytes` does."""
-        return self.owned.sent_bytes(self._batches, rank)
-
     @cached_property
     def products(self) -> tuple[tuple[Product, ...], ...]:
         """The matrix products that update each parameter."""
@@ -62,29 +57,9 @@ class PlannedOwners:
         )
 
     @cached_property
-    def owned(self) -> OwnedJobs:
-        """The jobs, their owners, and the bytes that ranks exchange."""
-        extents = hidden_matrices(self.plan)
-        jobs = tuple(
-            Job(
-                max(cost_of(products), matrices.num_matrices),
-                tuple(layout.num_owned(extent, rank) for rank in range(layout.world_size)),
-            )
-            for (layout, extent), matrices, products in zip(
-                extents, self._matrices, self.products, strict=True
-            )
-        )
-        num_rows = self.plan.replicas if self.plan.strategy.is_two_level else 1
-        return OwnedJobs(jobs, _replicas(self.plan), num_rows, self.itemsize)
-
-    @cached_property
     def _matrices(self) -> tuple[Matrices, ...]:
         specs = (extent.parameter for _, extent in hidden_matrices(self.plan))
         return tuple(Matrices(spec.name, spec.shape) for spec in specs)
-
-    @cached_property
-    def _batches(self) -> list[tuple[int, ...]]:
-        return self.owned.batches(range(len(self.owned.jobs)))
 
     def seconds(self, machine: Machine, stride: int = 1) -> float:
         """Predict how long the exchange and the work of the slowest owner take.
@@ -122,7 +97,7 @@ class PlannedOwners:
     def loads(self, machine: Machine) -> "list[Load]":
         """Balance the work over owners, in time that does not grow with the number of ranks.
 
-        Owners of `owned` differ from these only among ranks with about as much work.
+        Those of `OwnerOptimizer` differ only among ranks with about as much work.
         """
         known: dict[Product, float] = {}
         jobs = []
@@ -179,12 +154,3 @@ def _largest_part(layout: Layout, extent: ParameterExtent) -> int:
     size, shard = extent.parameter.num_elements, layout.shard_elements
     first = min(size, shard - extent.offset % shard)
     return max(first, min(shard, size - first))
-
-
-def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each replica, ordered by shard, as `DataParallelMesh` numbers them."""
-    size, replicas = plan.world_size, plan.replicas
-    if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
-        row = size // replicas
-        return (tuple(column + row * i for column in range(row) for i in range(replicas)),)
-    return tuple(tuple(range(start, start + size)) for start in range(0, size * replicas, size))

@@ -19,6 +19,7 @@ from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, repla
 from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, unit_gather_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Level
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
 
@@ -144,9 +145,8 @@ class _Step:
     # -- the replay ------------------------------------------------------------------------------
 
     def _replay(self, num_passes: int) -> Replayed:
-        index = {unit.name: number for number, unit in enumerate(self.plan.units)}
         parts = tuple(
-            Part(segment.kind, index[self.workload.units[segment.unit]], cost.seconds)
+            Part(segment.kind, self._index_of[self.workload.units[segment.unit]], cost.seconds)
             for segment, cost in zip(self.workload.segments, self._costs, strict=True)
         )
         transfer = cache(self._transfer_seconds)
@@ -155,7 +155,7 @@ class _Step:
             [Program((parts,) * num_passes)],
             Costs(transfer, interference=self.machine.constants.interference, has_one_link=True),
             prefetch=self.plan.prefetch,
-            holds_gradients=self.configuration.strategy in _HOLD_GRADIENTS,
+            holds_gradients=self.configuration.row.inner < Level.GRADIENTS,
         )
 
     def _transfer_seconds(self, kind: EventKind, index: int) -> float:
@@ -171,26 +171,29 @@ class _Step:
         return seconds + machine.copy_seconds(unit.shard_bytes * unit.offload.parameters)
 
     def _collective_seconds(self, kind: EventKind, index: int) -> float:
+        """Predict a collective of a unit, whose flat buffers are sent one after the other."""
         unit, machine = self.plan.units[index], self.machine
         stride = self.configuration.tensor
         size = unit.num_shards or self.plan.world_size
         everyone = Group(size, stride)
         near = Group(unit.subgroup, stride) if unit.subgroup else everyone
         if kind is EventKind.REDUCE:
-            own = machine.reduce_scatter_seconds(unit.gradient_bytes, everyone)
+            sizes = [layout.reduced_bytes for layout in unit.trainable_layouts]
+            own = sum(machine.reduce_scatter_seconds(one, everyone) for one in sizes)
             replicas = Group(self.plan.replicas, stride * size)
             if unit.two_level_gather:
                 return own
-            return own + machine.all_reduce_seconds(unit.gradient_bytes / size, replicas)
+            return own + sum(machine.all_reduce_seconds(one / size, replicas) for one in sizes)
         if kind is EventKind.RESHARD_TO_SUBGROUP:
             if not unit.two_level_gather:
                 return 0.0  # a part of the gathered unit is kept
             far = Group(size // unit.subgroup, stride * unit.subgroup)
             return machine.all_gather_seconds(unit.kept_bytes, far)
-        inside = machine.all_gather_seconds(unit.gathered_bytes, near)
+        sizes = [layout.gathered_bytes for layout in unit.layouts if layout.needs_gather]
+        inside = sum(machine.all_gather_seconds(one, near) for one in sizes)
         # Forward gathers over all ranks, backward within the subgroup: take the mean.
         if unit.subgroup and not unit.two_level_gather:
-            return (machine.all_gather_seconds(unit.gathered_bytes, everyone) + inside) / 2
+            return (sum(machine.all_gather_seconds(one, everyone) for one in sizes) + inside) / 2
         return inside
 
     def _wire_seconds(self, kind: EventKind, unit: UnitPlan) -> float | None:
@@ -247,15 +250,24 @@ class _Step:
         for segment in self.workload.segments:
             if id(segment.operations) not in found:
                 found[id(segment.operations)] = pricing.cost(segment.operations)
-        costs = (found[id(segment.operations)] for segment in self.workload.segments)
-        if not self.configuration.activation_offload:
-            return tuple(costs)
-        return tuple(map(self._with_copies, self.workload.segments, costs))
+        return tuple(
+            self._in_engine(segment, found[id(segment.operations)])
+            for segment in self.workload.segments
+        )
 
-    def _with_copies(self, segment: Segment, cost: SegmentCost) -> SegmentCost:
-        """Add the copies of a segment's activations to or from the host, which overlap compute."""
-        copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
-        return replace(cost, host=max(cost.host, copied))
+    def _in_engine(self, segment: Segment, cost: SegmentCost) -> SegmentCost:
+        """Add the engine's work, and copies of activations to the host, which overlap compute."""
+        unit = self.plan.units[self._index_of[self.workload.units[segment.unit]]]
+        engine = self.machine.segment_seconds(unit)
+        copied = 0.0
+        if self.configuration.activation_offload:
+            copied = self.machine.copy_seconds(abs(segment.end_bytes - segment.start_bytes))
+        return replace(cost, host=max(cost.host, copied), engine=engine)
+
+    @cached_property
+    def _index_of(self) -> Mapping[str, int]:
+        """The number of each unit of the plan."""
+        return {unit.name: number for number, unit in enumerate(self.plan.units)}
 
     def _send_seconds(self) -> float:
         """Predict a micro-batch's sends between stages: activations, and then their gradients."""
@@ -304,9 +316,6 @@ def _head_rows(plan: Plan) -> int:
     """Return the rows of the largest matrix outside of the blocks, the head or the embedding."""
     shapes = (one.shape for unit in plan.units if unit.has_child_units for one in unit.parameters)
     return max((shape[0] for shape in shapes if len(shape) > 1), default=0)
-
-
-_HOLD_GRADIENTS = ("ddp", "zero1")  # strategies that reduce only after the last micro-batch
 
 
 # Attention kernels recompute the scores in backward: of their five products, one is recomputation.
@@ -363,7 +372,6 @@ class _Pricing:
             else:
                 totals[kind.value] += sum(map(self._seconds, run))
                 launches += len(run)
-        totals["memory"] += self._machine.segment_seconds
         host = launches * constants.operation_seconds + constants.unit_seconds
         return SegmentCost(**totals, host=host)
 

@@ -24,11 +24,19 @@ class Stack:
 
     name: str
     kinds: tuple[Hashable, ...]  # the kind of each block
+    children: tuple[str, ...]  # the name of each block in the container
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """The names of the blocks."""
-        return tuple(f"{self.name}.{number}" for number in range(len(self.kinds)))
+        return tuple(f"{self.name}.{child}" for child in self.children)
+
+    def is_repeatable(self, units: Sequence[str]) -> bool:
+        """Whether a trace of some blocks can be repeated: they have numbers, and contain units."""
+        is_numbered = self.children == tuple(map(str, range(len(self.children))))
+        return is_numbered and all(
+            any(f"{unit}.".startswith(f"{block}.") for unit in units) for block in self.blocks
+        )
 
 
 def find_stacks(module: nn.Module, prefix: str = "") -> list[Stack]:
@@ -44,7 +52,8 @@ def find_stacks(module: nn.Module, prefix: str = "") -> list[Stack]:
             and all(kinds)
         )
         if is_stack:
-            found.append(Stack(path, tuple(zip(kinds, trained, strict=False))))
+            names = tuple(name for name, _ in child.named_children())
+            found.append(Stack(path, tuple(zip(kinds, trained, strict=False)), names))
         else:
             found += find_stacks(child, f"{path}.")
     return found

@@ -16,10 +16,9 @@ from shardwise.errors import PlanError
 from shardwise.forecast.trace.recorder import COLLECTIVES
 from shardwise.plan.policies import choose_units
 
-__all__ = ["MODES", "checkpoint_blocks", "modes_by_name"]
+__all__ = ["checkpoint_blocks", "modes_by_name"]
 
-MODES = ("none", "full", "products", "selective")
-_ALL_MODES = (*MODES, "reentrant")
+_MODES = ("none", "full", "products", "selective", "reentrant")
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -81,8 +80,8 @@ def checkpoint_blocks(
     if not isinstance(modes, Mapping):
         modes = modes_by_name(modes, choose_units(model, "auto")[1:])
     for name, mode in modes.items():
-        if mode not in _ALL_MODES:
-            raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {_ALL_MODES}")
+        if mode not in _MODES:
+            raise PlanError(f"checkpointing of {name}: {mode!r}: expected one of {_MODES}")
         if mode != "none":
             _checkpoint(model.get_submodule(name), mode, preserve_rng_state)
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise._private import FakeTensorMode, pytree, run_backward
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.features.full_precision import apply_precision
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.recorder import Recorder, tensors_in
@@ -65,7 +65,8 @@ def trace(
             begins with their gradients.
 
     Raises:
-        PlanError: a unit does not exist, or the output has no scalar loss.
+        PlanError: a unit does not exist, forward fails, or the output has no scalar loss that
+            depends on a trained parameter.
     """
     names = ("", *(name for name in units if name))
     recorder = Recorder()
@@ -111,10 +112,24 @@ def _run(calls: "_Calls", model: nn.Module, inputs: list[Any], loss: Loss | None
 
 def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
     recorder.exclude(tensor for tensor in tensors_in(batch) if not tensor.requires_grad)
-    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    try:
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # any error of the user's forward
+        raise PlanError(
+            f"forward of {type(model).__name__} failed on tensors without values: "
+            f"{type(error).__name__}: {str(error).strip()}; pass inputs=, a function of the number "
+            "of sequences and their length that returns its arguments"
+        ) from error
     value = output if loss is None else loss(output)
     value = getattr(value, "loss", value)
     if isinstance(value, Tensor) and (loss is _as_is or value.dim() == 0):
+        if not value.requires_grad:
+            raise PlanError(
+                f"the loss of {type(model).__name__} depends on no trained parameter; set "
+                "requires_grad of what is to be trained"
+            )
         return value
     raise PlanError(
         f"the module returned {type(value).__name__}, not a scalar loss; pass "

@@ -13,7 +13,7 @@ from shardwise.forecast.configuration import Checkpointing, Configuration, Float
 from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.memory.step import Certificate
-from shardwise.forecast.models.model import model_of
+from shardwise.forecast.models.model import Model, model_of
 from shardwise.forecast.options import parse_outer, parse_wire
 from shardwise.forecast.planned import call_of
 from shardwise.forecast.search.applying import apply_to
@@ -24,7 +24,7 @@ from shardwise.forecast.view.text import describe, reasons
 from shardwise.page.formatting import bytes_text, seconds_text
 from shardwise.plan.optimizers import optimizer_spec
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "estimate", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def estimate(
         float8_gather: whether the weights of these layers are gathered in 8 bits.
         lora: train adapters on a frozen base: "r=16,targets=q_proj+v_proj", or peft's LoraConfig.
         qlora: whether the base of the adapters has 4-bit weights.
-        strategies: names of strategies to try; empty: all.
+        strategies: one name or several names of strategies to try; empty: all.
         micro_batches: sequences per forward of a rank to try; empty: powers of two.
         checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
         offload: what may be on the host if nothing fits otherwise.
@@ -215,39 +215,62 @@ def estimate(
         goal = Goal(global_batch=configuration.global_batch, settings=configuration)
         fitting, too_large = ((found,), ()) if found.fits else ((), (found,))
         return Estimate(resolved.name, Ranking(goal, fitting, too_large), found)
-    spec, replicas = optimizer_spec(optimizer), parse_outer(outer)
-    settings = Configuration(
+    settings = settings_of(
+        resolved,
+        optimizer=optimizer,
+        wire=wire,
+        outer=outer,
+        lora=lora,
+        qlora=qlora,
         sequence=sequence,
-        master_dtype=resolved.master_dtype,
         compute_dtype=dtype,
         compiled=compiled,
-        units=resolved.units,
-        wire=parse_wire(wire),
-        outer=replicas[0],
-        outer_replicas=replicas[1],
         reproducible=reproducible,
         float8=float8,
         float8_gather=float8_gather,
-        adapters=adapters_of(lora, qlora=qlora),
-        optimizer=optimizer,
-        optimizer_options=spec.options,
-        optimizer_loop=spec.loop,
     )
-    options: dict[str, Any] = {"strategies": tuple(strategies)} if strategies else {}
-    options |= {"checkpointing": tuple(checkpointing)} if checkpointing else {}
-    options |= {} if resolved.units else {"checkpointing": ("none",)}
-    num_devices = machine.cluster.num_devices
     goal = Goal(
-        global_batch=8 * num_devices if global_batch is None else global_batch,
+        global_batch=8 * machine.cluster.num_devices if global_batch is None else global_batch,
         settings=settings,
         objective=objective,
+        strategies=_several(strategies),
         micro_batches=tuple(micro_batches),
-        offload=tuple(offload),
+        checkpointing=_several(checkpointing),
+        offload=_several(offload),
         tensor=tensor,
         pipeline=pipeline,
         context=context,
         expert=expert,
-        **options,
     )
     ranking = search(forecaster, goal)
     return Estimate(resolved.name, ranking, ranking.winner)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def settings_of(
+    model: Model,
+    *,
+    optimizer: str,
+    wire: str | None,
+    outer: str | None,
+    lora: Any,
+    qlora: bool,
+    **settings: Any,
+) -> Configuration:
+    """Return what all candidates share; arguments as of `estimate`, or of `Configuration`."""
+    spec, (outer_row, outer_replicas) = optimizer_spec(optimizer), parse_outer(outer)
+    return Configuration(
+        master_dtype=model.master_dtype,
+        units=model.units,
+        wire=parse_wire(wire),
+        outer=outer_row,
+        outer_replicas=outer_replicas,
+        adapters=adapters_of(lora, qlora=qlora),
+        optimizer=optimizer,
+        optimizer_options=spec.options,
+        optimizer_loop=spec.loop,
+        **settings,
+    )

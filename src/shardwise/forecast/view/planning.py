@@ -84,7 +84,8 @@ class Planned:
             return ""
         ways = ["more or larger GPUs", "shorter sequences"]
         ways += ["--tensor auto"] if winner.configuration.tensor == 1 else []
-        ways += ["--offload"] if self.ranking.goal.offload == ("none",) else []
+        has_host = winner.cluster.device_word == "GPU"
+        ways += ["--offload"] if has_host and self.ranking.goal.offload == ("none",) else []
         text = (
             f"{self.model} does not fit: the smallest of "
             f"{counted(self.ranking.num_compared, 'configuration')} "

@@ -1,7 +1,9 @@
 """Text about a search: its winner, why it beats the others, what bounds it, and how it scales."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 from shardwise.forecast.configuration import MODEL_AXES, Configuration
 from shardwise.forecast.forecast import Forecast
@@ -23,20 +25,12 @@ __all__ = [
     "with_device_word",
 ]
 
-DEFINITIONS = {
-    "MFU": "Model FLOPs utilization: the FLOPs of forward and backward, divided by the time of a "
-    "step and by the dense 16-bit peak of all GPUs. It counts matrix products and attention, as if "
-    "attention were not causal (PaLM, arXiv 2204.02311, appendix B), and excludes recomputation.",
-    "HFU": "Hardware FLOPs utilization: like MFU, but recomputation counts.",
-    "Exposed": "The time that compute waits for gathers or reductions.",
-    "Memory": "Memory of one GPU: the peak of all tensors, what the allocator reserves beyond it, "
-    "and what the driver, its libraries and the communicators take. It is an upper bound where the "
-    "order of allocations is unknown.",
-    "Checkpointing": "What a block keeps for its backward: everything (none), its inputs (full), "
-    "or its inputs and the results of matrix products and attention (products).",
-    "Frontier": "Configurations such that no other one is both faster and smaller.",
-}
-
+# "definitions" of figures; by cause of a step's time, what a step is bound by ("bounds"), and what
+# another one takes more ("costs").
+_WORDS: dict[str, dict[str, str]] = json.loads(
+    (files(__package__) / "words.json").read_text("utf-8")
+)
+DEFINITIONS = _WORDS["definitions"]
 _COMPARED = (
     "strategy",
     "checkpointing",
@@ -48,34 +42,6 @@ _COMPARED = (
 )
 MOST_REASONS = 8
 _LARGEST = 3  # categories of memory that are named if a configuration does not fit
-_COSTS = {
-    "matmul": "{more} more in matrix products",
-    "attention": "{more} more in attention",
-    "memory": "{more} more in element-wise operations",
-    "collective": "{more} more in collectives of model parallelism",
-    "host": "the GPU waits {more} more for the host to launch operations",
-    "exposed communication": "compute waits {more} more for gathers and reductions",
-    "interference": "collectives slow compute down by {more} more",
-    "pipeline bubble": "stages are idle for {more} more",
-    "pipeline sends": "sends between stages take {more} more",
-    "optimizer": "the update takes {more} more",
-    "owners": "the owners of matrices take {more} more",
-    "outer": "synchronizing the replicas takes {more} more",
-    "stragglers": "the slowest rank takes {more} more",
-}
-_BOUNDS = {
-    "matmul": "matrix products",
-    "attention": "attention",
-    "memory": "element-wise operations, which move bytes to and from the GPU's memory",
-    "collective": "the collectives of model parallelism",
-    "host": "the host, which launches operations more slowly than the GPU runs them",
-    "exposed communication": "gathers and reductions that compute waits for",
-    "pipeline bubble": "idle stages of the pipeline",
-    "pipeline sends": "sends between stages of the pipeline",
-    "optimizer": "the update of the parameters",
-    "owners": "the owners of matrices, and the exchange with them",
-    "outer": "the exchange between replicas that train independently",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +134,7 @@ def _bound(winner: Forecast) -> str:
     share = step.breakdown[step.bound] / step.seconds
     exposed = step.exposed_seconds / step.seconds
     return (
-        f"Bound by {_BOUNDS.get(step.bound, step.bound)}: {share:.0%} of a step. "
+        f"Bound by {_WORDS['bounds'].get(step.bound, step.bound)}: {share:.0%} of a step. "
         f"Exposed communication takes {exposed:.1%}."
     )
 
@@ -209,9 +175,9 @@ def _difference(ranking: Ranking, other: Forecast) -> str:
 def _largest_cost(winner: Mapping[str, float], other: Mapping[str, float]) -> str:
     more = {name: seconds - winner.get(name, 0.0) for name, seconds in other.items()}
     name = max(more, key=lambda cause: more[cause])
-    if more[name] <= 0 or name not in _COSTS:
+    if more[name] <= 0 or name not in _WORDS["costs"]:
         return ""
-    return _COSTS[name].format(more=seconds_text(more[name]))
+    return _WORDS["costs"][name].format(more=seconds_text(more[name]))
 
 
 def _too_large(ranking: Ranking) -> Iterator[str]:
