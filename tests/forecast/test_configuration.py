@@ -25,7 +25,7 @@ ON_DEVICE = {"offload": "optimizer", "offload_step": "device"}
     [
         ({"tensor": 0}, r"tensor=0: expected an integer of 1 or more"),
         ({"micro_batch": 1.5}, r"micro_batch=1.5: expected an integer"),
-        ({"prefetch": -1}, r"prefetch=-1: expected 0 or more"),
+        ({"prefetch": -1}, r"prefetch=-1: expected an integer of 0 or more"),
         ({"strategy": "fsdq"}, r"strategy='fsdq'.*did you mean 'fsdp'"),
         ({"optimizer": "adamv"}, r"optimizer='adamv'.*did you mean 'adam'"),
         ({"checkpointing": ("none", "ful")}, r"checkpointing='ful'.*did you mean 'full'"),

@@ -46,7 +46,7 @@ class HostCollectives(Collectives):
     def __init__(self, world: RankGroup, name: str) -> None:
         super().__init__(world, name)
         assert world.parent is not None
-        self._store, self._timeout = world.parent.get_group_store(), group_timeout(world.parent)
+        self._store, self._time_limit = world.parent.get_group_store(), group_timeout(world.parent)
         self._connect()
         self.stream = ThreadStream(f"shardwise-{name}")
         self._begun = 0
@@ -55,7 +55,7 @@ class HostCollectives(Collectives):
     def _connect(self) -> None:
         store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
         size = len(self._ranks)
-        self.point_to_point = PointToPoint(store, self._own_rank, size, self._timeout)
+        self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
         self._sums = Summation(self.point_to_point)
 
     @property

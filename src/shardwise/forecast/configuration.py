@@ -154,8 +154,10 @@ class Configuration:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}={value!r}: expected an integer of 1 or more")
-        if self.prefetch < 0:
-            raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+        for name in _MAY_BE_ZERO:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise PlanError(f"{name}={value!r}: expected an integer of 0 or more")
         if self.data_parallel % self.expert:
             raise PlanError(
                 f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
@@ -255,6 +257,9 @@ class Configuration:
         return self.global_batch * self.sequence
 
 
-_DEGREES = [one.name for one in fields(Configuration) if one.type is int and one.name != "prefetch"]
+_MAY_BE_ZERO = ("prefetch", "reproducible")
+_DEGREES = [
+    one.name for one in fields(Configuration) if one.type is int and one.name not in _MAY_BE_ZERO
+]
 _CHOICES = {one.name: one.type for one in fields(Configuration) if get_origin(one.type) is Literal}
 _CHOICES["checkpointing"] = Checkpointing
