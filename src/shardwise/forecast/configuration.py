@@ -150,14 +150,10 @@ class Configuration:
     def __post_init__(self) -> None:
         resolve_strategy(self.strategy)
         optimizer_spec(self.optimizer, self.optimizer_options)
-        for name in _DEGREES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"{name}={value!r}: expected an integer of 1 or more")
-        for name in _MAY_BE_ZERO:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise PlanError(f"{name}={value!r}: expected an integer of 0 or more")
+        for name in _INTEGERS:
+            value, least = getattr(self, name), int(name not in _MAY_BE_ZERO)
+            if not isinstance(value, int) or value < least:
+                raise PlanError(f"{name}={value!r}: expected an integer of {least} or more")
         if self.data_parallel % self.expert:
             raise PlanError(
                 f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
@@ -258,8 +254,6 @@ class Configuration:
 
 
 _MAY_BE_ZERO = ("prefetch", "reproducible")
-_DEGREES = [
-    one.name for one in fields(Configuration) if one.type is int and one.name not in _MAY_BE_ZERO
-]
+_INTEGERS = [one.name for one in fields(Configuration) if one.type is int]
 _CHOICES = {one.name: one.type for one in fields(Configuration) if get_origin(one.type) is Literal}
 _CHOICES["checkpointing"] = Checkpointing
