@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
@@ -70,39 +71,70 @@ def test_steps_on_the_host_in_backward_have_no_race() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("offload", "fused", "threads", "warned"),
+    ("offload", "kind", "fused", "threads", "used", "warned"),
     [
-        ("all", False, 1, [r"fused=True\)", r"set_num_threads\(8\)"]),
-        ("all", True, 1, [r"set_num_threads\(8\)"]),
-        ("all", False, 2, [r"fused=True\)"]),
-        ("all", True, 2, []),
-        ("device", False, 1, []),
-        (None, False, 1, []),
+        ("all", torch.optim.AdamW, True, 1, [8, 1, 8, 1], []),
+        ("all", torch.optim.AdamW, False, 1, [], [r"fused=True\)"]),
+        ("all", torch.optim.AdamW, True, 2, [], []),
+        ("all", torch.optim.SGD, True, 1, [], [r"set_num_threads\(8\)"]),
+        ("all", torch.optim.SGD, False, 2, [], [r"fused=True\)"]),
+        ("device", torch.optim.AdamW, False, 1, [], []),
+        (None, torch.optim.AdamW, False, 1, [], []),
     ],
 )
-def test_slow_steps_on_the_host_are_named(
-    offload: str | None, fused: bool, threads: int, warned: list[str]
+def test_steps_on_the_host_use_all_cores_or_say_why_not(
+    offload: str | None,
+    kind: Any,
+    fused: bool,
+    threads: int,
+    used: list[int],
+    warned: list[str],
 ) -> None:
     program, simulation = Program(offload=offload), Simulation()
+    now = [threads]
     with (
         simulated(simulation),
         mock.patch.object(host_step, "_cores_of_rank", return_value=8),
-        mock.patch.object(torch, "get_num_threads", return_value=threads),
+        mock.patch.object(torch, "get_num_threads", side_effect=lambda: now[-1]),
+        mock.patch.object(torch, "set_num_threads", now.append),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
         model = build(program.name).to(DEVICE)
         program.shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = kind(model.parameters())
         optimizer.param_groups[0]["fused"] = fused
         for parameter in model.parameters():  # a step without gradients
             parameter.requires_grad_(False)
         for _ in range(2):
             optimizer.step()
+    assert now[1:] == used
     found = [str(one.message) for one in seen if "host memory slowly" in str(one.message)]
     assert len(found) == bool(warned)
     for part in (r"fused=True\)", r"set_num_threads\(8\)"):
         assert any(re.search(part, text) for text in found) == (part in warned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", host_step.ANY_THREADS)
+def test_these_fused_steps_have_the_same_bits_with_any_number_of_threads(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    before, values = torch.get_num_threads(), []
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(2, 200_003)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            parameter = nn.Parameter(whole.to(dtype))
+            optimizer = kind([parameter], fused=True)
+            for _ in range(2):
+                parameter.grad = gradient.to(dtype)
+                optimizer.step()
+            values.append(parameter.detach())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, values[0]) for one in values)
 
 
 def test_the_cores_of_a_machine_are_divided_among_its_ranks() -> None:

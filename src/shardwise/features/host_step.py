@@ -1,9 +1,10 @@
-"""A warning about optimizers that step shards in host memory slowly.
+"""Steps of shards in host memory, on all cores of this rank.
 
 Beside a GPU, such a step takes most of the time of training, and two defaults make it several times
 slower: torch's loop over parameters instead of fused kernels, and one thread per rank, which
-torchrun sets. The engine does not change the number of threads itself: sums, and fused SGD in
-bfloat16, have other bits with another number (docs/log.md).
+torchrun sets. A step of fused kernels whose bits do not depend on the number of threads uses all
+cores of this rank. Of other optimizers, the first step warns: sums, and fused SGD in bfloat16, have
+other bits with another number of threads (docs/log.md).
 """
 
 import os
@@ -14,21 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import is_accelerator
 from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import Sharding, sharding_of
 
-__all__ = ["watch"]
+__all__ = ["ANY_THREADS", "watch"]
 
 _on_host: "weakref.WeakSet[Sharding]" = weakref.WeakSet()  # of a model that computes elsewhere
 _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_threads_before: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+
+# Their fused kernels have the same bits with any number of threads.
+ANY_THREADS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def watch(runtime: Runtime) -> None:
-    """Warn at the first step of an optimizer that steps units of ``runtime`` on the host slowly."""
+    """Use all cores in optimizers' steps of the units of ``runtime`` that are on the host."""
     if not is_accelerator(runtime.pools.device):
         return
     for unit in runtime.units:
@@ -39,27 +47,41 @@ def watch(runtime: Runtime) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_warn)
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
 
 
-def _warn(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if optimizer in _seen:
-        return
-    _seen.add(optimizer)
+def _begin(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     groups = [  # of optimizers with fused kernels
         group
         for group in optimizer.param_groups
         if "fused" in group and any(sharding_of(one) in _on_host for one in group["params"])
     ]
+    if not groups:
+        return
+    is_fused = all(group["fused"] for group in groups)
+    is_alone = torch.get_num_threads() == 1 < _cores_of_rank()
+    if is_alone and is_fused and type(optimizer) in ANY_THREADS:
+        _threads_before.setdefault(optimizer, 1)
+        torch.set_num_threads(_cores_of_rank())
+    elif optimizer not in _seen:
+        _warn(optimizer, is_fused=is_fused, is_alone=is_alone)
+    _seen.add(optimizer)
+
+
+def _end(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    before = _threads_before.pop(optimizer, None)
+    if before is not None:
+        torch.set_num_threads(before)
+
+
+def _warn(optimizer: Optimizer, *, is_fused: bool, is_alone: bool) -> None:
     kind = type(optimizer).__name__
-    advice = []
-    if not all(group["fused"] for group in groups):
-        advice.append(f"{kind}(..., fused=True) uses fast kernels")
-    cores = _cores_of_rank()
-    if groups and torch.get_num_threads() == 1 < cores:
+    advice = [] if is_fused else [f"{kind}(..., fused=True) uses fast kernels"]
+    if is_alone and type(optimizer) not in ANY_THREADS:
         advice.append(
-            f"torch.set_num_threads({cores}) at the start of the program uses this rank's cores, "
-            "not one of them, as torchrun has it"
+            f"torch.set_num_threads({_cores_of_rank()}) at the start of the program uses this "
+            "rank's cores, not one of them, as torchrun has it"
         )
     if advice:
         warn_caller(
