@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from shardwise import parts  # noqa: F401 - the engine uses them
+from shardwise import parts  # noqa: F401 - registers watch and the queues between CPUs
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import make_current
 from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError
 from shardwise.features import (
     device_step,
-    extensions,  # noqa: F401 - the engine uses it
+    extensions,  # noqa: F401 - registers the codec of all-gather extensions
     fused_wgrad,
     host_step,
 )
@@ -150,6 +150,7 @@ def fully_shard(
         on_different_values: ``"error"`` refuses parameters whose values differ between ranks (for
             example from different seeds; the shards would not form one model) and parameters that
             were added after sharding. ``"warn"`` warns of both and continues; FSDP2 accepts both.
+            With it, modules that were sharded over other ranks may also stay models of their own.
         communicators: ``"separate"`` gives gathers and reductions process groups of their own, so
             that neither waits behind the other. ``"shared"`` uses one for each mesh axis, as FSDP2
             does: half as many communicators, each of which takes memory and, on a GPU, processors
@@ -355,11 +356,11 @@ class ShardingRequest:
             plan,
             mesh,
             device,
-            replace(self, init=None),
-            UnusedParameters(self.unused, device),
-            HeldMemory,
-            None if materializer is None else materializer.fill,
-            own_meshes,
+            request=replace(self, init=None),  # a later conversion initializes nothing
+            observer=UnusedParameters(self.unused, device),
+            make_notes=HeldMemory,
+            fill=None if materializer is None else materializer.fill,
+            own_meshes=own_meshes,
         )
         if materializer is not None:
             materializer.free_last_unit()

@@ -93,7 +93,7 @@ def test_few_gradients_are_alive_at_once() -> None:
     assert held == 0
     assert runtime_of(model).pools.gathered.allocated_bytes == 0
     assert runtime_of(model).pools.gradients.held_bytes == 0
-    assert runtime_of(model).pools.outer_gradients.held_bytes == 0
+    assert runtime_of(model).pools.enclosing_gradients.held_bytes == 0
     assert alive == [4] * 16  # those of one block
     steps = [plan.units[e.unit].label for e in events if e.kind is EventKind.STEP]
     assert steps == [*"76543210"]

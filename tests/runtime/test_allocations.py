@@ -83,7 +83,7 @@ def _train(
         assert step <= settled or addresses == before_step, f"{what}: gathered elsewhere"
         before_step, addresses[:] = list(addresses), []
     assert pools.gathered.allocated_bytes == pools.gradients.held_bytes == 0
-    assert pools.outer_gradients.held_bytes == 0
+    assert pools.enclosing_gradients.held_bytes == 0
 
 
 def _watch_addresses(model: nn.Module) -> list[int]:

@@ -49,7 +49,7 @@ def test_gathered_bytes_never_exceed_one_unit_and_those_ahead(name: str, prefetc
     alignment = 64 * (2 + prefetch)
     assert gathered <= _bound(runtime.plan, prefetch) + alignment
     assert pools.peak_bytes - gathered <= 2 * reductions
-    assert pools.gradients.held_bytes == pools.outer_gradients.held_bytes == 0
+    assert pools.gradients.held_bytes == pools.enclosing_gradients.held_bytes == 0
     outstanding = 0
     for event in ledger.events():
         outstanding += (event.kind is EventKind.REDUCE) - (event.kind is EventKind.FINISH_REDUCE)

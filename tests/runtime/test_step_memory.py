@@ -198,7 +198,7 @@ def _measure(
     assert max(samples) == pytest.approx(planned.total_peak_bytes, rel=tolerance), what
     idle = runtime.pools.gathered.held_bytes
     assert idle <= planned.transient_bytes * (1 + tolerance), f"{what}: the pool keeps too much"
-    for pool in (runtime.pools.gradients, runtime.pools.outer_gradients):
+    for pool in (runtime.pools.gradients, runtime.pools.enclosing_gradients):
         assert pool.held_bytes == 0, f"{what}: and whole gradients stay"
 
 

@@ -253,9 +253,26 @@ def test_codes_are_not_cast() -> None:
     model = nn.Linear(4, 4, bias=False)
     model.weight = Packed(torch.randn(2, 1), requires_grad=False)
     model.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 4]), dtype=torch.bfloat16)
-    expected = {"weight": model.weight.detach().clone()}
+    expected = {"weight": model.weight.detach().clone(), "weight.absmax": torch.tensor([0.1])}
+    # As bitsandbytes adds the scales to a state dict.
+    model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+        lambda _, found, prefix, __: found.update({f"{prefix}weight.absmax": torch.tensor([0.1])})
+    )
     sw.fully_shard(model)
     assert_same(dict(sw.full_tensors(model, dtype=torch.bfloat16)), expected)
+
+
+@on_ranks(2)
+def test_tied_names_where_adapters_are_merged() -> None:
+    model: Any = nn.Module()  # as peft has it
+    model.active_adapters = ["default"]
+    model.base_model = nn.Module()
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model.base_model.model = nn.Sequential(first, second)
+    expected = {"0.weight": first.weight.detach().clone()}
+    sw.fully_shard(model)
+    assert_same(dict(sw.full_tensors(model, names=["1.weight"], adapters="merged")), expected)
 
 
 @on_ranks(2)

@@ -153,7 +153,7 @@ class FSDPModule(UnitModule):
             stream: accepted, without effect.
         """
         _check_not_reproducible(self, "set_all_reduce_hook")
-        settings_of(self).reduced_hook = hook
+        settings_of(self).shard_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of `set_gradient_divide_factor`."""

@@ -446,7 +446,7 @@ class JoinedRanks(CallRecorder):
         ops, recomputed = self.ops(), list[Call]()
 
         def run() -> None:
-            self.scheduler.join_backward(hooks.current_task())
+            self.scheduler.enter_backward(hooks.current_task())
             for op, first, second in ops:
                 match op:
                     case Op.END:

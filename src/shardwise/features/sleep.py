@@ -296,7 +296,7 @@ def _tensors_of(flat: FlatParameters) -> Iterator[Tensor]:
 def _kept_memory(flat: FlatParameters) -> Iterator[torch.UntypedStorage]:
     """Memory that a unit keeps between steps, and that has no values then."""
     if flat.gradients is not None:
-        yield from flat.gradients.forget_kept_memory()
+        yield from flat.gradients.release_idle_memory()
     yield from flat.codec.kept_memory()
 
 

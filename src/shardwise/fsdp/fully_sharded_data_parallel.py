@@ -366,7 +366,7 @@ class FullyShardedDataParallel(nn.Module):
         for wrapper in wrappers:
             wrapper._comm_hook, wrapper._comm_hook_state = hook, state
             if isinstance(wrapper.module, FSDPModule):  # a wrapped list of modules is not a unit
-                settings_of(wrapper.module).reduce_hook = partial(hook, state)
+                settings_of(wrapper.module).collective_hook = partial(hook, state)
 
     summon_full_params = staticmethod(summon_full_params)
 

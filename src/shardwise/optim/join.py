@@ -236,7 +236,7 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
             "sw.join: a step of a reproducible model has as many micro-batches on every rank; give "
             "all ranks as many, or leave out reproducible=... of fully_shard"
         )
-    if any(one.reduce_hook is not None for one in settings):
+    if any(one.collective_hook is not None for one in settings):
         raise PlanError("sw.join: a communication hook divides by the number of all ranks")
     if any(one.across_replicas is not None for one in settings):
         raise PlanError("sw.join: replicas of sw.elastic cannot be joined")

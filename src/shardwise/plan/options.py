@@ -88,8 +88,8 @@ class UnitSettings:
     collective_memory: str = "own"  # a `MemoryKind`; the same for all units of a model
     # Replaces the collective that reduces gradients: called as hook(gradients), to be reduced in
     # place, or, where parameters are sharded, as hook(gradients, shard). Gradients are undivided.
-    reduce_hook: Callable[..., None] | None = None
-    reduced_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
+    collective_hook: Callable[..., None] | None = None
+    shard_hook: Callable[..., None] | None = None  # called with the reduced gradients [S]
     # Continues a reduction over replicas that are not in the mesh: called as across(work, sum [S])
     # for gradients and across(work, flags, is_max=True), it returns the work that ends with both.
     across_replicas: Callable[..., Any] | None = None

@@ -149,14 +149,14 @@ class UnitPlan:
             return 0
         return sum(layout.shard_elements * layout.cast.compute_itemsize for layout in self.layouts)
 
-    def gathers(self, layout: Layout) -> Blocks | None:
+    def gather_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of gathered parameters; None if they are sent unchanged."""
         is_sent = layout.world_size > 1 and layout.num_elements
-        return self.wire.gathers(layout.cast.compute_dtype) if is_sent else None
+        return self.wire.gather_blocks(layout.cast.compute_dtype) if is_sent else None
 
-    def reduces(self, layout: Layout) -> Blocks | None:
+    def reduce_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of reduced gradients; None if they are sent unchanged."""
-        return self.wire.reduces(layout.cast.reduce_dtype) if layout.num_elements else None
+        return self.wire.reduce_blocks(layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
     def feedback_bytes(self) -> int:
@@ -164,7 +164,7 @@ class UnitPlan:
         if not self.wire.error_feedback:
             return 0
         layouts = self.trainable_layouts
-        return sum(one.reduced_bytes for one in layouts if self.reduces(one) is not None)
+        return sum(one.reduced_bytes for one in layouts if self.reduce_blocks(one) is not None)
 
     @cached_property
     def trainable_layouts(self) -> tuple[Layout, ...]:

@@ -65,11 +65,11 @@ class Wire:
                     'as in Wire(reduce="int4")'
                 )
 
-    def gathers(self, dtype: str) -> Blocks | None:
+    def gather_blocks(self, dtype: str) -> Blocks | None:
         """The quantization of gathered parameters of ``dtype``; None if they are sent unchanged."""
         return self._blocks(self.gather, dtype)
 
-    def reduces(self, dtype: str) -> Blocks | None:
+    def reduce_blocks(self, dtype: str) -> Blocks | None:
         """The quantization of reduced gradients of ``dtype``; None if they are sent unchanged."""
         return self._blocks(self.reduce, dtype)
 

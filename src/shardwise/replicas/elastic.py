@@ -269,7 +269,7 @@ def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:
             "leave out reproducible=... of fully_shard"
         )
     settings = [unit.settings for unit in runtime.units]
-    if any(one.reduce_hook is not None for one in settings):
+    if any(one.collective_hook is not None for one in settings):
         raise PlanError(f"{caller}: communication hooks reduce gradients in their own way")
     if any(one.across_replicas is not None for one in settings):
         raise PlanError(f"{caller}: the model is elastic already; call remove() of sw.elastic")

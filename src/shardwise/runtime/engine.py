@@ -82,7 +82,7 @@ class Runtime:
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
-        self.initialized_parameters = fill is not None  # the parameters had none
+        self.initialized_parameters = fill is not None  # the parameters had no values before
         self.request = request
         self.plan = plan
         self.mesh = mesh
@@ -121,19 +121,21 @@ class Runtime:
         scheduler, index, precision = self.scheduler, handle.index, handle.options.precision
         task = hooks.current_task()
         if task != hooks.NO_TASK:
-            scheduler.join_backward(task)
+            scheduler.enter_backward(task)
         elif not scheduler.in_gathered:
             self._structures[index].check(module, self._is_dense)
         with _private.without_transforms():
             call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:
-            # A transform may differentiate parameters that `torch.func.functional_call` replaced.
+            # Inside `gathered` parameters are whole already, and autograd records nothing. But a
+            # transform may differentiate parameters that `torch.func.functional_call` replaced.
             is_recorded = torch.is_grad_enabled() and _private.is_transformed_by_functorch()
             with torch.set_grad_enabled(is_recorded):
                 return forward(*args, **kwargs)
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
         inputs = tensors_within((args, kwargs)) if task != hooks.NO_TASK else ()
+        # What autograd records in this call; `call` is what the schedule knows of it.
         entry = self._entries.begin(index, partial(scheduler.before_backward, call), inputs)
         try:
             hooks.watch_gradients(module, (args, kwargs), entry.callback)
@@ -155,7 +157,10 @@ class Runtime:
     def _watch(
         self, index: int, module: nn.Module, entry: Entry, inputs: Any, output: Any
     ) -> tuple[Any, Outcome]:
-        """Prepare for backward to enter a call, through any tensor that outlives it."""
+        """Prepare for backward to enter a call, through any tensor that outlives it.
+
+        Returns the output, copied where it views a parameter, and how the call has ended.
+        """
         plan = self.plan.units[index]
         returned, left = list(tensors_in(output)), list(tensors_left_in(module))
         given = list(tensors_within(inputs))

@@ -50,7 +50,7 @@ class GradientShard:
         self._settings = settings
         self._layout = layout
         self._slices = layout.slices_of_shard(mesh.rank)
-        self._own_pool = pool
+        self._first_pool = pool  # before `use_memory_of`
         self._pool = pool  # of reductions
         self._keeps_memory = keeps_memory or offloader is not None
         self._steps_in_backward = False  # gradients then live only until `drop`
@@ -84,7 +84,7 @@ class GradientShard:
                 self.kept_memory = self._step_pool.allocate_tensor(size, self._dtype)
         elif self.kept_memory is None or is_shared(self.kept_memory, own_references=1):
             if self._offloader is None:
-                device = self._own_pool.device
+                device = self._first_pool.device
                 with torch.inference_mode(mode=False):
                     self.kept_memory = torch.empty(size, dtype=self._dtype, device=device)
             else:
@@ -140,7 +140,10 @@ class GradientShard:
                 parameter.sharded.grad = parameter.wrap_gradient(zeros)
 
     def forget(self) -> None:
-        """End the backward; ``used`` is kept for gradients that wait for a later reduction."""
+        """Forget what this backward has handed over, and with it ``used``.
+
+        If it has handed over nothing, ``used`` stays for the reduction of a later backward.
+        """
         if self._fresh is not None:
             self.used = [False] * len(self.used)
         self._fresh = None
@@ -180,16 +183,18 @@ class GradientShard:
     @property
     def _device(self) -> torch.device:
         """Where gradients are."""
-        return self._own_pool.device if self._offloader is None else self._offloader.staging.device
+        return (
+            self._first_pool.device if self._offloader is None else self._offloader.staging.device
+        )
 
     @property
     def _step_pool(self) -> Pool:
         """The pool of gradients that are dropped in backward, on the device of their parameters."""
-        return self._own_pool if self._offloader is None else self._offloader.staging
+        return self._first_pool if self._offloader is None else self._offloader.staging
 
     def _hand_over(self, reduced: Tensor) -> None:
-        if self._settings.reduced_hook is not None:
-            self._settings.reduced_hook(reduced)
+        if self._settings.shard_hook is not None:
+            self._settings.shard_hook(reduced)
         is_own = reduced is self.kept_memory
         has_accumulated = self.accumulated.is_active
         self._fresh = self._fresh or {}

@@ -54,6 +54,9 @@ class Gradients(GradientShard):
     accumulated                     what earlier backwards have left, see `AccumulatedGradients`
     reduced [S]                     summed over all ranks; handed to ``p.grad`` (`GradientShard`)
 
+    In order: `accept` or `write`, `launch_reduce`, `collect`, `finish_offload` where shards are in
+    host memory, `settle`; `end_backward` if a later backward reduces.
+
     If a shard has all elements, as in data-parallel training, the buffer of a unit without child
     units uses the memory of ``reduced`` from the start, unless there are gradients to add to.
     """
@@ -68,7 +71,7 @@ class Gradients(GradientShard):
         settings: UnitSettings,
         offloader: HostOffloader | None,
     ) -> None:
-        pool = pools.outer_gradients if plan.has_child_units else pools.gradients
+        pool = pools.enclosing_gradients if plan.has_child_units else pools.gradients
         is_replaceable = offloader is None and not (plan.has_child_units or plan.holds_gradients)
         self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
         keeps_memory = self._can_be_in_place and not is_accelerator(pool.device)
@@ -77,12 +80,12 @@ class Gradients(GradientShard):
         )
         self.state = GradientState.IDLE
         self._owns_buffer = plan.holds_gradients
-        # They stay in ``.grad`` until the reduction, so that no buffer exists while child units
-        # compute, unless one gradient is most of it (`claim`).
-        self._is_deferred = plan.has_child_units and not plan.holds_gradients
+        # Gradients of a unit with child units stay in ``dense.grad`` until the reduction, so that
+        # no buffer exists while those compute, unless one gradient is most of it (`claim`).
+        self._waits_in_grad = plan.has_child_units and not plan.holds_gradients
         self._use_buffer_of(pool)
         self._quantized: QuantizedSums | None = None
-        if (blocks := plan.reduces(layout)) is not None:
+        if (blocks := plan.reduce_blocks(layout)) is not None:
             wire = plan.wire
             self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
         self._written = [False] * len(layout.extents)
@@ -98,8 +101,8 @@ class Gradients(GradientShard):
         """Rounding errors of a quantized reduction, which the next one compensates."""
         return None if self._quantized is None else self._quantized.residual
 
-    def forget_kept_memory(self) -> tuple[torch.UntypedStorage, ...]:
-        """Between steps: drop memory for the next step; return memory that has to be kept."""
+    def release_idle_memory(self) -> tuple[torch.UntypedStorage, ...]:
+        """Between steps: free memory that is kept for the next step; return what must be kept."""
         if self._offloader is None:
             self.kept_memory = None
         return self._buffer.storages if self._owns_buffer else ()
@@ -108,7 +111,7 @@ class Gradients(GradientShard):
         """Between steps: reduce in memory of ``pool``; None for the original pool."""
         if self.state is not GradientState.IDLE or not self.accumulated.is_empty:
             raise StepError("the memory of reductions cannot be replaced while one is in flight")
-        self._use_buffer_of(pool or self._own_pool)
+        self._use_buffer_of(pool or self._first_pool)
 
     def _use_buffer_of(self, pool: Pool) -> None:
         self._pool = self.accumulated.pool = pool
@@ -116,7 +119,7 @@ class Gradients(GradientShard):
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
             pool,
-            self._own_pool,
+            self._first_pool,
             dtype=self._layout.cast.reduce_dtype,
             owns_memory=self._owns_buffer,
             fills_views=True,
@@ -126,7 +129,7 @@ class Gradients(GradientShard):
     def _divisors(self) -> tuple[float, float]:
         """The divisors before the sum over ranks and after it."""
         divisor = self._settings.gradient_divisor or self.mesh.num_addends
-        if self._settings.reduce_hook is not None:
+        if self._settings.collective_hook is not None:
             divisor = 1.0
         # Gradients may be written before it is known how many ranks compute.
         before = _divisor_before_the_sum(self._buffer.flat.dtype, divisor)
@@ -151,7 +154,7 @@ class Gradients(GradientShard):
         view = self._buffer.views[position]
         dominates = view.numel() > _DOMINANT_SHARE * self._layout.num_elements
         fits = parameter.dense.dtype == view.dtype and not self._written[position]
-        if fits and in_slot and (dominates or not self._is_deferred):
+        if fits and in_slot and (dominates or not self._waits_in_grad):
             self._open()
             place = view.detach()  # a new tensor, or autograd would copy it
             self._aliases.append(weakref.ref(place))
@@ -163,7 +166,7 @@ class Gradients(GradientShard):
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
         self.used[position] = True
-        if not self._is_deferred:
+        if not self._waits_in_grad:
             self.write(position, self.parameters[position].take_gradient())
 
     def write_kept(self) -> None:
@@ -175,7 +178,7 @@ class Gradients(GradientShard):
     def write(self, position: int, gradient: Tensor) -> None:
         """Write a gradient into its extent of the buffer, divided by the divisor before the sum."""
         self._open()
-        note_stream(self._own_pool.device)
+        note_stream(self._first_pool.device)
         view = self._buffer.views[position]
         scale = 1.0 / self._divisors[0]
         if gradient.layout is not torch.strided:
@@ -222,7 +225,7 @@ class Gradients(GradientShard):
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
-        join_streams(self._own_pool.device)  # on which autograd has written gradients
+        join_streams(self._first_pool.device)  # on which autograd has written gradients
         self.write_kept()
         self._open()
         self._evict_all()
@@ -237,17 +240,17 @@ class Gradients(GradientShard):
         # If the host casts the sums, scaling them after the cast rounds less.
         is_cast_later = self._offloader is not None and self._layout.casts_sums
         self._host_scale = scale if is_cast_later else 1.0
-        if self._settings.reduce_hook is not None:
-            return self._call_hook(self._settings.reduce_hook)
+        if self._settings.collective_hook is not None:
+            return self._call_hook(self._settings.collective_hook)
         all_reduces = self._settings.all_reduce_grads
-        carried, is_ours = self.accumulated.take_sums()
-        if carried is not None and is_ours:
+        carried, frees_carried = self.accumulated.take_sums()
+        if carried is not None and frees_carried:
             self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self.mesh.row
         stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
         out = self._reduce_target() if all_reduces else None
         is_cast = out is not None and out.dtype != flat.dtype
-        within_flat = self._pool is not self._own_pool
+        within_flat = self._pool is not self._first_pool
         if out is None:
             inner = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
             self.accumulated.keep_sums(inner)
@@ -261,9 +264,9 @@ class Gradients(GradientShard):
             carried,
             out,
             stages,
-            scale / self._host_scale,
-            self._settings.only_sums,
-            within_flat,
+            scale=scale / self._host_scale,
+            only_sums=self._settings.only_sums,
+            reduces_within_flat=within_flat,
             in_tree=self.mesh.leaves is not None,
         )
         if self._quantized is None:
@@ -330,7 +333,7 @@ class Gradients(GradientShard):
             return
         self._transition(GradientState.FILLING)
         if not self._owns_buffer:
-            is_reduced = self._settings.reduce_grads and self._pool is self._own_pool
+            is_reduced = self._settings.reduce_grads and self._pool is self._first_pool
             can_be_in_place = self._can_be_in_place and not self._steps_in_backward
             self._is_in_place = is_reduced and can_be_in_place and self._has_none
             if self._is_in_place and isinstance(self._buffer, FlatBuffer):

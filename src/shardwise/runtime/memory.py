@@ -284,13 +284,13 @@ class Pools:
         self.own = Arena(device)
         self.of_gradients = PeakCounter()
         self.gradients = Pool(device, keep=False, together=self.of_gradients)
-        self.outer_gradients = Pool(device, keep=False, together=self.of_gradients)
+        self.enclosing_gradients = Pool(device, keep=False, together=self.of_gradients)
         # In place of both if a backend registers the memory, which is then held all the time.
         self.registered_gradients = Arena(device, together=self.of_gradients)
         self.kind = MemoryKind.OWN
 
     def __iter__(self) -> Iterator[Pool]:
-        gradients = (self.gradients, self.outer_gradients, self.registered_gradients)
+        gradients = (self.gradients, self.enclosing_gradients, self.registered_gradients)
         return iter((self.gathered, self.own, *gradients))
 
     def use(

@@ -1,4 +1,9 @@
-"""Performs the schedule: gets events from the sequencer, performs them, and records them."""
+"""Performs the schedule: gets events from the sequencer, performs them, and records them.
+
+After an exception, `fail` ends the step on this rank and tells the others; `abandon` also ends the
+backwards that run, and `abandon_backward` cleans up after one that autograd has dropped. `abort`
+only tells the others. `recover`, at the next step, resynchronizes the ranks.
+"""
 
 import contextlib
 import threading
@@ -81,7 +86,8 @@ class Scheduler:
         )
         self._depth = 0  # number of nested forwards that are running
         self._tasks: set[int] = set()  # running graph tasks of autograd that have reached the model
-        self._finishing: int | None = None  # the graph task that ended last
+        # The graph task that ended last: it is not in `_tasks`, and may still raise.
+        self._finishing: int | None = None
         self._abandoning = threading.RLock()  # held while a failed graph task is cleaned up
         # True while events are performed and, if one raises, until `fail`: units may then be in
         # other states than the sequencer says.
@@ -113,7 +119,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """End the step on an exception that no running forward or backward will raise."""
+        """Call `fail` if the body raises while no forward or backward runs that would call it."""
         try:
             yield
         except BaseException as error:
@@ -134,7 +140,7 @@ class Scheduler:
             if self.is_idle:
                 if self.call_observer is not None:
                     self.call_observer.before_forward(index)
-                self._begin_step()
+                self._begin_forward()
             if self._events_incomplete:
                 raise StepError("this step has failed; do not catch its exception inside the model")
             label = self.units[index].plan.label
@@ -188,7 +194,7 @@ class Scheduler:
             with torch.no_grad():  # no second-order backward: the recomputation enables gradients
                 self.before_backward(call)
 
-    def _begin_step(self) -> None:
+    def _begin_forward(self) -> None:
         self.recover()
         self.drop_replaced_gradients()
         if self.leaves is not None:
@@ -203,7 +209,7 @@ class Scheduler:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def join_backward(self, task: int, *, is_transformed: bool = False) -> None:
+    def enter_backward(self, task: int, *, is_transformed: bool = False) -> None:
         """Note that graph task ``task`` has reached this model. Graph tasks may be nested."""
         if task in self._tasks:
             return
@@ -232,7 +238,7 @@ class Scheduler:
         task = hooks.current_task()
         if not is_transformed:
             hooks.check_first_order()
-        self.join_backward(task, is_transformed=is_transformed)
+        self.enter_backward(task, is_transformed=is_transformed)
         if self.call_observer is not None:
             is_first = len(self._tasks) == 1 and not self.sequencer.is_in_backward(task)
             self.call_observer.reached(call, is_first=is_first)
@@ -260,11 +266,11 @@ class Scheduler:
         join_streams(self._device.torch_device)  # on which autograd has written gradients
         if self.call_observer is not None and task != hooks.NO_TASK:
             self.call_observer.ending_backward(is_inner=bool(self._tasks))
-        is_last = self.sequencer.reduces(task) and not self._tasks
+        is_outermost = self.sequencer.reduces(task) and not self._tasks
         events = self.sequencer.finish_backward(task)
         if self.leaves is not None:
             self.leaves.check_calls()
-        if not is_last:
+        if not is_outermost:
             self._perform(events)
             self._use_sharded(range(len(self.units)))
             return
@@ -537,7 +543,7 @@ class Scheduler:
         """End the step after ``error``: notify the other ranks and free all units."""
         self.explain(error)
         self._comm.watch.abort(error)
-        self.sequencer.abandon()
+        self.sequencer.abandon()  # its events free units, as `Unit.reset` does
         self._offloading = None
         self._events_incomplete = False
         self._exchanges += self.observer.failed()
@@ -560,13 +566,14 @@ class Scheduler:
         self._notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
 
     def report(self, where: str) -> None:
-        """Publish where this rank is, for the errors of ranks that wait for it."""
+        """Note where this rank is; it is sent to the other ranks only while this rank waits."""
         place = self._comm.place
         place.step, place.where = self.ledger.step, where
 
     # -- events ----------------------------------------------------------------------------------
 
     def _perform(self, events: Sequence[Event]) -> None:
+        """Perform and record ``events``; do nothing after one that raised, until `fail`."""
         if self._events_incomplete or not events:
             return
         self._events_incomplete = True

@@ -58,7 +58,7 @@ class FlatParameters:
         self.is_whole = not layout.needs_gather  # the shard is the buffer: nothing to gather
         self.parameters: list[FSDPParameter] = []  # in the order of the layout's extents
         self._plan = plan
-        self._blocks = plan.gathers(layout)
+        self._blocks = plan.gather_blocks(layout)
         is_small = layout.gathered_bytes <= SMALL_UNIT_BYTES * layout.world_size
         # Ranks outside the unit could reuse shared memory while some of its ranks still read it.
         is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
@@ -141,7 +141,11 @@ class FlatParameters:
             self.codec.buffer.release()
 
     def launch_subgroup_part(self, collectives: Collectives, label: str) -> Work | None:
-        """Copy the part that the subgroup gathers from the buffer, or gather it over the column."""
+        """Make the part of the parameters that a gather within the subgroup begins with.
+
+        With a two-level gather it is gathered over the column, before `launch_gather`; otherwise it
+        is copied from the buffer, after a gather over all ranks.
+        """
         if not self.codec.can_split:
             return None  # all ranks gather these parameters again
         buffer, size = self.codec.buffer, self.layout.num_elements // self._plan.subgroup

@@ -132,7 +132,7 @@ _BYTES = {
 class Sequencer:
     """Turns the calls of a model's units into events.
 
-    Every method returns the events that the caller must perform, in order, before it continues.
+    The caller must perform the events that a method returns, in order, before it continues.
     """
 
     def __init__(self, plan: Scheduled, settings: Sequence[UnitSettings] | None = None) -> None:
@@ -143,6 +143,7 @@ class Sequencer:
         self._status = [UnitStatus() for _ in plan.units]
         self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
+        # By whether autograd records the pass: the order of the last one.
         self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
         self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
         self._to_free: int | None = None
@@ -184,7 +185,7 @@ class Sequencer:
 
     def exit(self, call: Call, outcome: Outcome) -> list[Event]:
         """End a unit's forward; `enter` returned ``call``."""
-        while self._stack.pop() is not call:
+        while self._stack.pop() is not call:  # above it: calls whose `enter` raised
             pass
         call.exited = self._advance_tick()
         call.outcome = outcome
@@ -232,7 +233,7 @@ class Sequencer:
         return self._flush()
 
     def reduces(self, task: int) -> bool:
-        """Whether graph task ``task`` gives gradients to parameters."""
+        """Whether graph task ``task`` gives gradients to parameters. True if it reached no call."""
         return all(backward.reduces for backward in self._backwards.get(task, {}).values())
 
     def finish_backward(self, task: int) -> list[Event]:
@@ -531,6 +532,11 @@ class Sequencer:
                 self._free(unit, to_subgroup=self._units[unit].two_level_gather)
 
     def _free_all(self, *, keep_reserved: bool = False, even_kept: bool = False) -> None:
+        """Free all units but those that stay gathered between steps (``even_kept``: those, too).
+
+        With ``keep_reserved``, a pass begins: units that are reserved for it stay gathered, and
+        their reservation ends.
+        """
         self._to_free = None
         for unit, status in enumerate(self._status):
             if keep_reserved and status.reservation in _FOR_THE_NEXT_PASS:

@@ -19,6 +19,7 @@ from shardwise.checkpoint.collect import (
     tensors_of,
 )
 from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
@@ -138,14 +139,17 @@ def outputs_of(
         raise PlanError(f"dtype={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
     check_sharded(model)
     found = tensors_of(model)
-    tensors = found.tensors
+    tensors, aliases = found.tensors, dict(found.aliases)
+    packed = {name for name, tensor in tensors.items() if packing_of(tensor) is not None}
     if adapters is None:
-        outputs = [_output(name, tensor, dtype) for name, tensor in tensors.items()]
+        outputs = [  # the scales of packed weights are not cast
+            _output(name, tensor, None if describes_packed(name, packed) else dtype)
+            for name, tensor in tensors.items()
+        ]
     elif adapters == "alone":
         own_names = alone(tensors, _adapter_of(model))
         outputs = [_output(name, tensors[own], dtype) for name, own in own_names.items()]
     elif adapters == "merged":
-        packed = {name for name, tensor in tensors.items() if packing_of(tensor) is not None}
         tensors = {n: tensor for n, tensor in tensors.items() if not describes_packed(n, packed)}
         adapted = adapted_weights(tensors, _adapter_of(model))
         _check_merges(tensors, adapted.values(), _adapter_of(model))
@@ -155,12 +159,16 @@ def outputs_of(
             else _output(name, tensors[one.weight], dtype)
             for name, one in adapted.items()
         ]
+        aliases = {
+            without_adapter_names(alias): without_adapter_names(name)
+            for alias, name in aliases.items()
+        }
     else:
         raise PlanError(f"adapters={adapters!r}: expected None, 'merged' or 'alone'")
     if names is not None:
         if isinstance(names, str):
             raise PlanError(f"names={names!r}: expected a list of patterns, such as [{names!r}]")
-        outputs = _selected(outputs, list(names), found.aliases)
+        outputs = _selected(outputs, list(names), aliases)
     for output in outputs:
         for source in output.sources:
             check_storable(output.name, source.tensor)

@@ -16,8 +16,8 @@ def packing_of(tensor: Tensor) -> Any:
 
 def describes_packed(name: str, packed: Container[str]) -> bool:
     """Whether ``name`` is what a state dict has of the packing of a weight, such as its scales."""
-    weight, _, part = name.partition(".weight.")
-    return bool(part) and f"{weight}.weight" in packed
+    layer, _, part = f".{name}".partition(".weight.")
+    return bool(part) and f"{layer}.weight".removeprefix(".") in packed
 
 
 def dequantize(codes: Tensor, packing: Any) -> Tensor:

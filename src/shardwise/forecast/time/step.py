@@ -212,7 +212,7 @@ class _Step:
             seconds = 0.0
             replicas = Group(self.plan.replicas, group.stride * group.size)
             for layout in unit.trainable_layouts:
-                blocks = unit.reduces(layout)
+                blocks = unit.reduce_blocks(layout)
                 if blocks is None:
                     continue
                 sent = reduced_bytes(self.plan, unit, layout, blocks)

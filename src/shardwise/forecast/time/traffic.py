@@ -61,7 +61,7 @@ def _slot_bytes(unit: UnitPlan) -> int:
     slots = 0
     for layout in unit.layouts:
         if layout.needs_gather:
-            exact, blocks = layout.gathered_bytes // layout.world_size, unit.gathers(layout)
+            exact, blocks = layout.gathered_bytes // layout.world_size, unit.gather_blocks(layout)
             slots += exact if blocks is None else blocks.num_bytes(layout.shard_elements)
     return slots
 
@@ -69,7 +69,7 @@ def _slot_bytes(unit: UnitPlan) -> int:
 def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
     """Count a reduce-scatter over a mesh row, then a reduce-scatter or all-reduce over columns."""
     row, replicas = row_of(plan, unit), plan.replicas
-    if (blocks := unit.reduces(layout)) is not None:
+    if (blocks := unit.reduce_blocks(layout)) is not None:
         return reduced_bytes(plan, unit, layout, blocks)
     own = layout.reduced_bytes // row
     over_columns = (

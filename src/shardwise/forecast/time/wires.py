@@ -64,7 +64,7 @@ def unit_gather_bytes(unit: UnitPlan, ranks: int) -> int:
     found = 0
     for layout in unit.layouts:
         if layout.needs_gather:
-            blocks = unit.gathers(layout)
+            blocks = unit.gather_blocks(layout)
             coded = 0 if blocks is None else ranks * blocks.num_bytes(layout.shard_elements)
             found += coded if blocks is not None else layout.gathered_bytes
     return found
@@ -81,7 +81,7 @@ def gather_scratch(unit: UnitPlan, ranks: int, *, on_cpu: bool) -> int:
     """Return the scratch memory of a quantized gather over ``ranks``; one gather runs at a time."""
     found = [0]
     for layout in unit.layouts:
-        blocks, size = unit.gathers(layout), layout.shard_elements
+        blocks, size = unit.gather_blocks(layout), layout.shard_elements
         if blocks is not None and ranks > 1:
             itemsize = layout.cast.compute_itemsize
             found.append(_gather_bytes(blocks, ranks, size, itemsize, on_cpu=on_cpu))
@@ -94,7 +94,7 @@ def reduce_scratch(plan: Plan, unit: UnitPlan, *, on_cpu: bool) -> int:
         (
             _sum_bytes(plan, unit, layout, blocks, on_cpu=on_cpu)
             for layout in unit.trainable_layouts
-            if (blocks := unit.reduces(layout)) is not None
+            if (blocks := unit.reduce_blocks(layout)) is not None
         ),
         default=0,
     )
