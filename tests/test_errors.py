@@ -26,7 +26,8 @@ def drawn_bases() -> dict[str, list[str]]:
 
 
 def defined_bases() -> dict[str, list[str]]:
-    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    found = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    classes = [c for c in found if c.__module__ == errors.__name__]
     return {c.__name__: [base.__name__ for base in c.__bases__] for c in classes}
 
 

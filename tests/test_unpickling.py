@@ -69,6 +69,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("verification/exchange.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/collectives.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/collectives.py", "broadcast_object_list"): OWN_RANKS,
+    ("integrations/uneven_batches.py", "broadcast_object_list"): OWN_RANKS,
     ("launch/world.py", "all_gather_object"): OWN_RANKS,
     ("launch/world.py", "broadcast_object_list"): OWN_RANKS,
 }

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from shardwise.cli import main
 from tests.checkpoint.corruption import find_undetected
 from tests.checkpoint.killing import kill_saves
 from tests.checkpoint.training import Training
+from tests.forked import run_forked
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import rank
 
@@ -34,9 +36,8 @@ def test_all_ranks_name_the_damaged_tensor(tmp_path: Path) -> None:
     run_on(3, _load_damaged, tmp_path / "x")
 
 
-@on_ranks(1, deadline=200.0)
 def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
-    kill_saves(tmp_path)
+    run_forked(partial(kill_saves, tmp_path))
 
 
 @on_ranks(2)

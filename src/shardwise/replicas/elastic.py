@@ -231,7 +231,9 @@ class Elastic:
             if step is not self._step:
                 raise StepError("the step has ended")
             if work is not None and work.error is not None:
-                self.group.leave(work.error)  # later reductions would be the other replicas' next
+                # Later reductions would be the other replicas' next. Whether a rank is lost, the
+                # caller finds out: one that raised has closed its connections, too.
+                self.group.leave(StepError(f"a reduction in this replica failed: {work.error}"))
                 raise work.error
             reduce()
 
