@@ -270,7 +270,7 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
         assert _num_groups() == before + 1
         dist.barrier()  # a rank that still connects would lose this one
         queue.stop()
-        queue.restart()
+        queue.restart(1)
         assert _num_groups() == before
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -219,6 +220,22 @@ def test_training_through_gloo_alone(strategy: str) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     with only("gloo"):
         assert_equal_training("stack", strategy=strategy, mesh=mesh)
+
+
+@on_ranks(3)
+def test_closing_ends_waits_between_two_ranks_after_a_third_has_closed() -> None:
+    transport, own = _transport("gloo"), rank()
+    pair = {2: (torch.ones(1), torch.zeros(1))}  # rank 2 never begins it
+    with ThreadPoolExecutor(1) as pool:
+        exchange = pool.submit(transport.exchange, pair, 1) if own == 1 else None
+        if own == 0:
+            transport.close()
+        dist.barrier()
+        transport.close()
+        if exchange is not None:
+            with pytest.raises(RankLostError):
+                exchange.result(timeout=60)
+        dist.barrier()
 
 
 # -- the handshake -------------------------------------------------------------------------------

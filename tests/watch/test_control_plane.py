@@ -156,7 +156,8 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
     shared = HashStore()
     store = Counted(shared)
     first, second = monitor_of(shared, 0, size), monitor_of(store, 1, size)
-    shared.add("shardwise/group/came/0", size - 2)
+    for rank in {2, 3, 4} & set(range(size)):  # the rest of the tree
+        shared.set(f"shardwise/group/came/0/{rank}", "")
     before = store.calls["check"]
     with ThreadPoolExecutor(1) as pool:
         met = pool.submit(store.cost, lambda: second.meet(0))
@@ -171,9 +172,12 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
 
 def test_ranks_recover_after_a_call_that_was_given_up_has_had_an_effect() -> None:
     store = HashStore()
-    store.add("shardwise/group/came/0", 2)  # also that of the second rank, whose answer was lost
-    monitor_of(store, 1, 2).meet(0)
-    monitor_of(store, 0, 2).meet(0)
+    store.set("shardwise/group/came/0/1", "")  # the answer was lost
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(monitor_of(store, 1, 2).meet, 0)
+        assert not again.done()
+        monitor_of(store, 0, 2).meet(0)
+        again.result()
 
 
 def test_a_rank_creates_process_groups_with_a_constant_number_of_calls(

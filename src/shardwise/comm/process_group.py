@@ -395,7 +395,7 @@ class ProcessGroupCollectives(Collectives):
             states = [(one, "completed") for one in self._ended]
         return states + [(one, "scheduled" if i else "started") for i, one in enumerate(queued)]
 
-    def restart(self) -> None:
+    def restart(self, epoch: int) -> None:
         """Continue with new process groups."""
         for group in (*self._groups.values(), *self._earlier):
             _destroy(group)
@@ -404,7 +404,7 @@ class ProcessGroupCollectives(Collectives):
             self._earlier.clear()
             self._queued.clear()
             self.observer = None
-        super().restart()
+        super().restart(epoch)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

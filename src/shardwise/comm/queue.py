@@ -121,12 +121,15 @@ class Collectives(ABC):
     def stop(self) -> None:
         """End the collectives, some of which would never end; begin no more."""
 
-    def restart(self) -> None:
-        """Continue after `stop`, with numbers from 1 on. All ranks call this together."""
+    def restart(self, epoch: int) -> None:
+        """Continue after `stop`, with numbers from 1 on. All ranks call this together.
+
+        ``epoch`` is the number of restarts; a call that raised may be repeated.
+        """
         with self._lock:
             self._ended.clear()
             self._issued = 0
-            self._epoch += 1
+            self._epoch = epoch
             self._is_stopped = False
 
     def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:

@@ -25,6 +25,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
 from shardwise.runtime.nested import plain_tensors
+from shardwise.runtime.optimizers import watch_optimizers
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
@@ -261,6 +262,7 @@ _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 @cache
 def check_optimizers() -> None:
     """Install the hooks, once per process, after that of `runtime.optimizers`."""
+    watch_optimizers()
     register_optimizer_step_pre_hook(_refuse_shards)
     register_optimizer_step_pre_hook(_warn_of_empty_step)
 

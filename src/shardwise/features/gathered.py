@@ -122,17 +122,21 @@ class HeldLayout:
             views = self._flat.held.views
             yield from zip(self._flat.parameters, self._versions, views, strict=True)
 
-    def release(self, *, write_back: bool) -> None:
-        """Write changes back, or drop them."""
+    def write_back(self) -> torch.device | None:
+        """Copy this rank's part to the shard; return the device to wait for, if any."""
+        flat, held = self._flat, self._flat.held
+        if held is None:
+            return None
+        held.pack()
+        copy_(flat.shard, held.slot_of(flat.mesh.rank))
+        return held.flat.device if held.flat.device != flat.shard.device else None
+
+    def release(self) -> None:
+        """Free the memory."""
         flat, held = self._flat, self._flat.held
         if held is None:
             flat.free()
             return
-        if write_back:
-            held.pack()
-            copy_(flat.shard, held.slot_of(flat.mesh.rank))
-            if flat.shard.device != held.flat.device:
-                wait_for_device(held.flat.device)  # until the shard on the host is written
         held.release()
         flat.held = None
 
@@ -156,8 +160,12 @@ def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str]
     with _private.without_transforms():
         for unit in scheduler.units:
             unit.use_sharded()
+        if changed is not None:
+            for device in {each.write_back() for each in held}:
+                if device is not None:
+                    wait_for_device(device)  # until shards on the host are written
         for each in held:
-            each.release(write_back=changed is not None)
+            each.release()
     scheduler.end_gathered(changed or ())
 
 

@@ -306,11 +306,11 @@ class HostCollectives(Collectives):
             self._is_stopped = True
         self.point_to_point.close()
 
-    def restart(self) -> None:
+    def restart(self, epoch: int) -> None:
         """Continue with new connections."""
         self.stream.submit(lambda: None).wait()
         self._begun = 0
-        super().restart()
+        super().restart(epoch)
         self._connect()
 
 

@@ -194,13 +194,19 @@ class Offer:
         """Fill ``into`` with the bytes from ``start`` on, as many as there are and fit.
 
         Raises:
+            ConnectionError: the process has ended the connection and freed the memory.
             OSError: the process is gone.
             ValueError: ``start`` is outside of the tensor.
         """
         size = min(self.num_bytes - start, self.into.nbytes)
         if start < 0 or size < 0:
             raise ValueError(f"byte {start} of a tensor of {self.num_bytes} bytes")
-        read_memory(self.process, self.address + start, self.into.data_ptr(), size)
+        try:
+            read_memory(self.process, self.address + start, self.into.data_ptr(), size)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            raise ConnectionResetError("it has freed what it sends") from error
 
 
 def _check_size(num_bytes: int, expected: int) -> None:

@@ -164,8 +164,9 @@ class PointToPoint:
         for peer in peers.values():
             peer.close()
         far = [r for r in range(self._num_ranks) if r not in peers or not peers[r].can_read]
-        # Gloo's `abort` does not end waits, but a wait that times out closes all connections.
-        for rank in [rank for rank in far if rank != self.own_rank][:1]:
+        # Gloo's `abort` does not end waits, but a wait that times out closes all connections. On a
+        # connection that is closed already, none times out.
+        for rank in [rank for rank in far if rank != self.own_rank]:
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 self._gloo.recv([nothing], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))

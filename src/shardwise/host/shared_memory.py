@@ -32,7 +32,7 @@ _MAX_SEGMENTS = 16  # each takes two file descriptors, of which a process may ha
 class Place(NamedTuple):
     """The position of a buffer in the shared memory of a process; ``number`` 0: nowhere."""
 
-    in_use: int  # the buffers in use; -1 differs from every rank's
+    in_use: int  # the buffers in use
     owner: int = 0  # id of the `SharedMemory`
     number: int = 0  # of the segment
     oldest: int = 0  # lowest number of a segment that the owner still has

@@ -512,7 +512,7 @@ class Scheduler:
         self.in_gathered = True
 
     def end_gathered(self, changed: Collection[str]) -> None:
-        """End what `gathering_apart` began; shards of parameters with names ``changed`` have."""
+        """End what `gathering_apart` began. The shards of parameters ``changed`` were written."""
         for index, unit in enumerate(self.units):
             if names := [one.name for one in unit.parameters if one.name in changed]:
                 self._versions.note(index, self.sequencer.tick, names)
@@ -547,7 +547,8 @@ class Scheduler:
         self._offloading = None
         self._events_incomplete = False
         self._exchanges += self.observer.failed()
-        # Collectives that all ranks launched end within moments; the others never will.
+        # Collectives that all ranks launched end within moments, and between CPUs all of them, as
+        # `abort` has closed the connections; others never will.
         patience = 0.0 if isinstance(error, StepError) else POLL_SECONDS
         until = time.monotonic() + patience
         for unit in self.units:

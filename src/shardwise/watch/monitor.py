@@ -338,10 +338,11 @@ class Monitor:
 
     def meet(self, epoch: int) -> None:
         """Return when all ranks have called this in ``epoch``."""
-        met = self._key("met", epoch)
-        # More than all, if a call that was given up has had an effect.
-        if self._store.add(self._key("came", epoch), 1) >= self._size:
-            self._store.set(met, "")
+        # Up a binary tree of ranks, then to all. A call whose answer was lost can be repeated.
+        met, below = self._key("met", epoch), (2 * self._rank + 1, 2 * self._rank + 2)
+        came = [self._key("came", epoch, rank) for rank in below if rank < self._size]
+        becomes_true(lambda: not came or self._store.has(*came))
+        self._store.set(self._key("came", epoch, self._rank) if self._rank else met, "")
         becomes_true(lambda: self._store.has(met))
 
     def _set(self, key: str, value: Any) -> None:

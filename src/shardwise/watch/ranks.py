@@ -168,7 +168,9 @@ class RankWatch(Watch):
             looks.look(states, has_moved=is_over)
             error = self._look_at_peers(looks.count, awaited, wait)
             if isinstance(error, PeerAborted) and work.wait(self.patience.poll_seconds):
-                break  # all ranks had begun it; on a rank that raises itself, its own error counts
+                # It has ended, or the other rank has closed the connections between CPUs. On a
+                # rank that raises itself, its own error counts.
+                break
             if error is not None:
                 raise self._end_step(error)
         if looks is not None:
@@ -215,7 +217,7 @@ class RankWatch(Watch):
         make_current(self._device)
         self._monitor.meet(self.epoch)
         for queue in self._queues:
-            queue.restart()
+            queue.restart(self.epoch + 1)
         self._follow_queues()
 
     def raise_found(self) -> None:
