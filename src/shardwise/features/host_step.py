@@ -57,11 +57,11 @@ def _watch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hook = _hooks.pop(optimizer, None)
     if hook is not None:
         hook.remove()
-    elif any(_has_host_shards(group) for group in optimizer.param_groups):
+    if not any(_has_host_shards(group) for group in optimizer.param_groups):
+        return
+    if hook is None:
         after: Any = optimizer.register_step_post_hook(_end)
         after.hooks_dict_ref().move_to_end(after.id, last=False)  # others may raise an error
-    else:
-        return
     _hooks[optimizer] = optimizer.register_step_pre_hook(_begin)  # the last one
 
 

@@ -160,9 +160,9 @@ class ReplicaGroup:
         others = [row for row in rows if row[_KIND] != kind]
         if not others:
             return True
-        others.sort(key=lambda row: -row[_COUNTS])
+        other = max(others, key=lambda row: row[_COUNTS])
         error = PlanError(
-            f"replica {others[0][_NUMBER]} runs another program than this one, which is "
+            f"replica {other[_NUMBER]} runs another program than this one, which is "
             f"{self._description}; start all replicas with the same program and options"
         )
         self._fail(error)
