@@ -52,14 +52,19 @@ def main() -> None:
     parser.add_argument("--local", type=int, default=16, help="local steps of a fragment")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     options = parser.parse_args()
+    settings = {key: value for key, value in vars(options).items() if key != "runs"}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found = {run: before[run] for run in RUNS if run in before}
+    found = {run: before[run] for run in RUNS if _is_comparable(before.get(run, {}), settings)}
     for run in options.runs:
         with tempfile.TemporaryDirectory() as folder:
-            settings = {key: value for key, value in vars(options).items() if key != "runs"}
             found[run] = {**settings, **_run(options, Path(folder) / run, *RUNS[run])}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))  # noqa: T201
+
+
+def _is_comparable(result: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a result of an earlier call has the same definition and ``settings``."""
+    return "goodput_by_time" in result and settings.items() <= result.items()
 
 
 def _run(
@@ -101,7 +106,7 @@ def _run(
     useful = sum(_useful_seconds(record) * shares[step] for step, record in kept.items())
     trained = len(records) if settings is _checkpoints else len(kept)
     return {
-        "seconds": seconds,
+        "measured_seconds": seconds,
         "kills": kills,
         "steps": len(kept),
         "goodput_by_time": useful / seconds,

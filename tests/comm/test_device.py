@@ -101,6 +101,19 @@ def test_an_idle_stream_keeps_no_tensor_alive(stream: CommStream) -> None:
 # -- ThreadStream ----------------------------------------------------------------------------------
 
 
+def test_a_thread_stream_continues_after_an_error_that_is_no_exception() -> None:
+    """Such as a panic in a library that is written in Rust."""
+    stream = ThreadStream("stream of a test")
+
+    def panic() -> None:
+        raise BaseException("it hurts")  # noqa: TRY002 - on purpose
+
+    failing, fine = stream.submit(panic), stream.submit(lambda: None)
+    assert failing.wait(PATIENCE_SECONDS)
+    assert str(failing.error) == "it hurts"
+    assert fine.wait(PATIENCE_SECONDS)
+
+
 def test_a_thread_stream_does_not_block_its_caller() -> None:
     stream = ThreadStream("stream of a test")
     go_on = threading.Event()

@@ -1,6 +1,8 @@
 """Adapters: compared with peft, with a dense layer, and with real steps of ranks."""
 
+import ast
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ from shardwise.forecast.models.adapted import (
 )
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape, build
-from shardwise.forecast.planned import plan_of, sharding_of
+from shardwise.forecast.planned import call_of, plan_of, sharding_of
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.runtime.module import handle_of
+from shardwise.train.config import Config, ModelConfig, ShardConfig
+from shardwise.train.planned import config_of, toml_of
 from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
@@ -92,6 +96,9 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
     assert parse_adapters("") == Adapters()
     found = parse_adapters("r=8, alpha=32,targets=q_proj+v_proj,dropout=0.1,dora=true")
     assert found == Adapters(rank=8, alpha=32, targets=("q_proj", "v_proj"), dropout=0.1, dora=True)
+    assert parse_adapters("targets=q_proj").targets == ("q_proj",)
+    for pattern in (r"layers\.\d+\.self_attn\.(q|v)_proj", r"layers\.[0-9]{1,2}\.up"):
+        assert parse_adapters(f"targets={pattern},r=8") == Adapters(rank=8, targets=pattern)
     config: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"])
     config.save_pretrained(str(tmp_path))
     read = parse_adapters(str(tmp_path), quantized=True)
@@ -109,6 +116,10 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"])
     with pytest.raises(ConfigError, match=r"modules_to_save=.* pass the adapted model instead"):
         adapters_of(config, qlora=False)
+    for layers in (0, [0]):
+        config = peft.LoraConfig(target_modules=["up"], layers_to_transform=layers)
+        with pytest.raises(ConfigError, match=r"layers_to_transform=.* is not modelled"):
+            adapters_of(config, qlora=False)
     with pytest.raises(ConfigError, match="lora=3: expected options such as 'r=16'"):
         adapters_of(3, qlora=False)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
@@ -117,7 +128,7 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
 
 
 def test_targets_have_the_names_of_transformers() -> None:
-    def named(*targets: str) -> set[str]:
+    def named(targets: str | tuple[str, ...]) -> set[str]:
         model = adapt(
             build(TINY), Adapters(targets=targets), base=torch.bfloat16, trained=torch.float32
         )
@@ -125,14 +136,32 @@ def test_targets_have_the_names_of_transformers() -> None:
         return {name.rpartition(".")[2] for name in names}
 
     assert named("all-linear") == {"q", "k", "v", "out", "gate", "up", "down"}
-    assert named("q_proj", "v_proj", "down_proj") == {"q", "v", "down"}
+    assert named(("q_proj", "v_proj", "down_proj")) == {"q", "v", "down"}
     assert named(r"layers\.\d+\.mlp\.(up|down)") == {"up", "down"}, "a regular expression"
+    assert named(("attention.q", "mlp.up")) == {"q", "up"}, "not a regular expression"
     with pytest.raises(ConfigError, match="no such linear layer; expected all-linear or some of q"):
-        named("c_proj")
+        named(("c_proj",))
     with pytest.raises(ConfigError, match=r"targets=\*_proj: nothing to repeat"):
         named("*_proj")
     with pytest.raises(PlanError, match="tensor=2: adapters of divided layers are not modelled"):
         Configuration(tensor=2, adapters=Adapters())
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ("0",), ("inner.0", "1"), r"inner\.[01]"], ids=str
+)
+def test_code_and_settings_for_the_trainer_give_peft_the_same_targets(targets: Any) -> None:
+    adapters = Adapters(rank=2, targets=targets)
+    base = Config(model=ModelConfig(path="model"), shard=ShardConfig(nproc=1))
+    written = tomllib.loads(toml_of(config_of(Configuration(adapters=adapters), base)))
+    found = written["model"].get("lora_targets", "all-linear")
+    code = call_of(Configuration(adapters=adapters))
+    modules = next(line for line in code.splitlines() if "target_modules" in line)
+    assert ast.literal_eval(modules.strip().removeprefix("target_modules=")[:-1]) == found
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.ModuleDict({"inner": layers, "lm_head": nn.Linear(2, 2)})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=found), model)  # not empty
 
 
 def is_weight(name: str, parameter: nn.Parameter) -> bool:

@@ -39,6 +39,8 @@ def test_texts_become_options() -> None:
     )
     for parse, wrong, message in (
         (parse_wire, "gathers=int8", "--wire gathers=int8: expected one or more of gather="),
+        (parse_wire, "", "--wire : expected one or more of gather="),
+        (parse_outer, "", "--outer : expected one or more of replicas="),
         (parse_outer, "every", "--outer every: expected one or more of replicas="),
         (parse_outer, "replicas=1", "expected replicas to be 2 or more, got 1"),
     ):

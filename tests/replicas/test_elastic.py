@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint.directory import MARKER, latest
 from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.errors import PeerLost, PeerSilent
+from shardwise.replicas.group import ReplicaGroup
 from tests.models import Block, Stack
 from tests.replicas.job import Job
 from tests.replicas.training import (
@@ -408,10 +411,60 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
     with pytest.raises(sw.PlanError, match="the model is elastic already"):
         sw.outer_optimizer(model, optimizer, sw.Outer(), manager=Unasked())
     replicas.remove()
+    with pytest.raises(sw.PlanError, match=r"Manager has been used; create a new one"):
+        sw.elastic(model, optimizer, replicas.manager)
+    sw.elastic(model, optimizer, Unasked()).remove()
     ignored = Stack().double()
     sw.fully_shard(ignored, units=Block, ignored_params=[ignored.first.weight])  # type: ignore[list-item]
     with pytest.raises(sw.PlanError, match=r"first.weight is trainable but not sharded"):
         sw.elastic(ignored, torch.optim.AdamW(ignored.parameters()), Unasked())
+
+
+RIGHT, WRONG = 1, 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "end"),
+    [
+        pytest.param([(1, RIGHT), (1, RIGHT)], [False, False], id="same"),
+        pytest.param([(1, RIGHT), (0, WRONG)], [False, True], id="joins"),
+        pytest.param([(1, RIGHT), (0, RIGHT), (0, WRONG)], [False, False, True], id="two join"),
+        pytest.param([(1, RIGHT), (1, WRONG), (1, RIGHT)], [False, True, False], id="begin"),
+        pytest.param([(1, RIGHT), (1, WRONG)], [True, True], id="two begin"),
+        pytest.param([(0, RIGHT), (0, WRONG)], [False, False], id="none counts"),
+    ],
+)
+def test_only_replicas_with_another_program_than_most_end(
+    replicas: list[tuple[int, int]], end: list[bool]
+) -> None:
+    rows = [[counts, 0, 0, number, kind] for number, (counts, kind) in enumerate(replicas)]
+    is_same = len({kind for _, kind in replicas}) == 1
+    ended = []
+    for row in rows:
+        group = object.__new__(ReplicaGroup)
+        group._row, group._description = row, "Stack"
+        with mock.patch.object(group, "_fail") as failed:
+            try:
+                assert group._have_one_kind(rows) == is_same
+                ended.append(False)
+            except sw.PlanError:
+                ended.append(True)
+        assert failed.called != is_same, "the step does not count"
+    assert ended == end
+
+
+def test_a_replica_whose_manager_is_shut_down_says_to_restart_it() -> None:
+    model = sw.fully_shard(Stack().double(), units=Block)
+    manager = mock.MagicMock(_replica_id="replica0")
+    replicas = sw.elastic(model, torch.optim.AdamW(model.parameters()), manager)
+    replicas.group._fail(PeerSilent("rank 1 does not respond"))
+    manager.shutdown.assert_called_once()
+    with (
+        pytest.raises(PeerLost, match="rank 1 does not respond; restart this replica"),
+        replicas.step(),
+    ):
+        pytest.fail("the step began")
+    manager.start_quorum.assert_not_called()
 
 
 def test_a_lighthouse_that_ends_and_starts_again_stops_nothing() -> None:

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 import shardwise as sw
@@ -460,6 +462,19 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
     with keeping_gradients(model):
         model.zero_grad()
     assert_elsewhere()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "row"])
+def test_a_gradient_elsewhere_that_is_cut_differently_is_refused(granularity: Any) -> None:
+    model = sw.fully_shard(nn.Linear(6, 4), granularity=granularity, offload_policy=ON_DEVICE)
+    mesh = init_device_mesh("cpu", (2,))
+    cuts: list[Any] = [Replicate(), Shard(1)]  # with as many elements as the shard, too
+    elsewhere = torch.empty(4, 6, device="meta")
+    for placement in cuts:
+        gradient = distribute_tensor(elsewhere, mesh, [placement])
+        with pytest.raises(sw.ShardedTensorError, match=r"weight.grad: expected .* compute it"):
+            model.weight.grad = gradient
 
 
 @on_ranks(2)

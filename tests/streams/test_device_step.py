@@ -69,6 +69,12 @@ def test_steps_on_the_host_in_backward_have_no_race() -> None:
         assert all("gradient_shards.py:" in one.text for one in verdict.found)
 
 
+class WholeMatrices(torch.optim.RMSprop):
+    """An optimizer that cannot be stepped on the device."""
+
+    steps_units = False
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("offload", "kind", "fused", "threads", "used", "warned"),
@@ -78,6 +84,9 @@ def test_steps_on_the_host_in_backward_have_no_race() -> None:
         ("all", torch.optim.AdamW, True, 2, [], []),
         ("all", torch.optim.SGD, True, 1, [], [r"set_num_threads\(8\)"]),
         ("all", torch.optim.SGD, False, 2, [], [r"fused=True\)"]),
+        ("all", torch.optim.RMSprop, None, 1, [], [r"set_num_threads\(8\)"]),
+        ("all", torch.optim.RMSprop, None, 2, [], []),
+        ("all", WholeMatrices, None, 1, [], [r"set_num_threads\(8\)"]),
         ("device", torch.optim.AdamW, False, 1, [], []),
         (None, torch.optim.AdamW, False, 1, [], []),
     ],
@@ -85,7 +94,7 @@ def test_steps_on_the_host_in_backward_have_no_race() -> None:
 def test_steps_on_the_host_use_all_cores_or_say_why_not(
     offload: str | None,
     kind: Any,
-    fused: bool,
+    fused: bool | None,
     threads: int,
     used: list[int],
     warned: list[str],
@@ -103,7 +112,8 @@ def test_steps_on_the_host_use_all_cores_or_say_why_not(
         model = build(program.name).to(DEVICE)
         program.shard(model)
         optimizer = kind(model.parameters())
-        optimizer.param_groups[0]["fused"] = fused
+        if fused is not None:
+            optimizer.param_groups[0]["fused"] = fused
         for parameter in model.parameters():  # a step without gradients
             parameter.requires_grad_(False)
         for _ in range(2):
@@ -113,6 +123,50 @@ def test_steps_on_the_host_use_all_cores_or_say_why_not(
     assert len(found) == bool(warned)
     for part in (r"fused=True\)", r"set_num_threads\(8\)"):
         assert any(re.search(part, text) for text in found) == (part in warned)
+    for text in found:
+        assert ("CPUOffloadPolicy(step='device')" in text) == (kind is not WholeMatrices)
+
+
+@on_ranks(2)
+def test_only_the_step_on_the_host_uses_all_cores() -> None:
+    """Not a closure, nor forward and backward after a step that has raised an error."""
+    program, simulation = Program(offload="all"), Simulation()
+    now, seen = [1], list[int]()
+
+    def closure() -> float:
+        seen.append(now[-1])
+        return 0.0
+
+    def fail(*_: object) -> None:
+        seen.append(now[-1])
+        raise ValueError("it hurts")
+
+    with (
+        simulated(simulation),
+        mock.patch.object(host_step, "_cores_of_rank", return_value=8),
+        mock.patch.object(torch, "get_num_threads", side_effect=lambda: now[-1]),
+        mock.patch.object(torch, "set_num_threads", now.append),
+    ):
+        model = build(program.name).to(DEVICE)
+        program.shard(model)
+        model.requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.step()
+        optimizer.step(closure)
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            handle = register(fail)
+            with pytest.raises(ValueError, match="it hurts"):
+                optimizer.step()
+            assert now[-1] == 1
+            handle.remove()
+        with (
+            mock.patch.object(optimizer, "_init_group", side_effect=ValueError("it hurts")),
+            pytest.raises(ValueError, match="it hurts"),
+        ):
+            optimizer.step()
+        optimizer.step()
+        assert now[-1] == 1, "after a step that has raised an error"
+    assert seen == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -60,7 +60,8 @@ def plan(
         typer.Option(
             metavar="NAME,NAME",
             help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
-            "matrix products and attention) or selective (keeps every second product).",
+            "matrix products and attention) or selective (keeps every second product); by default "
+            "the first three.",
         ),
     ] = "",
     offload: Annotated[

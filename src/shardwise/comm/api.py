@@ -223,7 +223,7 @@ class Work:
         assert self._job is not None
         try:
             self._job()
-        except Exception as error:  # noqa: BLE001 - raised where the result is needed
+        except BaseException as error:  # noqa: BLE001 - raised where the result is needed
             self.error = error
         self._job = None  # frees its memory; otherwise peak memory would depend on thread timing
         self.times = (began, time.perf_counter())

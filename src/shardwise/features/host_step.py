@@ -3,10 +3,11 @@
 Beside a GPU, such a step takes most of the time of training, and two defaults make it several times
 slower: torch's loop over parameters instead of fused kernels, and one thread per rank, which
 torchrun sets. A step of fused kernels whose bits do not depend on the number of threads uses all
-cores of this rank. Of other optimizers, the first step warns: sums, and fused SGD in bfloat16, have
-other bits with another number of threads (docs/log.md).
+cores of this rank. Of other optimizers, the first step on one thread warns: sums, and fused SGD in
+bfloat16, have other bits with another number of threads (docs/log.md).
 """
 
+import contextlib
 import os
 import weakref
 from functools import cache
@@ -15,13 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import is_accelerator
+from shardwise.errors import StepError
+from shardwise.features.unit_steps import check_elementwise, with_evaluated_closure
 from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import Sharding, sharding_of
 
@@ -29,6 +29,7 @@ __all__ = ["ANY_THREADS", "watch"]
 
 _on_host: "weakref.WeakSet[Sharding]" = weakref.WeakSet()  # of a model that computes elsewhere
 _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_hooks: "weakref.WeakKeyDictionary[Optimizer, Any]" = weakref.WeakKeyDictionary()  # before steps
 _threads_before: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 # Their fused kernels have the same bits with any number of threads.
@@ -47,26 +48,39 @@ def watch(runtime: Runtime) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_begin)
-    register_optimizer_step_post_hook(_end)
+    register_optimizer_step_pre_hook(_watch_optimizer)
 
 
-def _begin(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    groups = [  # of optimizers with fused kernels
-        group
-        for group in optimizer.param_groups
-        if "fused" in group and any(sharding_of(one) in _on_host for one in group["params"])
-    ]
-    if not groups:
+def _watch_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Set threads after all other hooks: if one of them raises an error, they stay as they are."""
+    _end(optimizer, args, kwargs)  # the step before, if it has raised an error
+    hook = _hooks.pop(optimizer, None)
+    if hook is not None:
+        hook.remove()
+    if not any(_has_host_shards(group) for group in optimizer.param_groups):
         return
-    is_fused = all(group["fused"] for group in groups)
+    if hook is None:
+        after: Any = optimizer.register_step_post_hook(_end)
+        after.hooks_dict_ref().move_to_end(after.id, last=False)  # others may raise an error
+    _hooks[optimizer] = optimizer.register_step_pre_hook(_begin)  # the last one
+
+
+def _has_host_shards(group: dict[str, Any]) -> bool:
+    return any(sharding_of(one) in _on_host for one in group["params"])
+
+
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    groups = [group for group in optimizer.param_groups if _has_host_shards(group)]
+    is_fused = all(group["fused"] for group in groups if "fused" in group)
     is_alone = torch.get_num_threads() == 1 < _cores_of_rank()
     if is_alone and is_fused and type(optimizer) in ANY_THREADS:
-        _threads_before.setdefault(optimizer, 1)
+        args, kwargs = with_evaluated_closure(args, kwargs)  # on one thread
+        _threads_before[optimizer] = 1
         torch.set_num_threads(_cores_of_rank())
     elif optimizer not in _seen:
         _warn(optimizer, is_fused=is_fused, is_alone=is_alone)
     _seen.add(optimizer)
+    return args, kwargs
 
 
 def _end(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -83,11 +97,12 @@ def _warn(optimizer: Optimizer, *, is_fused: bool, is_alone: bool) -> None:
             f"torch.set_num_threads({_cores_of_rank()}) at the start of the program uses this "
             "rank's cores, not one of them, as torchrun has it"
         )
-    if advice:
-        warn_caller(
-            f"{kind} steps shards in host memory slowly: {'; '.join(advice)}. "
-            "CPUOffloadPolicy(step='device') steps them on the device instead"
-        )
+    if not advice:
+        return
+    with contextlib.suppress(StepError):  # others cannot be stepped there
+        check_elementwise(optimizer)
+        advice.append("CPUOffloadPolicy(step='device') steps them on the device instead")
+    warn_caller(f"{kind} steps shards in host memory slowly: {'; '.join(advice)}")
 
 
 def _cores_of_rank() -> int:

@@ -1,6 +1,7 @@
 """Options of adapters on a frozen model (LoRA, DoRA, QLoRA), as text or from peft."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +27,8 @@ class Adapters:
 
     Args:
         rank: rank of the update of each weight.
-        targets: last parts of the names of layers, such as "q_proj", or "all-linear"; or, as in
-            peft, one regular expression for whole names.
+        targets: as in peft, last parts of the names of layers, such as ("q_proj",); or a text:
+            "all-linear", or a regular expression for whole names.
         alpha: updates are scaled by alpha / rank; it changes no forecast.
         dropout: probability with which inputs of adapters are dropped.
         dora: whether magnitudes of the rows of weights are trained, too (DoRA).
@@ -35,7 +36,7 @@ class Adapters:
     """
 
     rank: int = 16
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    targets: str | tuple[str, ...] = ALL_LINEAR
     alpha: float = 16
     dropout: float = 0.0
     dora: bool = False
@@ -55,7 +56,8 @@ class Adapters:
 
     def __str__(self) -> str:
         kind = ("Q" * self.quantized) + ("DoRA" if self.dora else "LoRA")
-        return f"{kind} of rank {self.rank} on {', '.join(self.targets)}"
+        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        return f"{kind} of rank {self.rank} on {targets}"
 
 
 _OPTIONS = ("r", "alpha", "targets", "dropout", "dora")
@@ -65,8 +67,9 @@ def parse_adapters(text: str, *, quantized: bool = False) -> Adapters:
     """Parse "r=16,targets=q_proj+v_proj,dora=true", or read the adapter_config.json of peft.
 
     Args:
-        text: options separated by commas, names of targets by "+", a file, or a directory with an
-            adapter_config.json; "": the defaults of `Adapters`.
+        text: options separated by commas, names of targets by "+" (other texts are regular
+            expressions), a file, or a directory with an adapter_config.json; "": the defaults of
+            `Adapters`.
         quantized: whether the base has 4-bit weights.
 
     Raises:
@@ -75,10 +78,14 @@ def parse_adapters(text: str, *, quantized: bool = False) -> Adapters:
     path = Path(text)
     if text and (path.suffix == ".json" or path.is_dir()):
         return _read(path / "adapter_config.json" if path.is_dir() else path, quantized=quantized)
-    found = options_of("lora", text, _OPTIONS, "r=16,targets=q_proj+v_proj, or a file of peft")
-    targets = tuple(filter(None, str(found.pop("targets", ALL_LINEAR)).split("+")))
-    rank = found.pop("r", 16)
-    return Adapters(rank=rank, targets=targets, quantized=quantized, **found)
+    example = "r=16,targets=q_proj+v_proj, or a file of peft"
+    found = options_of("lora", text, _OPTIONS, example) if text else {}
+    targets, rank = str(found.pop("targets", ALL_LINEAR)), found.pop("r", 16)
+    names = tuple(targets.split("+"))
+    are_names = all(re.fullmatch(r"[\w.]*\w", name) for name in names)
+    return Adapters(
+        rank=rank, targets=names if are_names else targets, quantized=quantized, **found
+    )
 
 
 def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
@@ -121,7 +128,9 @@ def of_peft(fields: Mapping[str, Any], *, quantized: bool = False) -> Adapters:
         ConfigError: it is no LoRA, or it has options that are not modelled.
     """
     for name in _NOT_MODELLED:
-        if (fields.get(name) or "none") != "none":
+        value = fields.get(name)
+        is_layer = isinstance(value, int) and not isinstance(value, bool)  # 0 is the first one
+        if is_layer or (value or "none") != "none":
             raise ConfigError(
                 f"{name}={fields[name]!r} of peft's LoraConfig is not modelled; pass the adapted "
                 "model instead: sw.estimate(peft.get_peft_model(model, config), ...)"
@@ -132,7 +141,7 @@ def of_peft(fields: Mapping[str, Any], *, quantized: bool = False) -> Adapters:
     return Adapters(
         rank=fields.get("r", 8),
         alpha=fields.get("lora_alpha", 8),
-        targets=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
         dropout=fields.get("lora_dropout", 0.0),
         dora=bool(fields.get("use_dora", False)),
         quantized=quantized,

@@ -1,5 +1,6 @@
 """Options as texts, such as "gather=int8,reduce=int4": of wires, replicas and adapters."""
 
+import re
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
@@ -48,10 +49,13 @@ def options_of(option: str, text: str, known: Collection[str], example: str) -> 
     """Parse "name=value,name=value"; values are numbers, booleans or other texts.
 
     Raises:
-        ConfigError: a name is not in ``known``, or has no value. The message has the ``example``.
+        ConfigError: a name is not in ``known``, or has no value, or there is none. The message has
+            the ``example``.
     """
     found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    # Not at the commas of a regular expression, such as "{1,2}".
+    parts = [part.strip() for part in re.split(r",(?![^{[(]*[}\])])", text)]
+    for part in filter(None, parts) if any(parts) else [""]:
         name, _, value = part.partition("=")
         if name not in known or not value:
             raise ConfigError(

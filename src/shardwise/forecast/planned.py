@@ -151,7 +151,7 @@ def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
         "use_dora": adapters.dora,
-        "target_modules": targets[0] if len(targets) == 1 else list(targets),
+        "target_modules": targets if isinstance(targets, str) else list(targets),
     }
     lines = "".join(
         f"    {name}={_quoted(value) if name == 'target_modules' else value},\n"

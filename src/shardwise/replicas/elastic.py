@@ -90,7 +90,9 @@ class Elastic:
         self._runtime = self._state.runtime
         device = self._runtime.pools.device
         self._stream: CommStream = (
-            DeviceStream(device) if is_accelerator(device) else ThreadStream("shardwise-replicas")
+            DeviceStream(device)
+            if is_accelerator(device)
+            else ThreadStream("shardwise-replicas-mean")
         )
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
@@ -274,5 +276,8 @@ def check_replica(model: nn.Module, optimizer: object, caller: str) -> Runtime:
     if any(one.collective_hook is not None for one in settings):
         raise PlanError(f"{caller}: communication hooks reduce gradients in their own way")
     if any(one.across_replicas is not None for one in settings):
-        raise PlanError(f"{caller}: the model is elastic already; call remove() of sw.elastic")
+        raise PlanError(
+            f"{caller}: the model is elastic already; call remove() of sw.elastic, and pass a new "
+            "torchft.Manager"
+        )
     return runtime

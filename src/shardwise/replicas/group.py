@@ -4,9 +4,11 @@ import contextlib
 import logging
 import re
 import secrets
+import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,16 +31,19 @@ _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
 # The columns of the table of `ReplicaGroup`, before those of `meet`.
 _COUNTS, _HISTORY, _NEXT, _NUMBER, _KIND = range(5)
 _NUM_EXTRA = 3
+_used: "weakref.WeakSet[Any]" = weakref.WeakSet()  # managers, which keep the callbacks of a model
 Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
 
 
 def check_manager(manager: Any, caller: str) -> None:
-    """Raise an error unless ``manager`` is a `torchft.Manager`."""
+    """Raise an error unless ``manager`` is a new `torchft.Manager`."""
     PackageMissing.check("torchft", extra="ft", needed_for=caller)
     needed = ("start_quorum", "allreduce", "should_commit", "register_state_dict_fn")
     if not all(hasattr(manager, name) for name in needed):
         name = type(manager).__name__
         raise PlanError(f"{caller} expects a torchft.Manager, got {name}")
+    if manager in _used:
+        raise PlanError(f"{caller}: this torchft.Manager has been used; create a new one")
 
 
 class ReplicaGroup:
@@ -83,10 +88,16 @@ class ReplicaGroup:
         self._quorum = -1  # the last one, all of whose replicas run the same program
         mesh, self._device = state.runtime.mesh, state.runtime.pools.device
         self._comm = communicator(mesh.world, self._device)
-        self._asking, self._gathering = (ThreadStream("shardwise-replicas") for _ in range(2))
+        self._asking = ThreadStream("shardwise-replicas-ask")
+        self._lost: PeerLost | None = None  # after which the manager is shut down
         # One rank of the replica logs.
         self._log_level = logging.DEBUG if mesh.world.own_rank else logging.WARNING
         manager.register_state_dict_fn("shardwise", self._take, self._give)
+        _used.add(manager)
+
+    @cached_property
+    def _gathering(self) -> ThreadStream:
+        return ThreadStream("shardwise-replicas-gather")
 
     @property
     def step(self) -> int:
@@ -98,7 +109,10 @@ class ReplicaGroup:
 
         Raises:
             StepError: there is no quorum.
+            PeerLost: a rank of this replica was lost in an earlier step.
         """
+        if self._lost is not None:
+            raise PeerLost(f"{self._lost}; restart this replica") from self._lost
         self._table, self.has_joined = None, False
         self.attendance.begin()
         with self.attendance.waiting():
@@ -114,7 +128,7 @@ class ReplicaGroup:
 
         Raises:
             StepError: there is no quorum.
-            PlanError: this replica has another program than one that counts.
+            PlanError: this replica does not run the program of most of those that count.
         """
         if self._table is not None:
             return self._table
@@ -140,17 +154,20 @@ class ReplicaGroup:
         """Whether all replicas run the same program; if not, the step fails.
 
         Raises:
-            PlanError: this replica runs another program than one that counts.
+            PlanError: this replica does not run the program of most of those that count.
         """
-        other = next((row for row in rows if row[_KIND] != self._row[_KIND]), None)
-        if other is None:
+        kind = self._row[_KIND]
+        others = [row for row in rows if row[_KIND] != kind]
+        if not others:
             return True
+        other = max(others, key=lambda row: row[_COUNTS])
         error = PlanError(
             f"replica {other[_NUMBER]} runs another program than this one, which is "
             f"{self._description}; start all replicas with the same program and options"
         )
         self._fail(error)
-        if other[_COUNTS] or not self._row[_COUNTS]:
+        counted = [row[_KIND] for row in rows if row[_COUNTS]]
+        if counted and 2 * counted.count(kind) <= len(counted):
             raise error
         return False
 
@@ -177,7 +194,12 @@ class ReplicaGroup:
     def gather(self, own: Tensor) -> Gather:
         """Begin to exchange ``own`` [n] with all replicas."""
         rows: list[list[Tensor] | None] = []
-        work = self._gathering.submit(lambda: rows.append(self._all_gather(own.to(self._device))))
+
+        def gather() -> None:
+            make_current(self._device)
+            rows.append(self._all_gather(own.to(self._device)))
+
+        work = self._gathering.submit(gather)
 
         def wait() -> list[Tensor] | None:
             work.wait()
@@ -350,6 +372,7 @@ class ReplicaGroup:
         with contextlib.suppress(Exception):  # it has failed already
             self.manager._pg.abort()
         if isinstance(error, PeerLost):  # the lighthouse would believe this replica to be alive
+            self._lost = error
             self.manager.shutdown(wait=False)
 
     def _log(self, message: str, *values: object) -> None:

@@ -192,8 +192,8 @@ class OuterOptimizer(Optimizer):
             if parameter.requires_grad:
                 raise PlanError(
                     f"{name} was frozen when sw.outer_optimizer was called, so replicas do not "
-                    "share it; call its result's remove(), and sw.outer_optimizer again, in all "
-                    "replicas"
+                    "share it; call its result's remove(), and sw.outer_optimizer again, with a "
+                    "new torchft.Manager if there is one, in all replicas"
                 )
         self.param_groups[0]["local_steps"] += 1
         self._synchronize(self.local_steps)

@@ -73,10 +73,22 @@ class AssignableDTensor(DTensor):
         """``gradient`` as a tensor that reports the device of this one, which torch requires.
 
         Only its local tensor tells where it is.
+
+        Raises:
+            ShardedTensorError: it is cut differently.
         """
         sharding = sharding_of(self)
         if sharding is None:
             return gradient
+        expected, got = (  # their meshes may be of different devices
+            (x._local_tensor.numel(), tuple(x.shape), x.placements) for x in (self, gradient)
+        )
+        if got != expected:
+            raise ShardedTensorError(
+                f"{sharding.name}.grad: expected a gradient that is cut as the parameter, with "
+                f"{expected[0]:,} elements of {expected[1]} on this rank, got {got[0]:,} of "
+                f"{got[1]}, cut in another way; compute it from the gradient that was there"
+            )
         local = local_of(gradient)
         one = torch.empty(1, dtype=local.dtype, device=self.device)
         reported = sharding.wrap_gradient(one.expand(local.numel()))

@@ -186,8 +186,8 @@ class ShardConfig(Section):
 
     nproc: Positive = 2  # local ranks; the WORLD_SIZE of a launcher takes precedence
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
-    strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hfsdp"
-    replicas: Positive = 1  # copies of the sharded model, for "hsdp" and "hfsdp"
+    strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hsdp-zero2", "hfsdp"
+    replicas: Positive = 1  # copies of the sharded model, for "hsdp", "hsdp-zero2" and "hfsdp"
     tensor: Positive = 1  # neighboring ranks that divide each layer of a Hugging Face model
     prefetch: NonNegative = 1  # units to gather ahead
 

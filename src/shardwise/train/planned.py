@@ -7,7 +7,7 @@ import tomli_w
 import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.forecast.adapters import ALL_LINEAR, Adapters
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
 from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
@@ -157,22 +157,16 @@ def _adapters(config: Config) -> Adapters | None:
     model = config.model
     if not model.lora_rank:
         return None
-    targets = model.lora_targets
-    return Adapters(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        targets=(targets,) if isinstance(targets, str) else targets,
-    )
+    return Adapters(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 
 def _lora(adapters: Adapters | None) -> dict[str, Any]:
     if adapters is None:
         return {"lora_rank": 0}
-    targets = adapters.targets
     return {
         "lora_rank": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "lora_targets": targets[0] if targets == (ALL_LINEAR,) else targets,
+        "lora_targets": adapters.targets,
     }
 
 

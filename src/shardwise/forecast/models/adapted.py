@@ -56,28 +56,29 @@ def adapt(
     return module
 
 
-def _targets(module: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _targets(module: nn.Module, targets: str | tuple[str, ...]) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the layers that get adapters, with their names."""
     linear = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]
     last = {name: name.rpartition(".")[2] for name, _ in linear}
-    wanted = {*targets, *(_BUILT_IN[one] for one in targets if one in _BUILT_IN)}
-    if {"q", "k", "v"} & wanted:  # a fused projection contains these
-        wanted.add("qkv")
-    everything, pattern = ALL_LINEAR in targets, targets[0] if len(targets) == 1 else ""
-    try:
-        matches = re.compile("" if pattern.isidentifier() else pattern).fullmatch
-    except re.error as error:
-        raise ConfigError(f"targets={pattern}: {error}, in a regular expression") from None
-    chosen = [
-        (name, layer)
-        for name, layer in linear
-        if (everything and last[name] not in _HEADS) or last[name] in wanted or matches(name)
-    ]
+    if targets == ALL_LINEAR:
+        chosen = [one for one in linear if last[one[0]] not in _HEADS]
+    elif isinstance(targets, str):
+        try:
+            chosen = [one for one in linear if re.fullmatch(targets, one[0])]
+        except re.error as error:
+            raise ConfigError(f"targets={targets}: {error}, in a regular expression") from None
+    else:  # names
+        wanted = {*targets, *(_BUILT_IN[one] for one in targets if one in _BUILT_IN)}
+        if {"q", "k", "v"} & wanted:  # a fused projection contains these
+            wanted.add("qkv")
+        suffixes = tuple(f".{one}" for one in wanted)
+        chosen = [one for one in linear if f".{one[0]}".endswith(suffixes)]
     if not chosen:
         known = ", ".join(dict.fromkeys(last.values()))
+        given = targets if isinstance(targets, str) else "+".join(targets)
         raise ConfigError(
-            f"targets={'+'.join(targets)}: the model has no such linear layer; expected "
-            f"{ALL_LINEAR} or some of {known}"
+            f"targets={given}: the model has no such linear layer; expected {ALL_LINEAR} or some "
+            f"of {known}"
         )
     yield from chosen
 
