@@ -282,7 +282,8 @@ def test_evaluation(tmp_path: Path, kind: type[Means], count: int, is_iterable: 
 class Outputs(Means):
     """Also returns two rows for each sample, and a number for each batch."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor, names: Any = None) -> dict[str, Tensor]:
+        del names
         found = self.run(input_ids, labels, None)
         return found | {"rows": found["logits"].repeat_interleave(2, 0), "number": found["loss"]}
 
@@ -307,6 +308,8 @@ def test_evaluation_in_batches_of_other_sizes(tmp_path: Path, numbers: list[list
             return {}
 
         trainer.compute_metrics = keep
+        own = [{"names": ["not", "tensors"]} | stacked(batch) for batch in trainer.own]
+        trainer.get_eval_dataloader = lambda *_: own
         assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-10)
         for key, rows in zip(("logits", "rows", "number"), seen[0], strict=True):
             expected = torch.cat([out[key].reshape(-1, *out[key].shape[1:]) for out in outputs])
@@ -395,6 +398,18 @@ def test_accelerate(count: int) -> None:
                     schedule.step()
                     optimizer.zero_grad()
         assert loader.batch_sampler.even_batches
+        others = iter([model, optimizer])
+        with (
+            pytest.raises(sw.PlanError, match="AcceleratedOptimizer cannot be joined"),
+            accelerator.join_uneven_inputs(others, even_batches=False),
+        ):
+            pass
+        accelerator.prepare(DataLoader(Unsized([]), batch_size=None))
+        with (
+            pytest.warns(UserWarning, match="without a setting for even_batches"),
+            accelerator.join_uneven_inputs(iter([model]), even_batches=False),
+        ):
+            pass
     assert_equal_models(model, alone, 0)
     assert schedule.scheduler.last_epoch == len(expected) * world_size()
     if rank() == 0:
