@@ -283,7 +283,7 @@ def strided_shard(dim: int, num_inner: int) -> Placement:
     return _StridedShard(dim, split_factor=num_inner)
 
 
-def is_spectral_norm(module: nn.Module) -> TypeGuard[_SpectralNorm]:
+def is_spectral_norm(module: nn.Module) -> bool:
     """Whether ``module`` is the parametrization of `nn.utils.parametrizations.spectral_norm`."""
     return isinstance(module, _SpectralNorm)
 

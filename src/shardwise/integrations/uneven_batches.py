@@ -36,7 +36,6 @@ class UnevenBatches:
 
     _differs = False  # whether ranks may have different numbers of batches in training
     _epoch_ended = False  # on all ranks
-    _tracks_tokens = False  # whether batches have the input whose tokens are counted
     _step: "_Step | None" = None  # in which ranks have different numbers of batches
     _sizes: Sequence[int] = ()  # the number of samples of each rank in a batch of an evaluation
 
@@ -79,13 +78,13 @@ class UnevenBatches:
             own, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
         finally:
             args.average_tokens_across_devices = averages
-        tracks = any(_main_input(this.model) in batch for batch in own[:1])
-        rows = _rows(self, len(own), tracks, num_items is not None, num_items or 0)
+        main_input = getattr(this.model, "main_input_name", "input_ids")
+        counted = any(main_input in batch for batch in own[:1])  # the ranks gather its size
+        rows = _rows(self, len(own), counted, num_items is not None, num_items or 0)
         nums = [int(row[0]) for row in rows]
         if not any(nums):
             self._epoch_ended = True
             return [], None
-        self._tracks_tokens = any(row[1] for row in rows)
         scale = len(nums) / sum(num > 0 for num in nums)
         if averages and any(row[2] for row in rows):
             num_items = torch.tensor(sum(row[3] for row in rows), device=device)
@@ -94,7 +93,8 @@ class UnevenBatches:
         if len(set(nums)) > 1:
             _check_follows(self)
             self._step = _Step(own, max(nums), scale)
-        return own + [{}] * (max(nums) - len(own)), num_items
+        empty = {main_input: torch.zeros(0)} if any(row[1] for row in rows) else {}
+        return own + [empty] * (max(nums) - len(own)), num_items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As in `transformers.Trainer`.
@@ -127,18 +127,6 @@ class UnevenBatches:
             finally:
                 sharded.set_requires_gradient_sync(True)
         return torch.stack([loss.to(losses[-1]) for loss in losses]).sum() * step.scale
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """As in `transformers.Trainer`; 0 for an empty batch."""
-        trainer: Any = super()
-        return int(trainer.floating_point_ops(inputs)) if inputs else 0
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        trainer: Any = super()
-        if not inputs and self._tracks_tokens:  # the ranks gather the number
-            model: Any = self.model  # type: ignore[attr-defined]
-            inputs = {_main_input(model): torch.zeros(0)}
-        trainer._track_num_input_tokens(inputs)
 
     # -- evaluation ------------------------------------------------------------------------------
 
@@ -258,10 +246,6 @@ def _may_differ(trainer: Any, loader: Any) -> bool:
     )
     sampler = getattr(loader, "batch_sampler", None)
     return not (repeats or getattr(sampler, "even_batches", False))
-
-
-def _main_input(model: Any) -> str:
-    return getattr(model, "main_input_name", "input_ids")
 
 
 def _check_follows(trainer: Any) -> None:
