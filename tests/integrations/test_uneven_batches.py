@@ -357,17 +357,24 @@ def test_training_with(tmp_path: Path, case: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("is_iterable", [False, True])
-def test_trainers_of_trl_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_iterable: bool
-) -> None:
+def test_trainers_of_trl_are_refused(tmp_path: Path, is_iterable: bool) -> None:
     """Their forwards gather metrics from all ranks."""
-    monkeypatch.setattr(OfIterables if is_iterable else Trainer, "__module__", "trl.trainer")
     data = samples(2)
     batches = dealt(data, 2) if is_iterable else None
-    with torchrun_environment():
+    with torchrun_environment(), pytest.MonkeyPatch.context() as patch:
         trainer = trainer_of(Means, "fsdp", tmp_path, data, batches, max_steps=1)
+        patch.setattr(type(trainer), "__module__", "trl.trainer")
         with pytest.raises(sw.PlanError, match="of TRL gathers metrics"):
             trainer.train()
+
+
+@on_ranks(2)
+def test_older_versions_are_refused(tmp_path: Path) -> None:
+    with torchrun_environment():
+        trainer = trainer_of(Means, "fsdp", tmp_path, samples(5))
+        loader = trainer.get_train_dataloader()
+        with pytest.raises(sw.PlanError, match=r"ranks have \[2, 1\] batches, .* update trans"):
+            trainer.set_initial_training_values(trainer.args, loader, 4)
 
 
 @on_ranks(2, 3)

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import broadcast_object_list, recursively_apply
 from torch import Tensor
-from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from shardwise.errors import PlanError
@@ -52,6 +52,14 @@ class UnevenBatches:
             self._differs = len(set(lengths)) > 1 or splits
             if self._differs:
                 _check_follows(self)
+            if (
+                rest and len(set(lengths)) > 1
+            ):  # the loop of older versions ignores what is returned
+                raise PlanError(
+                    f"ranks have {lengths} batches, but the Trainer of transformers "
+                    f"{transformers.__version__} counts the steps of an epoch on each rank alone; "
+                    "update transformers, or set even_batches in accelerator_config"
+                )
             dataloader = _OfLength(dataloader, max(lengths))
         return trainer.set_initial_training_values(args, dataloader, *rest)
 
@@ -171,7 +179,7 @@ class UnevenBatches:
         return recursively_apply(gather, data)
 
 
-class EpochBegins(TrainerCallback):  # type: ignore[misc]
+class EpochBegins(transformers.TrainerCallback):  # type: ignore[misc]
     """Tells ``trainer`` when an epoch begins."""
 
     def __init__(self, trainer: UnevenBatches) -> None:
