@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch  # the stack of transforms of `torch.func`
 from torch._C._distributed_c10d import (  # process groups that are not torch's have methods alone
     AllgatherOptions,
@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # for `new_dtensor`
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim cut by two mesh dims
+from torch.nn.utils.parametrizations import _SpectralNorm  # its class has no public name
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
 from torch.utils import (
     _pytree as pytree,  # torch's own containers; there is no public module
@@ -72,6 +73,7 @@ __all__ = [
     "group_timeout",
     "has_saved_tensors_hooks",
     "has_symmetric_memory",
+    "is_spectral_norm",
     "is_strided_shard",
     "is_transformed_by_functorch",
     "joined_mesh",
@@ -279,6 +281,11 @@ def use_own_operators(cls: type[DTensor]) -> None:
 def strided_shard(dim: int, num_inner: int) -> Placement:
     """Cuts ``dim`` again, after another mesh dim has cut it into ``num_inner`` parts."""
     return _StridedShard(dim, split_factor=num_inner)
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is the parametrization of `nn.utils.parametrizations.spectral_norm`."""
+    return isinstance(module, _SpectralNorm)
 
 
 def is_strided_shard(placement: Placement) -> TypeGuard[_StridedShard]:

@@ -414,7 +414,7 @@ def _check_reproducible(
             raise PlanError(
                 f"reproducible={mesh.leaves}: each forward changes buffers of {name} (such as "
                 "those of spectral_norm), and the number of forwards of a rank depends on the "
-                "number of ranks; use a parametrization without buffers, such as weight_norm"
+                "number of ranks; use another parametrization, such as weight_norm"
             )
 
 

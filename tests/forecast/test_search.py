@@ -213,6 +213,9 @@ def test_one_rank_and_units_have_no_strategies_that_do_the_same() -> None:
         ConfigError, match="strategy=hsdp: expected more than 8 data-parallel ranks"
     ):
         configurations(Goal(global_batch=64, strategies=("hsdp",)), 8, 8)
+    reproducible = Configuration(reproducible=64)
+    with pytest.raises(ConfigError, match="strategy=hsdp: expected more"):
+        configurations(Goal(global_batch=64, strategies=("hsdp",), settings=reproducible), 8, 8)
     no_blocks = Goal(global_batch=8, settings=Configuration(units=None))
     assert {one.checkpointing for one in configurations(no_blocks, 1, 8)} == {"none"}
 

@@ -80,13 +80,28 @@ class Unsized(IterableDataset[Sample]):
         return iter(map(stacked, self.batches))
 
 
+class Again:
+    """A loader that is its own iterator, as those of persistent workers are."""
+
+    def __init__(self, batches: list[list[Sample]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> "Again":
+        self.rest = iter(map(stacked, self.batches))
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.rest)
+
+
 class OfIterables(Trainer):
     """Each rank reads data of its own, whose length is not known."""
 
     own: list[list[Sample]]
+    again = False
 
-    def get_train_dataloader(self) -> DataLoader[Sample]:
-        return DataLoader(Unsized(self.own), batch_size=None)
+    def get_train_dataloader(self) -> Any:
+        return Again(self.own) if self.again else DataLoader(Unsized(self.own), batch_size=None)
 
     def get_eval_dataloader(self, *_: Any) -> DataLoader[Sample]:
         return DataLoader(Unsized(self.own), batch_size=None)
@@ -154,7 +169,7 @@ def trainer_of(
         use_cpu=True,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
-        accelerator_config={"even_batches": False},
+        accelerator_config={"even_batches": False, **options.pop("accelerator_config", {})},
         train_sampling_strategy="sequential",
         lr_scheduler_type="linear",
         max_grad_norm=0.5,
@@ -264,6 +279,104 @@ def test_evaluation(tmp_path: Path, kind: type[Means], count: int, is_iterable: 
             trainer.evaluate()
 
 
+class Outputs(Means):
+    """Also returns two rows for each sample, and a number for each batch."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, names: Any = None) -> dict[str, Tensor]:
+        del names
+        found = self.run(input_ids, labels, None)
+        return found | {"rows": found["logits"].repeat_interleave(2, 0), "number": found["loss"]}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("numbers", [[[3, 1], [4]], [[3, 1], [3, 1]]])
+def test_evaluation_in_batches_of_other_sizes(tmp_path: Path, numbers: list[list[int]]) -> None:
+    """Than ``per_device_eval_batch_size``; without a difference, every option works."""
+    torch.manual_seed(0)
+    batches = [[samples(size) for size in sizes] for sizes in numbers]
+    alone = build(Outputs)
+    every = [batch for both in zip_longest(*batches) for batch in both if batch is not None]
+    with torch.no_grad():
+        outputs = [alone(**stacked(batch)) for batch in every]
+    losses = [float(out["loss"]) for out in outputs for _ in range(len(out["logits"]))]
+    seen: list[Any] = []
+    with torchrun_environment():
+        trainer = trainer_of(Outputs, "fsdp", tmp_path, [], batches)
+
+        def keep(found: Any, **_: Any) -> dict[str, float]:
+            seen.append(found.predictions)
+            return {}
+
+        trainer.compute_metrics = keep
+        own = [{"names": ["not", "tensors"]} | stacked(batch) for batch in trainer.own]
+        trainer.get_eval_dataloader = lambda *_: own
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-10)
+        for key, rows in zip(("logits", "rows", "number"), seen[0], strict=True):
+            expected = torch.cat([out[key].reshape(-1, *out[key].shape[1:]) for out in outputs])
+            torch.testing.assert_close(torch.from_numpy(rows), expected)
+        trainer.args.batch_eval_metrics = True
+        if numbers[0] == numbers[1]:
+            trainer.evaluate()
+        else:
+            with pytest.raises(sw.PlanError, match=r"batch_eval_metrics .* sizes, here \[3, 4\]"):
+                trainer.evaluate()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["split", "same iterator", "main input", "scaler"])
+def test_training_with(tmp_path: Path, case: str) -> None:
+    """Ranks stay together: rank 1 has no batch in the last step of an epoch, or none at all."""
+    torch.manual_seed(0)
+    count, batch, epochs = (2, 2, 1) if case == "scaler" else (3, 1, 2)
+    data = samples(count)
+    batches, alone = dealt(data, batch), build(Means)
+    expected = train_alone(alone, batches, epochs, 1)
+    own = None if case in ("split", "scaler") else batches
+    options: dict[str, Any] = {"num_train_epochs": epochs, "max_steps": len(expected)}
+    if case == "split":
+        options = {"num_train_epochs": epochs, "accelerator_config": {"split_batches": True}}
+    with torchrun_environment():
+        trainer = trainer_of(Means, "fsdp", tmp_path, data, own, **options)
+        if case == "same iterator":
+            trainer.again = True
+        elif case == "main input":
+            trainer.model.main_input_name = "of another model"
+        elif case == "scaler":
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+            trainer.accelerator.unscale_gradients = lambda *_: trainer.accelerator.scaler.unscale_(
+                trainer.optimizer.optimizer
+            )
+            trainer.model.eval()
+        trainer.train()
+    assert trainer.model.training
+    assert trainer.state.global_step == len(expected)
+    assert_equal_models(trainer.model, alone, 0)
+    if case == "main input":
+        assert trainer.state.num_input_tokens_seen == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_iterable", [False, True])
+def test_trainers_of_trl_are_refused(tmp_path: Path, is_iterable: bool) -> None:
+    """Their forwards gather metrics from all ranks."""
+    data = samples(2)
+    batches = dealt(data, 2) if is_iterable else None
+    with torchrun_environment(), pytest.MonkeyPatch.context() as patch:
+        trainer = trainer_of(Means, "fsdp", tmp_path, data, batches, max_steps=1)
+        patch.setattr(type(trainer), "__module__", "trl.trainer")
+        with pytest.raises(sw.PlanError, match="of TRL gathers metrics"):
+            trainer.train()
+
+
+@on_ranks(2)
+def test_older_versions_are_refused(tmp_path: Path) -> None:
+    with torchrun_environment():
+        trainer = trainer_of(Means, "fsdp", tmp_path, samples(5))
+        loader = trainer.get_train_dataloader()
+        with pytest.raises(sw.PlanError, match=r"ranks have \[2, 1\] batches, .* update trans"):
+            trainer.set_initial_training_values(trainer.args, loader, 4)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("count", [6, 17])
 def test_accelerate(count: int) -> None:
@@ -292,6 +405,18 @@ def test_accelerate(count: int) -> None:
                     schedule.step()
                     optimizer.zero_grad()
         assert loader.batch_sampler.even_batches
+        others = iter([model, optimizer])
+        with (
+            pytest.raises(sw.PlanError, match="AcceleratedOptimizer cannot be joined"),
+            accelerator.join_uneven_inputs(others, even_batches=False),
+        ):
+            pass
+        accelerator.prepare(DataLoader(Unsized([]), batch_size=None))
+        with (
+            pytest.warns(UserWarning, match="without a setting for even_batches"),
+            accelerator.join_uneven_inputs(iter([model]), even_batches=False),
+        ):
+            pass
     assert_equal_models(model, alone, 0)
     assert schedule.scheduler.last_epoch == len(expected) * world_size()
     if rank() == 0:

@@ -291,6 +291,39 @@ def test_gradients_that_are_set_to_zero_unnoticed() -> None:
         joined.train(of_sizes([1], [1] * 4))
 
 
+class EverySecondBackward(Alone):
+    """One of two optimizers steps every second time, and its gradients are kept until then."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        parameters = list(self.model.parameters())
+        self.optimizer = adamw(iter(parameters[:2]))
+        self.other = adamw(iter(parameters[2:]))
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+        self.count = 0
+
+    def update(self) -> None:
+        super().update()
+        self.count += 1
+        if self.count % 2 == 0:
+            self.other.step()
+            self.other.zero_grad()
+
+
+class JoinedEverySecondBackward(EverySecondBackward, Joined):
+    def train(self, batches: Batches) -> None:
+        self.run(batches[rank()], self.optimizer, self.other, self.scheduler)
+
+
+@on_ranks(2)
+def test_gradients_that_another_optimizer_keeps() -> None:
+    alone, joined = EverySecondBackward(), JoinedEverySecondBackward(granularity="dim")
+    batches = of_sizes([1, 1], [1] * 6)
+    alone.train(batches)
+    joined.train(batches)
+    assert_equal(joined, alone)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("unused", ["none", "zeros", "error"])
 def test_parameters_that_the_others_use(unused: Any) -> None:

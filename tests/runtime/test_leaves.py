@@ -456,8 +456,8 @@ def test_what_cannot_hold_is_refused() -> None:
         model = nn.Sequential(nn.Linear(4, 4), spectral(nn.Linear(4, 4)))
         with pytest.raises(PlanError, match="each forward changes buffers of 1 "):
             sw.fully_shard(model, reproducible=2)
-    weighted = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    sw.fully_shard(weighted, reproducible=2)
+    for constant in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
+        sw.fully_shard(nn.Sequential(constant(nn.Linear(4, 4))), reproducible=2)
     frozen = nn.BatchNorm1d(4).eval()
     with pytest.raises(PlanError, match=r"if it stays in eval\(\), set its track_running_stats"):
         sw.fully_shard(nn.Sequential(nn.Linear(4, 4), frozen), reproducible=2)

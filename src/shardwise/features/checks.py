@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._private import joined_mesh
+from shardwise._private import is_spectral_norm, joined_mesh
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
@@ -246,11 +246,14 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def iterates_in_forward(module: nn.Module) -> bool:
-    """Whether ``module`` computes weights from buffers that each forward changes."""
-    computed = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
-    has_buffers = any(any(True for _ in one.buffers()) for one in computed.values())
-    return has_buffers or any(
-        isinstance(h, SpectralNorm) for h in module._forward_pre_hooks.values()
+    """Whether ``module`` computes weights from buffers that each forward changes.
+
+    Those of spectral norms are known; buffers of other parametrizations may be constant.
+    """
+    lists = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
+    hooks = module._forward_pre_hooks.values()  # of the older `nn.utils.spectral_norm`
+    return any(is_spectral_norm(part) for parts in lists.values() for part in parts) or any(
+        isinstance(hook, SpectralNorm) for hook in hooks
     )
 
 

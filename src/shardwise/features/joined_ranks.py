@@ -96,7 +96,7 @@ class JoinedRanks(CallRecorder):
         self.options: Callable[[], list[float]] = list
         self.take_options: Callable[[Sequence[float]], None] | None = None
         self._num_steps = 0
-        self._has_stepped = False  # since the last backward
+        self._stepped = set[int]()  # ids of parameters, since the last backward
         self._steps_next = False  # the last backward has stepped, with steps in backward
         # A gradient of this step, which may have begun before the block.
         self._has_computed = any(
@@ -170,10 +170,10 @@ class JoinedRanks(CallRecorder):
         if not (self.all_compute or self.is_shadow):
             self.note_complete(self._parameters)
 
-    def note_step(self) -> None:
-        """An optimizer steps, on all ranks."""
+    def note_step(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer steps ``parameters``, on all ranks."""
         self._num_steps += 1
-        self._has_stepped = True
+        self._stepped.update(map(id, parameters))
         self._versions = self._versions_now()
         if self._computed_last:
             self.last_step = self._num_steps
@@ -267,7 +267,7 @@ class JoinedRanks(CallRecorder):
         is_backward, n = action is Action.BACKWARD, self.exchange.num_ranks
         if self._steps_next and not is_backward:
             self._steps_next = False
-            self.note_step()
+            self.note_step(self._parameters)
         computes = self._has_computed or action in (*FORWARDS, Action.COUNT_TOKENS)
         row = Row(num_computing=float(computes), amount=amount)
         row.num[action], row.values[action], row.squares[action] = 1.0, float(value), value**2
@@ -339,7 +339,7 @@ class JoinedRanks(CallRecorder):
         """For each parameter: -1 without a gradient, 1 if the gradient was set to zero, or 0."""
         own = self._versions_now()
         pairs = zip(own, self._versions or own, strict=True)
-        changed = [self._has_stepped and now != before for now, before in pairs]
+        changed = [bool(self._stepped) and now != before for now, before in pairs]
         return [
             -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
         ]
@@ -349,14 +349,15 @@ class JoinedRanks(CallRecorder):
 
         torch's foreach functions do not count their changes of DTensors.
         """
-        if not self._has_stepped:
+        if not self._stepped:
             return
         for one, now, before in zip(
             self._all_parameters, self._versions_now(), self._versions, strict=True
         ):
             gradient = one.sharded.grad
             is_plain = isinstance(gradient, DTensor) and not isinstance(gradient, ShardedTensor)
-            if is_plain and not is_unreduced(gradient) and now == before:
+            has_stepped = id(one.sharded) in self._stepped
+            if has_stepped and is_plain and not is_unreduced(gradient) and now == before:
                 raise StepError(
                     f"the gradient of {one.name} may have been set to zero after the last step, "
                     "which ranks without batches inside sw.join cannot see with "
@@ -498,7 +499,7 @@ class JoinedRanks(CallRecorder):
 
     def _note_mode(self, mode: int, shared: Sequence[float]) -> None:
         """A backward begins that reduces what a ``mode`` says; ``shared``: if there are shadows."""
-        self._has_stepped = False
+        self._stepped.clear()
         self._steps_next = self.scheduler.steps_in_backward and mode == _REDUCES_FULLY
         if self._steps_next and shared and self.take_options is not None:
             self.take_options(shared[len(self._all_parameters) :])
@@ -524,7 +525,7 @@ class JoinedRanks(CallRecorder):
     def abandon(self, error: BaseException) -> None:
         """End the block after ``error``, on this rank or another one."""
         self.scheduler.abandon(error)
-        if self._computed_last is False and self._has_stepped:
+        if self._computed_last is False and self._stepped:
             self._drop_gradients()  # the ranks that compute may have done so since
 
     def close(self) -> None:

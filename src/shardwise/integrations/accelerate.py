@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard as shard
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
@@ -121,12 +122,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Run a loop in which ranks have different numbers of batches, in `sw.join`.
 
         As in accelerate, data loaders repeat no samples in the block if ``even_batches`` is False.
+        Use one block per epoch: at the beginning of an epoch, loaders broadcast the state of their
+        random generator, and all ranks must be there.
 
         Args:
             joinables: one sharded model, whose prepared optimizers and schedulers may step.
-            even_batches: replaces the setting of all prepared data loaders in the block.
+            even_batches: replaces the setting of all prepared data loaders in the block; a warning
+                if one of them has no such setting.
+
+        Raises:
+            PlanError: there is something else in ``joinables`` than sharded models.
         """
+        joinables = list(joinables)
         models = [model for model in joinables if isinstance(model, FSDPModule)]
+        if models and len(models) < len(joinables):
+            names = {type(one).__name__ for one in joinables if not isinstance(one, FSDPModule)}
+            raise PlanError(
+                f"join_uneven_inputs: {', '.join(sorted(names))} cannot be joined with a sharded "
+                "model; pass the model alone, with which its prepared optimizers and schedulers "
+                "take part"
+            )
         if not models:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -137,6 +152,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 if hasattr(sampler, "even_batches"):
                     stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
                     sampler.even_batches = even_batches
+                elif self.num_processes > 1 and not even_batches:
+                    warn_caller(
+                        f"join_uneven_inputs: a {type(loader).__name__} without a setting for "
+                        "even_batches (dispatch_batches, or an IterableDataset) repeats samples"
+                    )
             for model in models:
                 optimizers = self.sharded[model]
                 schedules = [one.scheduler for one in self._schedulers]

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardwise.api import fully_shard as shard
 from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
-from shardwise.integrations.uneven_batches import UnevenBatches
+from shardwise.integrations.uneven_batches import EpochBegins, UnevenBatches
 
 if is_peft_available():
     import peft
@@ -44,6 +44,7 @@ class ShardedTrainer(UnevenBatches):
 
     Ranks may have different numbers of batches, as with ``accelerator_config={"even_batches":
     False}``: no sample is repeated, and those without batches take part without computing.
+    Trainers of TRL are refused then: they gather metrics from all ranks in each forward.
 
     Checkpoints contain the weights in the format of ``from_pretrained``, and the optimizer's
     states in shards (a directory of ``torch.distributed.checkpoint``), which any number of ranks
@@ -67,6 +68,7 @@ class ShardedTrainer(UnevenBatches):
         trainer.args.save_only_model = True  # rank 0 alone would save the rest
         self.resume_callback = _ResumeCallback()
         trainer.add_callback(self.resume_callback)
+        trainer.add_callback(EpochBegins(self))
         has_adapters = is_peft_available() and isinstance(trainer.model, peft.PeftModel)
         if has_adapters:
             trainer.model.load_adapter = partial(_load_adapter, trainer.model)

@@ -16,9 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
-from accelerate.utils import broadcast_object_list, find_batch_size, recursively_apply
+from accelerate.utils import broadcast_object_list, recursively_apply
 from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
 
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
@@ -26,28 +28,40 @@ from shardwise.optim.join import join
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across
 
-__all__ = ["UnevenBatches"]
+__all__ = ["EpochBegins", "UnevenBatches"]
 
 
 class UnevenBatches:
     """A mix-in for a `Trainer` whose ranks may have unequal numbers of batches."""
 
     _differs = False  # whether ranks may have different numbers of batches in training
-    _ended: Iterator[Any] | None = None  # an epoch that has ended on all ranks
+    _epoch_ended = False  # on all ranks
     _step: "_Step | None" = None  # in which ranks have different numbers of batches
     _sizes: Sequence[int] = ()  # the number of samples of each rank in a batch of an evaluation
 
     # -- training --------------------------------------------------------------------------------
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
         """As in `transformers.Trainer`, with the number of batches of the longest rank."""
         trainer: Any = super()
         self._differs = _may_differ(self, dataloader)
         if self._differs and (length := _length(dataloader)) is not None:
             lengths = _across(self, length)
-            self._differs = len(set(lengths)) > 1
+            sampler = getattr(dataloader, "batch_sampler", None)
+            splits = getattr(sampler, "split_batches", False)  # its length is that of all ranks
+            self._differs = len(set(lengths)) > 1 or splits
+            if self._differs:
+                _check_follows(self)
+            if (
+                rest and len(set(lengths)) > 1
+            ):  # the loop of older versions ignores what is returned
+                raise PlanError(
+                    f"ranks have {lengths} batches, but the Trainer of transformers "
+                    f"{transformers.__version__} counts the steps of an epoch on each rank alone; "
+                    "update transformers, or set even_batches in accelerator_config"
+                )
             dataloader = _OfLength(dataloader, max(lengths))
-        return trainer.set_initial_training_values(args, dataloader)
+        return trainer.set_initial_training_values(args, dataloader, *rest)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -63,27 +77,32 @@ class UnevenBatches:
                 epoch_iterator, num_batches, device
             )
             return found
-        if epoch_iterator is self._ended:
+        if self._epoch_ended:
             return [], None
-        args: Any = self.args  # type: ignore[attr-defined]
+        this: Any = self
+        args = this.args
         averages, args.average_tokens_across_devices = args.average_tokens_across_devices, False
         try:  # only the items of this rank: ranks without batches count none
             own, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
         finally:
             args.average_tokens_across_devices = averages
-        rows = _rows(self, len(own), num_items is not None, 0 if num_items is None else num_items)
-        nums = [int(num) for num, _, _ in rows]
+        main_input = getattr(this.model, "main_input_name", "input_ids")
+        counted = any(main_input in batch for batch in own[:1])  # the ranks gather its size
+        rows = _rows(self, len(own), counted, num_items is not None, num_items or 0)
+        nums = [int(row[0]) for row in rows]
         if not any(nums):
-            self._ended = epoch_iterator
+            self._epoch_ended = True
             return [], None
         scale = len(nums) / sum(num > 0 for num in nums)
-        if averages and any(counts for _, counts, _ in rows):
-            num_items = torch.tensor(sum(items for *_, items in rows), device=device)
+        if averages and any(row[2] for row in rows):
+            num_items = torch.tensor(sum(row[3] for row in rows), device=device)
             if len(set(nums)) > 1:  # `sw.join` averages over the ranks that compute
                 num_items = num_items.double() * scale
         if len(set(nums)) > 1:
+            _check_follows(self)
             self._step = _Step(own, max(nums), scale)
-        return own + [{}] * (max(nums) - len(own)), num_items
+        empty = {main_input: torch.zeros(0)} if any(row[1] for row in rows) else {}
+        return own + [empty] * (max(nums) - len(own)), num_items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As in `transformers.Trainer`.
@@ -102,6 +121,12 @@ class UnevenBatches:
         self._step, sharded = None, this.model
         self.current_gradient_accumulation_steps = len(step.batches)
         losses = [zero]
+        if not step.batches:  # what the step of a batch would do
+            model.train()
+            if callable(getattr(this.optimizer, "train", None)):
+                this.optimizer.train()
+            if this.accelerator.scaler is not None:
+                this.accelerator.scaler.scale(zero)  # creates its scale
         with join(sharded):
             try:
                 for number, batch in enumerate(step.batches, start=1):
@@ -111,18 +136,6 @@ class UnevenBatches:
                 sharded.set_requires_gradient_sync(True)
         return torch.stack([loss.to(losses[-1]) for loss in losses]).sum() * step.scale
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """As in `transformers.Trainer`; 0 for an empty batch."""
-        trainer: Any = super()
-        return int(trainer.floating_point_ops(inputs)) if inputs else 0
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        trainer: Any = super()
-        if not inputs:  # the ranks gather the number
-            model: Any = self.model  # type: ignore[attr-defined]
-            inputs = {getattr(model, "main_input_name", "input_ids"): torch.zeros(0)}
-        trainer._track_num_input_tokens(inputs)
-
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
@@ -131,34 +144,49 @@ class UnevenBatches:
         this: Any = self
         if not _may_differ(self, dataloader):
             return trainer.evaluation_loop(dataloader, *args, **options)
-        for name in ("batch_eval_metrics", "eval_use_gather_object"):
-            if getattr(this.args, name):
-                raise PlanError(
-                    f"{name} does not work if ranks have different numbers of batches; set "
-                    "even_batches in accelerator_config"
-                )
+        names = ("batch_eval_metrics", "eval_use_gather_object")
+        needs_even = next((name for name in names if getattr(this.args, name)), None)
         averages = this.args.average_tokens_across_devices
         this.args.average_tokens_across_devices = False  # a loss is the mean over its own batch
-        this.gather_function = self._gather_samples
+        if needs_even is None:
+            this.gather_function = self._gather_samples
+        batches = _EvenedOut(dataloader, self, needs_even)
         try:
-            return trainer.evaluation_loop(_EvenedOut(dataloader, self), *args, **options)
+            return trainer.evaluation_loop(batches, *args, **options)
         finally:
             this.args.average_tokens_across_devices = averages
             this.gather_function = this.accelerator.gather_for_metrics
 
     def _gather_samples(self, data: Any) -> Any:
-        """Gather the samples of all ranks; a rank without a batch has none."""
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        rank, longest = accelerator.process_index, max(self._sizes)
+        """Gather what all ranks computed; a rank without a batch has nothing."""
+        this: Any = self
+        accelerator, repeated = this.accelerator, this.args.eval_batch_size
+        size = self._sizes[accelerator.process_index]
 
         def gather(own: Tensor) -> Tensor:
-            own = own[: self._sizes[rank]]
-            padded = own.new_zeros(longest, *own.shape[1:])
+            if own.dim() == 0:
+                own = own[None]
+            if own.shape == (repeated,) != (size,):  # the loss, which counts once per sample
+                own = own[:1].expand(size)
+            if not size:  # otherwise all: the rows may be other things than samples
+                own = own[:0]
+            lengths = _across(self, len(own))
+            padded = own.new_zeros(max(lengths), *own.shape[1:])
             padded[: len(own)] = own
-            parts = accelerator.gather(padded).unflatten(0, (-1, longest))
-            return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+            parts = accelerator.gather(padded).tensor_split(len(lengths))
+            return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
 
         return recursively_apply(gather, data)
+
+
+class EpochBegins(transformers.TrainerCallback):  # type: ignore[misc]
+    """Tells ``trainer`` when an epoch begins."""
+
+    def __init__(self, trainer: UnevenBatches) -> None:
+        self._trainer = trainer
+
+    def on_epoch_begin(self, *_: Any, **_options: Any) -> None:
+        self._trainer._epoch_ended = False
 
 
 class _Step:
@@ -189,10 +217,11 @@ class _OfLength:
 class _EvenedOut(_OfLength):
     """The batches of an evaluation; a rank that has run out repeats one."""
 
-    def __init__(self, loader: Any, trainer: UnevenBatches) -> None:
+    def __init__(self, loader: Any, trainer: UnevenBatches, needs_even: str | None) -> None:
         length = _length(loader)
         super().__init__(loader, None if length is None else max(_across(trainer, length)))
         self._trainer = trainer
+        self._needs_even = needs_even  # an option that works only with batches of equal sizes
 
     def __iter__(self) -> Iterator[Any]:
         batches, last = iter(self._loader), None
@@ -202,6 +231,12 @@ class _EvenedOut(_OfLength):
             self._trainer._sizes = sizes = _across(self._trainer, size)
             if not any(sizes):
                 return
+            if self._needs_even and len(set(sizes)) > 1:
+                raise PlanError(
+                    f"{self._needs_even} does not work if ranks have batches of different sizes, "
+                    f"here {sizes}; set even_batches in accelerator_config, and pass a loader of "
+                    "your own to accelerator.prepare"
+                )
             if number == 0 and not all(sizes):  # for ranks without any batch
                 shared = [batch]
                 broadcast_object_list(shared, next(r for r, size in enumerate(sizes) if size))
@@ -219,6 +254,17 @@ def _may_differ(trainer: Any, loader: Any) -> bool:
     )
     sampler = getattr(loader, "batch_sampler", None)
     return not (repeats or getattr(sampler, "even_batches", False))
+
+
+def _check_follows(trainer: Any) -> None:
+    """Raise a PlanError if the forwards of ``trainer`` have collectives of their own."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__.split(".")[0] == "trl":
+            raise PlanError(
+                f"{kind.__name__} of TRL gathers metrics in each forward, also from ranks without "
+                "a batch, which would wait for ever; give all ranks as many batches (even_batches "
+                "in accelerator_config)"
+            )
 
 
 def _length(loader: Any) -> int | None:

@@ -142,7 +142,7 @@ class _Steps:
             self._take_options(agreed.shared)
         self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
-        self._ranks.note_step()
+        self._ranks.note_step(_parameters_of(optimizer))
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Is called after every step of any optimizer of this process."""

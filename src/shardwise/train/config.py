@@ -116,7 +116,7 @@ class TrainConfig(Section):
     grad_clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: no clipping
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # seed of the weights and the order of data
     validate_every: NonNegative = 0  # steps between validations; 0: only after the last step
-    # Global batches per validation; 0: all of the validation data, every token once.
+    # Global batches per validation; 0: all sequences of the validation data, each once.
     validation_batches: NonNegative = 16
     patience: NonNegative = 0  # stop after this many validations without a lower loss; 0: do not
 

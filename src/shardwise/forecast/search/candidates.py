@@ -116,20 +116,20 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
         near = max(1, ranks_per_node // (degrees["tensor"] * degrees["context"]))
         fitting = list(_of_degrees(goal, degrees, num_replicas, near))
         found += fitting
-        if not fitting and goal.settings.reproducible:
+        if fitting:
+            continue
+        if not list(_shardings(goal.strategies or _STRATEGIES, num_replicas, near)):
+            reasons[
+                f"strategy={', '.join(goal.strategies)}: expected more than "
+                f"{counted(near, 'data-parallel rank')}, which are on one node; add fsdp"
+            ] = None
+        elif not _micro_batches(goal, goal.global_batch // num_replicas):  # only if reproducible
             reasons[
                 f"reproducible={goal.settings.reproducible}: expected a divisor of the "
                 f"{counted(goal.global_batch, 'sequence')} of a step, and a multiple of the "
                 f"{num_replicas} data-parallel ranks"
             ] = None
-        elif not fitting and not list(
-            _shardings(goal.strategies or _STRATEGIES, num_replicas, near)
-        ):
-            reasons[
-                f"strategy={', '.join(goal.strategies)}: expected more than "
-                f"{counted(near, 'data-parallel rank')}, which are on one node; add fsdp"
-            ] = None
-        elif not fitting:
+        else:
             reasons[
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
                 f"pipeline={degrees['pipeline']}"
