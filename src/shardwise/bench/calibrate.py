@@ -342,8 +342,8 @@ def _tiny(world: World, num_steps: int, num_units: int, **parameters: int) -> tu
             optimizer.step()
             optimizer.zero_grad()
             times.append((middle - began, time.thread_time() - middle))
-        passes.append(min(one for one, _ in times))
-        updates.append(min(one for _, one in times[1:]))
+        passes.append(median(one for one, _ in times))
+        updates.append(median(one for _, one in times[1:]))
     return max(0.0, passes[1] - passes[0]), updates[1]
 
 
