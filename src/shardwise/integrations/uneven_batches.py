@@ -52,9 +52,8 @@ class UnevenBatches:
             self._differs = len(set(lengths)) > 1 or splits
             if self._differs:
                 _check_follows(self)
-            if (
-                rest and len(set(lengths)) > 1
-            ):  # the loop of older versions ignores what is returned
+            # The loop of older versions, which pass more, ignores what is returned.
+            if rest and len(set(lengths)) > 1:
                 raise PlanError(
                     f"ranks have {lengths} batches, but the Trainer of transformers "
                     f"{transformers.__version__} counts the steps of an epoch on each rank alone; "
