@@ -51,6 +51,7 @@ def test_a_rank_killed_under_torchrun_is_restarted(tiny: Path, tmp_path: Path) -
     _assert_resumed(stdout, directory)
 
 
+@pytest.mark.thorough  # torchrun waits 30 s for the ranks that are left
 def test_a_killed_rank_is_restarted(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     chosen = settings(directory, "run.overwrite=true")

@@ -265,12 +265,12 @@ def test_recovery_frees_the_groups_of_the_step_that_raised() -> None:
     world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
     queue = ProcessGroupCollectives(world, CPU, "gloo", "recovered")
     before = _num_groups()
-    for _ in range(3):
+    for epoch in range(1, 4):
         assert queue._process_group(world) is not None
         assert _num_groups() == before + 1
         dist.barrier()  # a rank that still connects would lose this one
         queue.stop()
-        queue.restart(1)
+        queue.restart(epoch)
         assert _num_groups() == before
 
 

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 import shardwise as sw
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.transformers import Trainer
+from shardwise.integrations.uneven_batches import UnevenBatches
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, assert_equal_models, options_of, rank, world_size
@@ -421,3 +422,9 @@ def test_accelerate(count: int) -> None:
     assert schedule.scheduler.last_epoch == len(expected) * world_size()
     if rank() == 0:
         assert norms == pytest.approx([line["grad_norm"] for line in expected], rel=1e-10)
+
+
+def test_private_attributes_have_names_that_no_other_trainer_uses() -> None:
+    """TRL's GRPOTrainer counts in ``_step``."""
+    own = [name for name in vars(UnevenBatches) if not name.startswith("__")]
+    assert all(name.startswith("_uneven") or hasattr(transformers.Trainer, name) for name in own)

@@ -103,8 +103,14 @@ class Memory:
         self._places[key] = place
         self._held[key] = None
         self._finalizers.append(weakref.finalize(storage, self._drop, key))
-        if storage.nbytes() and self.block_at(storage.data_ptr()) is None:
-            start = storage.data_ptr()
+        if not storage.nbytes():
+            return
+        start = storage.data_ptr()
+        known = self.block_at(start)
+        if known is not None and known not in self._held.values():
+            self._remove(known)  # its free was not observed
+            known = None
+        if known is None:
             self._held[key] = self._insert(
                 Block(start, start + storage.nbytes(), place, owner, made_by)
             )

@@ -32,25 +32,30 @@ __all__ = ["EpochBegins", "UnevenBatches"]
 
 
 class UnevenBatches:
-    """A mix-in for a `Trainer` whose ranks may have unequal numbers of batches."""
+    """A mix-in for a `Trainer` whose ranks may have unequal numbers of batches.
 
-    _differs = False  # whether ranks may have different numbers of batches in training
-    _epoch_ended = False  # on all ranks
-    _step: "_Step | None" = None  # in which ranks have different numbers of batches
-    _sizes: Sequence[int] = ()  # the number of samples of each rank in a batch of an evaluation
+    Its attributes have names of their own, as trainers of other libraries have many (``_step``).
+    """
+
+    _uneven_differs = False  # whether ranks may have different numbers of batches in training
+    _uneven_epoch_ended = False  # on all ranks
+    _uneven_step: "_Step | None" = None  # in which ranks have different numbers of batches
+    _uneven_sizes: Sequence[
+        int
+    ] = ()  # the number of samples of each rank in a batch of an evaluation
 
     # -- training --------------------------------------------------------------------------------
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> Any:
         """As in `transformers.Trainer`, with the number of batches of the longest rank."""
         trainer: Any = super()
-        self._differs = _may_differ(self, dataloader)
-        if self._differs and (length := _length(dataloader)) is not None:
+        self._uneven_differs = _may_differ(self, dataloader)
+        if self._uneven_differs and (length := _length(dataloader)) is not None:
             lengths = _across(self, length)
             sampler = getattr(dataloader, "batch_sampler", None)
             splits = getattr(sampler, "split_batches", False)  # its length is that of all ranks
-            self._differs = len(set(lengths)) > 1 or splits
-            if self._differs:
+            self._uneven_differs = len(set(lengths)) > 1 or splits
+            if self._uneven_differs:
                 _check_follows(self)
             # The loop of older versions, which pass more, ignores what is returned.
             if rest and len(set(lengths)) > 1:
@@ -70,13 +75,13 @@ class UnevenBatches:
         Ranks with fewer batches than others get empty ones.
         """
         trainer: Any = super()
-        self._step = None
-        if not self._differs:
+        self._uneven_step = None
+        if not self._uneven_differs:
             found: tuple[list[Any], Any] = trainer.get_batch_samples(
                 epoch_iterator, num_batches, device
             )
             return found
-        if self._epoch_ended:
+        if self._uneven_epoch_ended:
             return [], None
         this: Any = self
         args = this.args
@@ -90,7 +95,7 @@ class UnevenBatches:
         rows = _rows(self, len(own), counted, num_items is not None, num_items or 0)
         nums = [int(row[0]) for row in rows]
         if not any(nums):
-            self._epoch_ended = True
+            self._uneven_epoch_ended = True
             return [], None
         scale = len(nums) / sum(num > 0 for num in nums)
         if averages and any(row[2] for row in rows):
@@ -99,7 +104,7 @@ class UnevenBatches:
                 num_items = num_items.double() * scale
         if len(set(nums)) > 1:
             _check_follows(self)
-            self._step = _Step(own, max(nums), scale)
+            self._uneven_step = _Step(own, max(nums), scale)
         empty = {main_input: torch.zeros(0)} if any(row[1] for row in rows) else {}
         return own + [empty] * (max(nums) - len(own)), num_items
 
@@ -110,14 +115,14 @@ class UnevenBatches:
         """
         trainer: Any = super()
         this: Any = self
-        step, zero = self._step, torch.zeros((), device=this.args.device)
+        step, zero = self._uneven_step, torch.zeros((), device=this.args.device)
         if step is None:
             loss: Tensor = trainer.training_step(model, inputs, num_items_in_batch)
             return loss
         step.remaining -= 1
         if step.remaining:
             return zero
-        self._step, sharded = None, this.model
+        self._uneven_step, sharded = None, this.model
         self.current_gradient_accumulation_steps = len(step.batches)
         losses = [zero]
         if not step.batches:  # what the step of a batch would do
@@ -148,7 +153,7 @@ class UnevenBatches:
         averages = this.args.average_tokens_across_devices
         this.args.average_tokens_across_devices = False  # a loss is the mean over its own batch
         if needs_even is None:
-            this.gather_function = self._gather_samples
+            this.gather_function = self._uneven_gather
         batches = _EvenedOut(dataloader, self, needs_even)
         try:
             return trainer.evaluation_loop(batches, *args, **options)
@@ -156,11 +161,11 @@ class UnevenBatches:
             this.args.average_tokens_across_devices = averages
             this.gather_function = this.accelerator.gather_for_metrics
 
-    def _gather_samples(self, data: Any) -> Any:
+    def _uneven_gather(self, data: Any) -> Any:
         """Gather what all ranks computed; a rank without a batch has nothing."""
         this: Any = self
         accelerator, repeated = this.accelerator, this.args.eval_batch_size
-        size = self._sizes[accelerator.process_index]
+        size = self._uneven_sizes[accelerator.process_index]
 
         def gather(own: Tensor) -> Tensor:
             if own.dim() == 0:
@@ -185,7 +190,7 @@ class EpochBegins(transformers.TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_epoch_begin(self, *_: Any, **_options: Any) -> None:
-        self._trainer._epoch_ended = False
+        self._trainer._uneven_epoch_ended = False
 
 
 class _Step:
@@ -227,7 +232,7 @@ class _EvenedOut(_OfLength):
         for number in itertools.count():
             batch = next(batches, None)
             size = 0 if batch is None else find_batch_size(batch) or 1
-            self._trainer._sizes = sizes = _across(self._trainer, size)
+            self._trainer._uneven_sizes = sizes = _across(self._trainer, size)
             if not any(sizes):
                 return
             if self._needs_even and len(set(sizes)) > 1:

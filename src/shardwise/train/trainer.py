@@ -314,9 +314,10 @@ class Trainer:
 
     def _validate(self) -> float:
         self.model.eval()
-        # By micro-batch: sum of losses, number of targets.
-        totals = torch.zeros(self.config.num_micro_batches, 2, device=self.world.device)
         data = self._sequences(self.corpus.validation, VALIDATION_SEED)
+        # By micro-batch, of which each replica computes all: sum of losses, number of targets.
+        num_parts = -(-data.global_batch // data.world_size // self.config.micro_batch)
+        totals = torch.zeros(num_parts, 2, device=self.world.device)
         num_batches = self.config.train.validation_batches
         for number in range(num_batches or data.num_batches):
             batch = data[number] if num_batches else data.in_order(number)
