@@ -34,6 +34,21 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def adapted_in_four_bits(folder: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """The model of `base` with 4-bit weights and adapters, twice; every rank calls this."""
+    if rank() == 0:
+        base().save_pretrained(folder)
+    dist.barrier()
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
+    first, second = (
+        LlamaForCausalLM.from_pretrained(
+            folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype
+        )
+        for _ in range(2)
+    )
+    return adapted(first), adapted(second)
+
+
 @on_ranks(2)
 def test_adapters_are_merged_and_unmerged_in_shards() -> None:
     alone, model = adapted(base()), adapted(base())
@@ -60,25 +75,11 @@ def test_adapters_are_merged_and_unmerged_in_shards() -> None:
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @on_ranks(2, deadline=200.0)
 def test_adapters_of_four_bit_weights_train_as_in_one_process(tmp_path: Path) -> None:
-    if rank() == 0:
-        base().save_pretrained(tmp_path / "base")
-    dist.barrier()
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
+    alone, model = adapted_in_four_bits(
+        tmp_path / "base",
+        torch.float32,
         bnb_4bit_compute_dtype=torch.float32,
         bnb_4bit_quant_storage=torch.float32,
-    )
-    alone, model = (
-        adapted(
-            LlamaForCausalLM.from_pretrained(
-                tmp_path / "base",
-                quantization_config=quantization,
-                device_map={"": "cpu"},
-                dtype=torch.float32,
-            )
-        )
-        for _ in range(2)
     )
     sw.fully_shard(model, units=LlamaDecoderLayer)
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (alone, model)]
@@ -103,25 +104,11 @@ def test_adapters_of_four_bit_weights_train_as_in_one_process(tmp_path: Path) ->
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
 @on_ranks(2, deadline=200.0)
 def test_four_bit_weights_are_merged_as_by_peft(storage: torch.dtype, tmp_path: Path) -> None:
-    if rank() == 0:
-        base().save_pretrained(tmp_path / "base")
-    dist.barrier()
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
+    alone, model = adapted_in_four_bits(
+        tmp_path / "base",
+        torch.bfloat16,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_quant_storage=storage,
-    )
-    alone, model = (
-        adapted(
-            LlamaForCausalLM.from_pretrained(
-                tmp_path / "base",
-                quantization_config=quantization,
-                device_map={"": "cpu"},
-                dtype=torch.bfloat16,
-            )
-        )
-        for _ in range(2)
     )
     dequantize = peft.utils.integrations.dequantize_bnb_weight
     expected = {}

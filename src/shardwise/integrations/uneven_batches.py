@@ -40,9 +40,7 @@ class UnevenBatches:
     _uneven_differs = False  # whether ranks may have different numbers of batches in training
     _uneven_epoch_ended = False  # on all ranks
     _uneven_step: "_Step | None" = None  # in which ranks have different numbers of batches
-    _uneven_sizes: Sequence[
-        int
-    ] = ()  # the number of samples of each rank in a batch of an evaluation
+    _uneven_sizes: Sequence[int] = ()  # samples of each rank in a batch of an evaluation
 
     # -- training --------------------------------------------------------------------------------
 
