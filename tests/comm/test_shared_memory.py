@@ -6,6 +6,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import Communicator, communicator
+from shardwise.features.host_collectives import HostCollectives
 from shardwise.host import handshake
 from shardwise.host.peers import Descriptor
+from shardwise.host.point_to_point import RankLostError
 from shardwise.host.shared_memory import (
     _MAX_SEGMENTS,
     Place,
@@ -170,6 +173,32 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         buffers.gather(1, 10.0)
         assert buffers.is_shared(1)
         buffers.free(1)
+
+
+@needs_swap
+@on_ranks(3)
+def test_a_rank_that_has_lost_another_one_is_not_named_as_the_reason() -> None:
+    buffers = Buffers(1000)
+    buffers.all[0].acquire()
+    gather = buffers.comm.gather
+    with mock.patch.object(
+        HostCollectives, "_agree_on_memory", autospec=True, side_effect=_agree_and_lose_rank_2
+    ):
+        flat, shared = buffers.all[0].flat, buffers.all[0].shared_range()
+        pending = gather.all_gather(flat, gather.world, "gather", lambda: None, shared)
+        pending.wait()
+    assert isinstance(pending.error, sw.PeerLost)
+    buffers.all[0].release()
+
+
+_agree_on_memory = HostCollectives._agree_on_memory
+
+
+def _agree_and_lose_rank_2(*args: Any) -> bool:
+    agrees = _agree_on_memory(*args)
+    if rank() == 0:
+        raise RankLostError("rank 0 lost rank 2")
+    return agrees
 
 
 @needs_swap

@@ -35,6 +35,7 @@ from shardwise.host.sums import Run, Summation, parts_of
 __all__ = ["HostCollectives"]
 
 _MAX_TEXT = 500  # characters of an error that other ranks get
+_LOST = b"lost"  # in the place of such an error
 _Exchange = tuple[CollectiveId, Run]
 
 
@@ -224,12 +225,17 @@ class HostCollectives(Collectives):
                 fill()
         except Exception as error:  # noqa: BLE001 - raised after the other ranks know
             failure = error
-        text = f"{type(failure).__name__}: {failure}"[:_MAX_TEXT]
-        outcome = text.encode() if failure else b"filled"
+        outcome = b"filled"
+        if failure is not None:
+            text = f"{type(failure).__name__}: {failure}"[:_MAX_TEXT]
+            # The reason is that of the rank that is lost, for which the others look themselves.
+            outcome = _LOST if isinstance(failure, RankLostError) else text.encode()
         outcomes = self.point_to_point.swap_messages(_other_ranks(group), outcome, tag)
         if failure is not None:
             raise failure
         for rank, other in outcomes.items():
+            if other.content == _LOST:
+                raise RankLostError(f"rank {rank} lost another rank")
             if other.content != b"filled":
                 text = other.content.decode(errors="replace")
                 raise PeerAborted(f"rank {rank} could not take part in {label}: {text}")

@@ -163,8 +163,9 @@ class RankWatch(Watch):
         while not work.wait(self.patience.poll_seconds):
             looks = looks or LookCounter()
             states = self._states()
-            # On a busy machine, the stream's thread may not have marked it as done yet.
-            is_over = collective is not None and any(collective.tag in s.ended for s in states)
+            # It may be over: on a busy machine, the stream's thread may not have marked it as done
+            # yet. A work without a collective waits for something else, such as other replicas.
+            is_over = collective is None or any(collective.tag in s.ended for s in states)
             looks.look(states, has_moved=is_over)
             error = self._look_at_peers(looks.count, awaited, wait)
             if isinstance(error, PeerAborted) and work.wait(self.patience.poll_seconds):
