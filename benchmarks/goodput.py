@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from shardwise.checkpoint.directory import latest
+
 RESULTS = Path(__file__).parent / "results" / "goodput.json"
 NUM_RANKS = 2
 GLOBAL_BATCH, CONTEXT = 8, 64
@@ -87,7 +89,7 @@ def _run(
     process = start()
     while max((record["step"] for record in _records(directory)), default=0) < 2 * options.every:
         time.sleep(0.2)
-    began, kills = time.time(), 0
+    began, kills, repeated = time.time(), 0, 0
     first = {(r["life"], r["step"]) for r in _records(directory)}
     while time.time() - began < options.seconds:
         time.sleep(0.2)
@@ -95,6 +97,7 @@ def _run(
             kill(psutil.Process(process.pid))
             kills += 1
             if process.poll() is not None:
+                repeated += _steps_lost(directory)
                 process = start()
     seconds = time.time() - began
     records = [r for r in _records(directory) if (r["life"], r["step"]) not in first]
@@ -104,13 +107,12 @@ def _run(
     # The steps of a replica that dies before its next round do not count.
     shares = {step: _share(kept.get(step + ahead, record)) for step, record in kept.items()}
     useful = sum(_useful_seconds(record) * shares[step] for step, record in kept.items())
-    trained = len(records) if settings is _checkpoints else len(kept)
     return {
         "measured_seconds": seconds,
         "kills": kills,
         "steps": len(kept),
         "goodput_by_time": useful / seconds,
-        "goodput_by_steps": sum(shares.values()) / trained,
+        "goodput_by_steps": sum(shares.values()) / (len(kept) + repeated),
         "waited_seconds": sum(float(r.get("waited_seconds", 0.0)) for r in kept.values()),
         "sequences_per_second": sum(GLOBAL_BATCH * share for share in shares.values()) / seconds,
     }
@@ -128,6 +130,13 @@ def _records(directory: Path) -> Iterator[dict[str, Any]]:
         for line in path.read_text().splitlines():
             if line.endswith("}"):
                 yield {"life": path.parent.name, **json.loads(line)}
+
+
+def _steps_lost(directory: Path) -> int:
+    """The steps of a job that was killed since its last checkpoint, which it trains again."""
+    last = max(int(record["step"]) for record in _records(directory))
+    saved = latest(directory / "checkpoints")
+    return last - int(saved.name.rpartition("-")[2]) if saved else last
 
 
 def _share(record: dict[str, Any]) -> float:
