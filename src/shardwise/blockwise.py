@@ -166,12 +166,21 @@ def _from_integers(codes: Tensor, zero: int) -> Tensor:
 
 
 def _to_dynamic(scaled: Tensor, *, signed: bool) -> Tensor:
-    numbers = torch.tensor(dynamic_codebook(signed=signed), device=scaled.device)
+    numbers = _codebook(scaled.device, signed=signed)
     return torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
 
 
 def _from_dynamic(codes: Tensor, *, signed: bool) -> Tensor:
-    return torch.tensor(dynamic_codebook(signed=signed), device=codes.device)[codes.int()]
+    return _codebook(codes.device, signed=signed)[codes.int()]
+
+
+def _codebook(device: torch.device, *, signed: bool) -> Tensor:
+    """The 256 numbers of dynamic quantization; the host does not wait for ``device``."""
+    numbers = torch.tensor(dynamic_codebook(signed=signed), device="cpu")
+    if device.type in ("cpu", "meta"):
+        return numbers.to(device)
+    pinned = torch.empty_like(numbers, pin_memory=True).copy_(numbers)
+    return pinned.to(device, non_blocking=True)
 
 
 @cache

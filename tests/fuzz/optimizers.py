@@ -15,6 +15,8 @@ def make_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Opt
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
     if kind in ("muon", "soap"):
         return _make_of_matrices(kind, parameters)
+    if kind == "adam8bit":  # in blocks that are also those of small models
+        return sw.optim.Adam8bit(parameters, lr=1e-2, eps=1e-3, block=8, min_elements=1)
     foreach, fused = kind.endswith("foreach"), kind.endswith("fused")
     # A large eps: where a gradient is all rounding, Adam would make a step of it.
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=foreach, fused=fused)

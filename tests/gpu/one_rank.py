@@ -34,6 +34,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "zero2, two micro-batches": {"strategy": "zero2", "accumulate": 2},
     "optimizer in backward": {"in_backward": True},
     "Muon": {"make": lambda model: make("muon", model), "name": "wide stack"},
+    "8-bit Adam": {"make": lambda model: make("adam8bit", model), "granularity": "row"},
     "SOAP": {"make": lambda model: make("soap", model), "name": "stack"},
     "offload of parameters, gradients, states": {"offload_policy": sw.CPUOffloadPolicy()},
     "offload of gradients and states": {"offload_policy": sw.CPUOffloadPolicy(parameters=False)},
@@ -300,7 +301,7 @@ def _recorder(context: Context) -> None:
 
 @check(ONE, "initialization from the meta device", {"kinds": ("cuda", "cpu")})
 def _initialization(context: Context) -> None:
-    whole = WideStack()
+    whole = WideStack().to(context.device)
     sw.initialize(whole, 7)
     with torch.device("meta"):
         model = WideStack()
@@ -308,7 +309,7 @@ def _initialization(context: Context) -> None:
     for own, expected in zip(model.parameters(), whole.parameters(), strict=True):
         found = own.full_tensor().detach()  # type: ignore[attr-defined]
         assert found.device.type == context.device.type
-        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(found, expected)
 
 
 @check(ONE, "whole parameters, state dicts, evaluation")

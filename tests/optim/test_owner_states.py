@@ -153,6 +153,20 @@ def test_a_state_dict_of_other_owners_is_loaded(make: Make) -> None:
         assert parameter.equal(loaded)
 
 
+def test_the_steps_of_matrices_stay_on_the_host() -> None:
+    """torch moves them to the parameters' device, as their groups are fused."""
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = sw.optim.SOAP(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with torch.device("meta"):
+        other = nn.Linear(4, 3, bias=False)
+        loaded = sw.optim.SOAP(other.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    (state,) = loaded.state.values()
+    assert state["step"].device.type == "cpu"
+
+
 @pytest.mark.parametrize("make", [sw.optim.Muon, sw.optim.SOAP, sw.optim.Adam8bit])
 def test_a_state_dict_of_another_optimizer_is_refused(make: Any) -> None:
     parameter = nn.Parameter(torch.ones(4, 3))

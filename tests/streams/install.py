@@ -94,8 +94,12 @@ class Simulated:
             is_pinned = kwargs.pop("pin_memory", False)
             if _is_meta(device):
                 return original(*args, device=device, **kwargs)
-            with self._creation.at(self.place(device, is_pinned=is_pinned)):
-                return original(*args, **kwargs)
+            place = self.place(device, is_pinned=is_pinned)
+            with self._creation.at(place):
+                made = original(*args, **kwargs)
+            if place is not None and place.is_device and original.__name__ == "tensor":
+                self.simulation.synchronize(place.device)  # a copy from memory of Python
+            return made
 
         return make
 

@@ -56,7 +56,7 @@ class Program:
     unused: str = "none"
     offloads_activations: bool = False
     memory: MemoryKind = MemoryKind.OWN  # of the buffers of collectives
-    optimizer: str = "adamw"  # or "muon", "soap"
+    optimizer: str = "adamw"  # or "muon", "soap", "adam8bit"
     steps_in_backward: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -32,6 +32,7 @@ CLEAN = {
     "permuted hfsdp": Program(strategy="hfsdp", is_permuted=True),
     "activations": Program("wide", offloads_activations=True),
     "muon": Program(optimizer="muon"),
+    "8-bit Adam": Program(optimizer="adam8bit", granularity="row"),
     "soap, hsdp": Program(optimizer="soap", strategy="hsdp"),
     "wire": Program(options={"wire": sw.Wire("int8", "int4", block=8, error_feedback=True)}),
     "one communicator": Program(options={"communicators": "shared"}),

@@ -13,6 +13,7 @@ from shardwise.comm import device as transport_device
 from shardwise.errors import StepError
 from shardwise.recording import record
 from shardwise.recording.format import read_recording
+from shardwise.runtime.attach import settings_of
 from tests.streams.install import simulated
 from tests.streams.models import CASES, build
 from tests.streams.programs import DEVICE
@@ -82,3 +83,18 @@ def test_a_recording_times_its_detailed_steps(
     assert all(math.isfinite(one.ended - one.began) for one in rank.steps)
     assert counts[2] == 2, "the begin and the end of the step"
     assert counts[1] > len(rank.events)
+
+
+def test_a_communication_hook_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on the host's stream, and has times of the host."""
+    monkeypatch.setattr(record, "name_of", str)
+    with simulated(Simulation(), exchanges=False):
+        model = sharded()
+        for module in model.modules():
+            if isinstance(module, sw.FSDPModule):
+                settings_of(module).collective_hook = lambda _flat, *_reduced: None
+        with sw.record(model, tmp_path, steps=(1,)):
+            for _ in range(2):
+                step(model)
+    [rank] = read_recording(tmp_path)
+    assert len(rank.steps) == 2

@@ -1,10 +1,16 @@
-"""Groups of ranks in one process, without process groups."""
+"""Groups of ranks, and where their shards are."""
 
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from shardwise.comm.api import RankGroup, Sent, Work
 from shardwise.plan.axes import AxisBytes
-from shardwise.tensor.mesh import DataParallelMesh, _Nearby
+from shardwise.plan.strategy import STRATEGIES
+from shardwise.tensor import mesh as meshes
+from shardwise.tensor.mesh import DataParallelMesh, _Nearby, resolve_mesh
+from tests.ranks import on_ranks
 
 
 def test_no_step_counts_the_ranks_of_a_group() -> None:
@@ -20,3 +26,13 @@ def test_no_step_counts_the_ranks_of_a_group() -> None:
     with mock.patch.object(_Nearby, "_num_near", side_effect=AssertionError):
         assert mesh.axis_bytes(works) == expected
         assert mesh.axis_bytes(works, 2) == inner
+
+
+@on_ranks(1, 2)
+def test_one_rank_uses_the_accelerator_of_the_job_as_several_do() -> None:
+    gpu = torch.device("cuda", 3)
+    with (
+        mock.patch.object(meshes, "accelerator_type", {dist.group.WORLD: "cuda"}.get),
+        mock.patch.object(meshes, "rank_device", return_value=gpu),
+    ):
+        assert resolve_mesh(None, STRATEGIES["fsdp"]).accelerator == gpu

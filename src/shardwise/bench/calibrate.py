@@ -28,7 +28,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
-from shardwise.comm.device import num_local_accelerators, wait_for_device
+from shardwise.comm.device import is_accelerator, num_local_accelerators, wait_for_device
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.machines.calibrated import (
     VERSION,
@@ -241,12 +241,12 @@ def _timed(
     step: Callable[[], None], world: World, times: int
 ) -> tuple[list[Operation], list[float], float]:
     """Return the operations of a step, the median seconds of each, and the host's seconds."""
-    first = _host_seconds(step)
+    first = _host_seconds(step, world.device)
     times = min(times, max(1, int(_SECONDS / max(world.gather(first)) / 2)))
     operations: list[Operation] = []
     totals, timed = [], []
     for _ in range(times):
-        totals.append(_host_seconds(step))
+        totals.append(_host_seconds(step, world.device))
         timer = _Timer(world.device)
         with timer:
             step()
@@ -255,10 +255,17 @@ def _timed(
     return operations, [median(times) for times in zip(*timed, strict=True)], median(totals)
 
 
-def _host_seconds(step: Callable[[], None]) -> float:
-    began = time.thread_time()
+def _host_seconds(step: Callable[[], None], device: torch.device) -> float:
+    clock = _clock(device)
+    wait_for_device(device)
+    began = clock()
     step()
-    return time.thread_time() - began
+    return clock() - began
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """The clock of the thread that computes; on an accelerator, backward runs on another one."""
+    return time.perf_counter if is_accelerator(device) else time.thread_time
 
 
 def _fit(points: Sequence[_Point]) -> Rate:
@@ -325,7 +332,7 @@ def _engine_seconds(world: World, num_steps: int) -> dict[str, float]:
 
 def _tiny(world: World, num_steps: int, num_units: int, **parameters: int) -> tuple[float, float]:
     """Return what the engine adds to forward and backward, and the seconds of the optimizer."""
-    passes, updates = [], []
+    passes, updates, clock = [], [], _clock(world.device)
     for is_sharded in (False, True):
         units = (_Unit(_TINY_ELEMENTS, **parameters) for _ in range(num_units))
         model = nn.Sequential(*units).to(world.device)
@@ -335,13 +342,14 @@ def _tiny(world: World, num_steps: int, num_units: int, **parameters: int) -> tu
         x = torch.ones(1, device=world.device)
         times: list[tuple[float, float]] = []
         for _ in range(num_steps):
+            wait_for_device(world.device)
             dist.barrier()
-            began = time.thread_time()
+            began = clock()
             model(x).sum().backward()
-            middle = time.thread_time()
+            middle = clock()
             optimizer.step()
             optimizer.zero_grad()
-            times.append((middle - began, time.thread_time() - middle))
+            times.append((middle - began, clock() - middle))
         passes.append(median(one for one, _ in times))
         updates.append(median(one for _, one in times[1:]))
     return max(0.0, passes[1] - passes[0]), updates[1]
@@ -365,6 +373,7 @@ def _spans(
     units = [_Unit(size) for size in _UNIT_ELEMENTS]
     model = nn.Sequential(*units).to(world.device)
     model = sw.fully_shard(model, units=_Unit, strategy=strategy, prefetch=0, mp_policy=policy)
+    sw.ledger(model).takes_times = True  # on an accelerator, this costs host time
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     events: list[RecordedEvent] = []
     for number in range(num_steps):
@@ -387,8 +396,7 @@ def _update_seconds(device: torch.device) -> float:
     parameter = nn.Parameter(torch.zeros(_UPDATE_ELEMENTS, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = fused_adamw([parameter])
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
-    seconds = []
+    clock, seconds = _clock(device), []
     for _ in range(_TIMES + 1):
         wait_for_device(device)
         began = clock()

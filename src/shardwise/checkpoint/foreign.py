@@ -133,7 +133,7 @@ class _DistributedSource:
         row_bytes = prod(stored.size[1:]) * self.specs[name].itemsize
         first, last = start // row_bytes, -(-(start + content.nbytes) // row_bytes)
         size = torch.Size((last - first, *stored.size[1:])) if stored.size else stored.size
-        rows = torch.empty(size, dtype=stored.properties.dtype)
+        rows = torch.empty(size, dtype=stored.properties.dtype, device="cpu")
         at = torch.Size((first, *(0 for _ in size[1:]))) if size else size
         items = create_read_items_for_chunk_list(key, stored, [ChunkStorageMetadata(at, size)])
         if sum(prod(item.lengths) for item in items) != rows.numel():

@@ -324,7 +324,8 @@ class Reader:
         for begin, end in split_at_blocks(start, stop, self.source.read_bytes):
             content = memory[begin - start : end - start]
             if not is_direct:
-                converted = torch.empty((end - begin) // spec.itemsize, dtype=spec.torch_dtype)
+                size = (end - begin) // spec.itemsize
+                converted = torch.empty(size, dtype=spec.torch_dtype, device="cpu")
                 content = bytes_of(converted)
             self.source.read(name, begin, content)
             if self._sums is not None:
@@ -343,7 +344,7 @@ class Reader:
             CheckpointDamaged: names the tensor.
         """
         spec = self.source.specs[name]
-        whole = torch.empty(spec.shape, dtype=spec.torch_dtype)
+        whole = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         self.read(name, TensorSlice(0, whole.view(-1)))
         return whole
 

@@ -168,7 +168,7 @@ def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) 
         return
     text = repr([getattr(plan, field.name) for field in fields(plan)])
     texts = (text, re.sub(r"names=\(.*?\), shape=", "shape=", text)) if warns else (text,)
-    digests = [torch.tensor(zlib.crc32(one.encode())) for one in texts]
+    digests = [torch.tensor(zlib.crc32(one.encode()), device="cpu") for one in texts]
     by_rank = across(digests, mesh, mesh.world)  # [ranks, plans]
     different = by_rank != by_rank[0]
     if not different.any():
@@ -236,13 +236,15 @@ def checksum(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integers = flat.view(integer)
-    if integers.device.type != "cpu":
-        return integers.sum(dtype=torch.int64)
+    if integers.device.type != "cpu":  # torch's sum into another dtype copies its input
+        return torch.stack(
+            [one.sum(dtype=torch.int64) for one in torch.split(integers, _PIECE)]
+        ).sum()
     # On the CPU, torch's sum into another dtype copies its input. Even in chunks, such copies left
     # holes in the heap that later allocations did not fit into: after a start on the meta device,
     # one rank in four had grown by the size of all units. NumPy's sum needs a few kilobytes.
     # Unlike `numpy()`, DLPack leaves the storage resizable.
-    return torch.tensor(np.from_dlpack(integers).sum(dtype=np.int64))
+    return torch.tensor(np.from_dlpack(integers).sum(dtype=np.int64), device="cpu")
 
 
 def iterates_in_forward(module: nn.Module) -> bool:
@@ -292,6 +294,7 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 # torch's optimizers that need whole parameters, and what to use instead.
+_PIECE = 1 << 24  # elements
 _NEED_WHOLE_PARAMETERS = {
     "Muon": "use shardwise.optim.Muon, which has its options and numbers",
     "Adafactor": "use shardwise.optim.Adam8bit, which saves memory, too",

@@ -126,7 +126,7 @@ def _flags(values: Sequence[bool], device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):
         if all(values):  # no copy to the device
             return torch.ones(len(values), dtype=torch.uint8, device=device)
-        return torch.tensor(values, dtype=torch.uint8).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
 
 
 def _by_rank(missing: Sequence[bool], comm: Communicator, device: torch.device) -> Tensor:

@@ -216,7 +216,7 @@ def _mesh_of(group: Any) -> DeviceMesh:
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, _device_type(group))
     # An object that has only a size and this rank: the model can be built but not run.
-    return mesh_without_groups("cpu", torch.arange(group.size()), None, group.rank())
+    return mesh_without_groups("cpu", torch.arange(group.size(), device="cpu"), None, group.rank())
 
 
 def _first_dim(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -241,7 +241,7 @@ def _mesh_of_pair(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Dev
     return DeviceMesh.from_group(
         [replicas, shards],
         _device_type(shards),
-        mesh=torch.tensor(grid),
+        mesh=torch.tensor(grid, device="cpu"),
         mesh_dim_names=("replicate", "shard"),
     )
 

@@ -203,14 +203,16 @@ class Adam8bit(Optimizer):
         if is_quantized:  # the parameter may have been sharded since its group was added
             _check_uncut(parameter, "a parameter")
         granules, state = _Granules(parameter, group["block"]), self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         contiguous = parameter if isinstance(parameter, DTensor) else parameter.contiguous()
         for name in _QUANTIZED:
             dtype = torch.uint8 if is_quantized else torch.float32
             state[name] = torch.zeros_like(contiguous, dtype=dtype, requires_grad=False)
             if is_quantized:
                 state[f"{name}_scale"] = granules.scales()
-                self._write(granules, name, torch.zeros(()).expand(local_part(parameter).shape))
+                local = local_part(parameter)
+                zero = local.new_zeros((), dtype=torch.float32)
+                self._write(granules, name, zero.expand_as(local))
 
     def _read(self, granules: "_Granules", name: str) -> Tensor:
         """This rank's elements of a state, in float32."""

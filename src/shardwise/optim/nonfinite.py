@@ -51,7 +51,7 @@ def _count_nonfinite(parameters: Sequence[Tensor]) -> list[list[int]]:
     mesh = mesh_of(parameters)
     if mesh is None or mesh.num_ranks == 1:
         return own
-    counts = torch.tensor(own, dtype=torch.int64)
+    counts = torch.tensor(own, dtype=torch.int64, device="cpu")
     by_rank = across(counts.view(-1).to(parameters[0].device).unbind(), mesh)
     total: list[list[int]] = by_rank.sum(0).view(-1, 2).tolist()
     return total

@@ -105,12 +105,17 @@ class OwnerOptimizer(Optimizer):
         check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
         devices = self._state_devices()
-        for key, parameter in zip(keys, parameters, strict=True):
+        for key, (parameter, group) in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 loaded = self.state[parameter][name]
-                if isinstance(value, Tensor) and name != "step":
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":  # torch moves it to the parameter, since groups are "fused"
+                    if group["method"] != "adamw":
+                        self.state[parameter][name] = value.to("cpu", copy=True)
+                else:
                     device = devices.get(id(parameter), loaded.device)
                     if (value.dtype, device) != (loaded.dtype, loaded.device):
                         self.state[parameter][name] = value.to(device)

@@ -131,7 +131,7 @@ class SOAP(OwnerOptimizer):
                 if size <= member.group["max_precondition_dim"]:
                     shapes[f"{name}{number}"] = shapes[f"{name}{number}_basis"] = stack, size, size
         state = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for key, shape in shapes.items():
             state[key] = self._owned(parameter, key, shape)
 

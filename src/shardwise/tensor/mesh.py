@@ -80,10 +80,10 @@ class DataParallelMesh:
             # torch runs collectives even to distribute tensors over a mesh of one rank.
             if has_groups and (alone := dist.group.WORLD) is not None:
                 return DeviceMesh.from_group(alone, device_type)
-            return mesh_without_groups(device_type, torch.tensor([0]), None, 0)
+            return mesh_without_groups(device_type, torch.tensor([0], device="cpu"), None, 0)
         if self.row.size in (1, self.num_ranks):
             return DeviceMesh.from_group(self.group, device_type)
-        members = torch.tensor(dist.get_process_group_ranks(self.group))
+        members = torch.tensor(dist.get_process_group_ranks(self.group), device="cpu")
         rows = members[list(self.world.ranks)].view(-1, self.row.size)
         names = ("replicate", "shard")
         if has_groups:
@@ -227,9 +227,10 @@ class DataParallelMesh:
     @property
     def accelerator(self) -> torch.device | None:
         """This rank's accelerator; None if the ranks exchange CPU tensors."""
-        if self.on_cpu or accelerator_type(self.group) is None:
+        group = dist.group.WORLD if self.group is None else self.group  # None if it is alone
+        if self.on_cpu or accelerator_type(group) is None:
             return None
-        return rank_device(self.group)
+        return rank_device(group)
 
     def backend(self, device_type: str) -> str | None:
         """The backend for tensors on ``device_type``: "gloo", "nccl", "fake" or None."""

@@ -250,7 +250,7 @@ def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     mesh, run = x._sharding.mesh, x._sharding.run
     generator = kwargs.get("generator")
     state = random_states(x.device)[-1] if generator is None else generator.get_state()
-    digest = torch.tensor(zlib.crc32(bytes(state.tolist())))
+    digest = torch.tensor(zlib.crc32(bytes(state.tolist())), device="cpu")
     digests = across([digest], mesh, mesh.world).view(-1).tolist()
     if mesh.backend("cpu") != "fake" and len(set(digests)) > 1:
         raise ShardedTensorError(

@@ -190,7 +190,7 @@ def part_of_rank(model: nn.Module, config: Config) -> nn.Module:
     """
     if config.shard.tensor > 1:
         check_settings(model.config, config.shard.tensor)
-        ranks = torch.arange(config.shard.tensor)
+        ranks = torch.arange(config.shard.tensor, device="cpu")
         # With a name of its own: torch's caches would return this mesh for an equal one.
         _parallelize(model, mesh_without_groups("cpu", ranks, ("planned",), 0))
     return model
