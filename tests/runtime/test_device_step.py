@@ -18,8 +18,8 @@ import shardwise as sw
 from shardwise.comm.device import Device
 from shardwise.features import device_step
 from shardwise.features.device_step import DeviceSteps
-from shardwise.features.snapshot import ModelSnapshot
-from shardwise.runtime.gradient_shards import _accumulate
+from shardwise.features.transaction import ModelSnapshot
+from shardwise.runtime.gradients import _accumulate
 from shardwise.runtime.hooks import apply_gradient_hooks
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import keeping_gradients
@@ -448,7 +448,7 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
         for p in unit.parameters:
             p.sharded.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
             elsewhere = torch.empty(p.local.numel(), device="meta")
-            gradient = apply_gradient_hooks(p.sharded, p.wrap_gradient(elsewhere))
+            gradient = apply_gradient_hooks(p.sharded, p.sharding.wrap_gradient(elsewhere))
             _accumulate(p, gradient)
     assert_elsewhere()
     for parameter in model.parameters():

@@ -19,7 +19,6 @@ from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
 from shardwise.runtime.codecs import RunCodec
-from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
@@ -200,7 +199,7 @@ def gradient_is_written_after_reduce(_simulation: Simulation) -> Any:
 
 
 def gradients_are_allocated_on_another_stream(simulation: Simulation) -> Any:
-    return patched(GradientShard, "memory", on_stream(simulation.new_stream(DEVICE)))
+    return patched(Gradients, "memory", on_stream(simulation.new_stream(DEVICE)))
 
 
 def gradients_are_read_by_the_host(_simulation: Simulation) -> Any:

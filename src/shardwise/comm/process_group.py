@@ -59,7 +59,10 @@ _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 
 class ProcessGroupCollectives(Collectives):
-    """A queue of collectives on process groups of its own."""
+    """A queue of collectives on process groups of its own.
+
+    Methods without a description are those of `Collectives`.
+    """
 
     stream: DeviceStream
 
@@ -92,7 +95,6 @@ class ProcessGroupCollectives(Collectives):
         fill: Callable[[], None] | None = None,
         shared: object = None,  # noqa: ARG002
     ) -> Work:
-        """As `Collectives.all_gather`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:
                 fill()
@@ -154,7 +156,6 @@ class ProcessGroupCollectives(Collectives):
         return work
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """As `Collectives.relay`."""
         hops = [step for step in steps if isinstance(step, Hop)]
         with self.stream.enqueue(timed=self.is_timed) as work:
             for step in steps:
@@ -176,7 +177,6 @@ class ProcessGroupCollectives(Collectives):
         hop.decode(rows)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """As `Collectives.all_reduce_max`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
@@ -242,7 +242,6 @@ class ProcessGroupCollectives(Collectives):
             )
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """As `Collectives.exchange`."""
         world = self.world
         with self.stream.enqueue(timed=self.is_timed) as work:
             if world.size > 1:

@@ -138,12 +138,7 @@ def device_for(
     """Return the device of the shards: this rank's accelerator, or else the device of the model.
 
     A model on the meta device is put on torch's default device if the group has no accelerators.
-
-    Args:
-        root: the model.
-        mesh: its ranks.
-        ignored: parameters that are not sharded.
-        offloaded_from: the device to assume for parameters on the CPU.
+    Parameters on the CPU count as being on the device that they are ``offloaded_from``.
 
     Raises:
         PlanError: the model is on several devices, or on one that is not supported.

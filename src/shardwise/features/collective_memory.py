@@ -27,7 +27,7 @@ def use_memory(runtime: Runtime, kind: MemoryKind) -> None:
 
 
 def _check_memory(runtime: Runtime, kind: MemoryKind) -> None:
-    if any(unit.plan.wire != UNQUANTIZED for unit in runtime.units):
+    if any(unit.plan.options.wire != UNQUANTIZED for unit in runtime.units):
         raise PlanError(
             f"the collectives of a model with a Wire cannot use {kind} memory, because they "
             "send encoded data from other memory; leave out the call, or the wire"
@@ -51,9 +51,8 @@ def _replace_memory(runtime: Runtime, kind: MemoryKind) -> None:
         _allocator(comm.reduce, kind, reduced, only_moves=False),
     )
     pool = None if kind is MemoryKind.OWN else runtime.pools.registered_gradients
-    for unit in runtime.units:
-        for gradients in unit.gradients:
-            gradients.use_memory_of(pool)
+    for gradients in runtime.scheduler.gradients:
+        gradients.use_memory_of(pool)
 
 
 def _allocator(

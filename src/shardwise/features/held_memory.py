@@ -90,7 +90,7 @@ class HeldMemory(MemoryNotes):
     def _held(self, gathered_bytes: int) -> dict[str, int]:
         """The bytes of each kind of tensors, except activations."""
         root, pools = self._root(), self._pools
-        sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
+        sharded = [one.sharded for unit in self._units for one in unit.parameters]
         flats = [flat for unit in self._units for flat in unit.flats]
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)

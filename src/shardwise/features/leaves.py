@@ -48,8 +48,8 @@ class _Leaves(StepLeaves):
 
     def ended(self) -> None:
         self.num_done = (self.num_done + 1) % len(self._mesh.own_leaves)
-        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
-        self._holds_gradients = any(one.is_active for one in accumulated)
+        gradients = self._scheduler.gradients
+        self._holds_gradients = any(one.accumulated.is_active for one in gradients)
         self._last_step = None if self.num_done else CompleteStep(self._units)
 
     def num_open(self) -> int:
@@ -68,8 +68,8 @@ class _Leaves(StepLeaves):
         self.num_done, self._holds_gradients = 0, False
 
     def _drop_zeroed(self) -> None:
-        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
-        if self._holds_gradients and all(one.is_empty for one in accumulated):
+        gradients = self._scheduler.gradients
+        if self._holds_gradients and all(one.accumulated.is_empty for one in gradients):
             self._scheduler.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
 
     def _check_last_step_was_used(self) -> None:

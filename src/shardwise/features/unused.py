@@ -163,15 +163,10 @@ def _shown(by_rank: Sequence[bool]) -> str:
 
 
 class UnusedParameters(StepObserver):
-    """Handles the parameters that no rank used, at the end of each backward.
-
-    Args:
-        mode: as ``unused`` in `fully_shard`.
-        device: the model's device.
-    """
+    """Handles the parameters that no rank used, at the end of each backward."""
 
     def __init__(self, mode: Unused, device: torch.device) -> None:
-        self.mode: Unused = mode
+        self.mode: Unused = mode  # as ``unused`` in `fully_shard`
         self.device = device
         self._sync: UsedParameterSync | None = None  # in flight
 

@@ -107,13 +107,10 @@ class PointToPoint:
         _raise_first(errors)
 
     def send(self, tensors: Mapping[int, Tensor], tag: int) -> None:
-        """Send a tensor [n] to each of some ranks, which call `recv`.
+        """Send contiguous ``tensors`` [n], by rank, to ranks that call `recv`.
 
-        A rank does not wait for the receivers of small tensors.
-
-        Args:
-            tensors: by rank; contiguous.
-            tag: it and the next number are those of no other message between these ranks.
+        A rank does not wait for the receivers of small tensors. ``tag`` and the next number are
+        those of no other message between these ranks.
 
         Raises:
             RankLostError: as in `exchange`.
@@ -139,13 +136,9 @@ class PointToPoint:
     def swap_messages(
         self, ranks: Collection[int], content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
-        """Send a short message to ranks of this host, and return theirs; not an exchange.
+        """Send a short message to other ``ranks`` of this host, and return theirs; no exchange.
 
-        Args:
-            ranks: the other ranks.
-            content: the message.
-            tag: the same on all of them.
-            descriptor: an open file to pass with the message, unless it is negative.
+        An open file is passed with the message unless ``descriptor`` is negative.
 
         Raises:
             RankLostError: as in `exchange`.
@@ -225,13 +218,7 @@ class PointToPoint:
     ) -> dict[int, _T]:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
-        Args:
-            ranks: the ranks.
-            action: returns a result.
-            errors: receives the errors; None: the first one is raised at the end.
-
-        Returns:
-            The results.
+        Returns the results. Errors are added to ``errors``; None: the first is raised at the end.
         """
         results: dict[int, _T] = {}
         found = [] if errors is None else errors

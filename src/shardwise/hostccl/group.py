@@ -375,10 +375,8 @@ class _Job:
     ) -> HostWork:
         """Run the job in the lane of collectives, or in that of messages of this kind.
 
-        Args:
-            tensors: the result of the work.
-            opts: torch's options of the collective, if it passes any.
-            message: direction, other rank and tag of a message.
+        The result of the work are ``tensors``. A ``message`` has a direction, the other rank and a
+        tag.
         """
         tag = self._group.next_tag() if message is None else _message_tag(message[2])
 

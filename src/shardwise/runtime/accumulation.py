@@ -264,13 +264,10 @@ class AccumulatedGradients:
         *,
         is_complete: bool,
     ) -> None:
-        """End a backward.
+        """End a backward, which leaves gradients in ``fresh`` where ``written``.
 
-        Args:
-            fresh: the gradients that it leaves; it may be released.
-            written: their positions.
-            used: the parameters that this rank has used since the last complete reduction.
-            is_complete: it has reduced all gradients.
+        ``fresh`` may be released. This rank has ``used`` these parameters since the last complete
+        reduction; ``is_complete``: the backward has reduced all gradients.
         """
         if not is_complete:
             pairs = zip(self.is_awaited, self._parameters, strict=True)

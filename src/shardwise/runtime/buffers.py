@@ -83,10 +83,9 @@ class FlatBuffer:
         return self._slots[rank]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
-        """Give the buffer memory with undefined content.
+        """Give the buffer memory with undefined content: by default from the pool.
 
-        Args:
-            memory: of the buffer's size, and empty until `release`; by default from the pool.
+        Other ``memory`` has the buffer's size, and is empty until `release`.
         """
         assert self._memory is None, "acquired twice"
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)

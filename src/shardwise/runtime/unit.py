@@ -11,7 +11,7 @@ and buffers that have memory only while they are used::
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -197,20 +197,13 @@ class Unit:
         self.plan = plan
         self.settings = settings
         self.flats = tuple(flats)
+        self.parameters = tuple(one for flat in flats for one in flat.parameters)
+        self.gradients = tuple(one for flat in flats if (one := flat.gradients) is not None)
         self.expects_gradients = False
         self._gathered_flats = [flat for flat in flats if not flat.is_whole]
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_unsharded = False  # modules hold the dense parameters
-
-    @property
-    def parameters(self) -> Iterator[FSDPParameter]:
-        for flat in self.flats:
-            yield from flat.parameters
-
-    @property
-    def gradients(self) -> Iterator[Gradients]:
-        return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
     @property
     def mesh(self) -> DataParallelMesh:
@@ -293,14 +286,6 @@ class Unit:
         self._is_unsharded = True
 
     # -- gradients -------------------------------------------------------------------------------
-
-    def claim_gradient(
-        self, flat: FlatParameters, position: int, *, in_slot: bool
-    ) -> tuple[Tensor, bool] | None:
-        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
-        if flat.gradients is None or not self.expects_gradients:
-            return None
-        return flat.gradients.claim(position, in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has put on a dense parameter."""

@@ -159,12 +159,9 @@ class Sequencer:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, unit: int, *, grad: bool, recomputed: bool = False) -> tuple[Call, list[Event]]:
-        """Begin a unit's forward.
+        """Begin the forward of a unit, by its index in the plan; ``grad``: autograd records it.
 
-        Args:
-            unit: index in the plan.
-            grad: whether autograd records it.
-            recomputed: whether it runs inside backward, as with activation checkpointing.
+        It is ``recomputed`` if it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
         call = Call(unit, forward_pass, entered=self._advance_tick())
@@ -210,13 +207,10 @@ class Sequencer:
     def before_backward(
         self, call: Call, task: int, *, reduces: bool = True, is_recorded: bool = False
     ) -> list[Event]:
-        """Gradients have reached the output of ``call``, in autograd's graph task ``task``.
+        """Gradients have reached the output of an unfinished ``call``, in graph task ``task``.
 
-        Args:
-            call: a call that backward has not finished.
-            task: id of the graph task.
-            reduces: whether parameters receive gradients.
-            is_recorded: whether autograd records this backward, for another backward through it.
+        It ``reduces`` if parameters receive gradients. It ``is_recorded`` if autograd records this
+        backward, for another backward through it.
         """
         backwards = self._backwards.setdefault(task, {})
         if call.forward_pass not in backwards:

@@ -149,11 +149,9 @@ class DataParallelMesh:
         return self.leaves or self.num_ranks
 
     def axis_bytes(self, works: Iterable[Work], inner_ranks: int = 1) -> AxisBytes:
-        """The bytes that this rank sends in collectives of these ranks.
+        """The bytes that this rank sends in ``works``, collectives of these ranks.
 
-        Args:
-            works: the collectives.
-            inner_ranks: number of neighboring ranks in a subgroup of the row.
+        A subgroup of the row has ``inner_ranks`` neighboring ranks.
         """
         in_row = elsewhere = in_subgroup = 0
         row, inner = self._nearby(self.row.size), self._nearby(inner_ranks)

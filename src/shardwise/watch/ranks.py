@@ -23,7 +23,6 @@ from shardwise.errors import PeerAborted, PeerLost, PeerSilent, StepError
 from shardwise.watch.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.watch.history import Comparison, History
 from shardwise.watch.monitor import (
-    Heartbeat,
     Monitor,
     Patience,
     connect_to_store,
@@ -329,7 +328,7 @@ class RankWatch(Watch):
         if self.is_broken:
             marks = ()  # aborted collectives count as ended
         try:
-            monitor.beat(Heartbeat(count, report, marks))
+            monitor.beat(replace(report, count=count, marks=marks))
         finally:  # a device may wait for other ranks even if the store cannot be reached
             with self._locked():
                 if not self.is_broken:
