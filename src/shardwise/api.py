@@ -39,7 +39,7 @@ from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
-from shardwise.features.leaves import follow_leaves
+from shardwise.features.leaves import Leaves
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
@@ -371,7 +371,7 @@ class ShardingRequest:
             use_memory(runtime, MemoryKind(kinds.pop()))
         fused_wgrad.offer_slots(runtime)
         if mesh.leaves is not None:
-            follow_leaves(runtime)
+            runtime.scheduler.leaves = Leaves(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
         if any(unit.offloads_gradients for unit in plan.units):

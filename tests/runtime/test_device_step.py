@@ -369,7 +369,7 @@ def test_hooks_in_backward_may_change_parameters_and_states(of: str) -> None:
 def test_a_copy_that_fails_raises_at_the_end_of_the_step() -> None:
     model, optimizer = make(ON_DEVICE, "fused")
     step(model, optimizer, 0)
-    host = {id(flat.shard) for unit in runtime_of(model).units for flat in unit.flats}
+    host = {id(flat.codec.shard) for unit in runtime_of(model).units for flat in unit.flats}
 
     def fail(to: Tensor, of: Tensor) -> None:
         if id(to) in host:
@@ -455,7 +455,7 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
         assert parameter.grad is not None
         parameter.grad = parameter.grad * 2  # reports meta
     assert_elsewhere()
-    snapshot = ModelSnapshot(model, torch.device("cpu"))
+    snapshot = ModelSnapshot(model, runtime_of(model).scheduler, torch.device("cpu"))
     model.zero_grad()
     snapshot.restore()
     assert_elsewhere()

@@ -329,9 +329,9 @@ def _poison_pools(patch: pytest.MonkeyPatch) -> None:
         poison(storage)
         return storage
 
-    def poison_and_free(pool: Pool, storage: torch.UntypedStorage) -> None:
+    def poison_and_free(pool: Pool, storage: torch.UntypedStorage, **options: bool) -> None:
         poison(storage)
-        free(pool, storage)
+        free(pool, storage, **options)
 
     patch.setattr(Pool, "allocate", poisoned)
     patch.setattr(Pool, "free", poison_and_free)

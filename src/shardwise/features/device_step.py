@@ -31,7 +31,6 @@ from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
 from shardwise.features.unit_steps import (
-    check_arguments,
     check_elementwise,
     groups_of,
     one_step_at_a_time,
@@ -243,7 +242,7 @@ class DeviceSteps:
         for flat in [reference() for reference in self._flats[index]]:
             if flat is not None:
                 slices = flat.layout.slices_of_shard(flat.mesh.rank)
-                yield flat.shard, list(zip(flat.parameters, slices, strict=True))
+                yield flat.codec.shard, list(zip(flat.parameters, slices, strict=True))
 
     def _fill(self, here: _OnDevice) -> None:
         """Copy the values of the host to the tensors on the device."""
@@ -451,7 +450,11 @@ def _step_on_device(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
 ) -> tuple[tuple[Any, ...], State]:
     watched = _watched[optimizer]
-    check_arguments(optimizer, args, kwargs)
+    if len(args) > 2 or kwargs.keys() - {"closure"}:  # noqa: PLR2004 - itself and the closure
+        raise StepError(
+            f"{type(optimizer).__name__}.step: with CPUOffloadPolicy(step='device'), expected no "
+            "argument but closure; pass step='host' to use others"
+        )
     args, kwargs = with_evaluated_closure(args, kwargs)
     watched.is_stepping = True
     try:

@@ -49,7 +49,9 @@ class HeldMemory(MemoryNotes):
 
     def note(self, error: BaseException, where: str) -> None:
         """Add a table of the memory to ``error``, once, if it is an out-of-memory error."""
-        if is_out_of_memory(error) and not _is_noted(error):
+        notes = getattr(error, "__notes__", ())
+        is_noted = any(note.startswith("out of memory in ") for note in notes)
+        if is_out_of_memory(error) and not is_noted:
             error.add_note(self._table or self.table(where))
             self._num_failures = num_allocation_failures(self._pools.device)
 
@@ -157,10 +159,6 @@ def _states_of(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
             for parameter, state in found.state.items():
                 if id(parameter) in wanted:
                     yield from (one for one in state.values() if isinstance(one, Tensor))
-
-
-def _is_noted(error: BaseException) -> bool:
-    return any(note.startswith("out of memory in ") for note in getattr(error, "__notes__", ()))
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -464,10 +464,6 @@ class JoinedRanks(CallRecorder):
         assert call is not None, "not inside `gathered`"
         calls.append(call)
 
-    def _drop_gradients(self) -> None:
-        for parameter in self.scheduler.parameters:
-            parameter.sharded.grad = None
-
     # -- settings of the units -------------------------------------------------------------------
 
     @property
@@ -506,7 +502,8 @@ class JoinedRanks(CallRecorder):
         """End the block after ``error``, on this rank or another one."""
         self.scheduler.abandon(error)
         if self._computed_last is False and self._stepped:
-            self._drop_gradients()  # the ranks that compute may have done so since
+            for parameter in self.scheduler.parameters:
+                parameter.sharded.grad = None  # the ranks that compute may have done so since
 
     def close(self) -> None:
         """Undo what was set for the model."""

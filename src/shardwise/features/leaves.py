@@ -12,15 +12,12 @@ from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import versions_of
 
-__all__ = ["follow_leaves"]
+__all__ = ["Leaves"]
 
 
-def follow_leaves(runtime: Runtime) -> None:
-    """Divide the steps of ``runtime``, of a reproducible model, into leaves."""
-    runtime.scheduler.leaves = _Leaves(runtime)
+class Leaves(StepLeaves):
+    """Divides the steps of a reproducible model into leaves."""
 
-
-class _Leaves(StepLeaves):
     def __init__(self, runtime: Runtime) -> None:
         # Weak, because the scheduler refers to this object.
         self._scheduler = weakref.proxy(runtime.scheduler)

@@ -91,7 +91,9 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
     _check_idle(runtime_of_root(model).scheduler)
     make_room_for_unfrozen(model)
     runtime = runtime_of_root(model)
-    _begin(runtime.scheduler)
+    runtime.scheduler.recover()
+    runtime.scheduler.report("a transaction")
+    runtime.scheduler.is_in_transaction = True
     step = Step(runtime)
     try:
         step.begin(model, optimizers)
@@ -122,12 +124,6 @@ def _check_idle(scheduler: Scheduler) -> None:
     scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
 
 
-def _begin(scheduler: Scheduler) -> None:
-    scheduler.recover()
-    scheduler.report("a transaction")
-    scheduler.is_in_transaction = True
-
-
 class Step:
     """The state of an open transaction."""
 
@@ -137,15 +133,13 @@ class Step:
         self._comm: Communicator = communicator(runtime.mesh.world, self._device)
         self._epoch = self._comm.watch.epoch
         self._model: ModelSnapshot | None = None
-        self._accumulated: AccumulationSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
         self._cleanup = contextlib.ExitStack()
         self._has_voted = False
         self.is_decided = False  # all ranks have voted for the step
 
     def begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        self._accumulated = AccumulationSnapshot(self._scheduler)
-        self._model = ModelSnapshot(model, self._device)
+        self._model = ModelSnapshot(model, self._scheduler, self._device)
         for optimizer in optimizers:
             snapshot = OptimizerSnapshot(optimizer)
             self._optimizers.append(snapshot)
@@ -181,15 +175,12 @@ class Step:
         wait_for_device(self._device)  # for copies to and from shards in host memory
         if self._model is not None:
             self._model.restore()
-        if self._accumulated is not None:
-            self._accumulated.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
 
     def forget(self) -> None:
         self._cleanup.close()
-        self._model = self._accumulated = None
-        self._optimizers = []
+        self._model, self._optimizers = None, []
 
     def _check_parameters(self) -> None:
         """Raise StepError if a parameter was changed and its old value was not kept."""
@@ -243,14 +234,18 @@ class Step:
 
 
 class ModelSnapshot:
-    """Gradients and buffers of a model before forward, and torch's random states.
+    """Gradients, reduced or not, and buffers of a model before forward; torch's random states.
 
     Parameters are not copied, because only an optimizer should change them; see
     `changed_parameters`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, scheduler: Scheduler, device: torch.device) -> None:
         self._device = device
+        self._scheduler = scheduler
+        self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
+        self._awaiting = scheduler.sequencer.awaiting_reduction
+        self._accumulated = [(one, one.snapshot()) for one in scheduler.gradients]
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
         self._buffers = [
@@ -267,31 +262,17 @@ class ModelSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
-            # `AccumulationSnapshot` restores those without elements.
-            parameter.grad = gradient
+            parameter.grad = gradient  # None if it had no elements: it is accumulated
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer
             if buffer is not None and values is not None:
                 buffer.copy_(values)
         set_random_states(self._device, self._random_states)
-
-
-class AccumulationSnapshot:
-    """Gradients of earlier micro-batches that are not reduced yet."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
-        self._awaiting = scheduler.sequencer.awaiting_reduction
-        self._copies = [(one, one.snapshot()) for one in scheduler.gradients]
-
-    def restore(self) -> None:
-        """Restore them, after `ModelSnapshot` has restored the others."""
         self._scheduler.sequencer.awaiting_reduction = self._awaiting
         if self._scheduler.leaves is not None:
             self._scheduler.leaves.num_done = self._num_leaves_done
-        for gradients, copy_of_it in self._copies:
-            gradients.restore(copy_of_it)
+        for accumulated, before in self._accumulated:
+            accumulated.restore(before)
 
 
 class OptimizerSnapshot:

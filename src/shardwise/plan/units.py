@@ -141,16 +141,13 @@ class UnitPlan:
 
     def gather_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of gathered parameters; None if they are sent unchanged."""
-        is_sent = layout.world_size > 1 and layout.num_elements
-        return self.options.wire.gather_blocks(layout.cast.compute_dtype) if is_sent else None
+        wire, is_sent = self.options.wire, layout.world_size > 1 and layout.num_elements
+        return wire.blocks(wire.gather, layout.cast.compute_dtype) if is_sent else None
 
     def reduce_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of reduced gradients; None if they are sent unchanged."""
-        return (
-            self.options.wire.reduce_blocks(layout.cast.reduce_dtype)
-            if layout.num_elements
-            else None
-        )
+        wire = self.options.wire
+        return wire.blocks(wire.reduce, layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
     def feedback_bytes(self) -> int:

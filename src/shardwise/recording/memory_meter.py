@@ -35,7 +35,7 @@ class MemoryMeter:
         self._pools = runtime.pools
         self._flats = [flat for unit in runtime.units for flat in unit.flats]
         self._optimizer = optimizer
-        shards = [flat.shard for flat in self._flats]
+        shards = [flat.codec.shard for flat in self._flats]
         copies = sum(unit.plan.device_copy_bytes for unit in runtime.units)
         self._shard_bytes = self._bytes_of(*shards) + copies
         self._buffer_bytes = self._bytes_of(*model.buffers())

@@ -50,30 +50,10 @@ class UnreducedGradient(Tensor):
     """
 
     reduced: Tensor | None
-    _name: str
-    _set_to_zero: Callable[[], None]
-    _reason: str
-    _tell: Callable[[StepError], None] | None
-
-    @staticmethod
-    def make(
-        parameter: FSDPParameter,
-        set_to_zero: Callable[[], None],
-        reason: str,
-        tell: Callable[[StepError], None] | None,
-    ) -> "UnreducedGradient":
-        """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``.
-
-        Operations that it refuses raise an error with ``reason``, and call ``tell`` with it.
-        """
-        sharded = parameter.sharded
-        dtype = dtype_of_gradient(sharded)
-        self: UnreducedGradient = new_empty_subclass(
-            UnreducedGradient, sharded.shape, dtype, sharded.device
-        )
-        self._name, self._set_to_zero, self.reduced = parameter.name, set_to_zero, None
-        self._reason, self._tell = reason, tell
-        return self
+    _name: str  # of the parameter
+    _set_to_zero: Callable[[], None]  # called by `zero_`
+    _reason: str  # why operations raise an error
+    _tell: Callable[[StepError], None] | None  # called with this error
 
     @property
     def data(self) -> Tensor:
@@ -395,9 +375,11 @@ class AccumulatedGradients:
             else "set_requires_gradient_sync or set_requires_all_reduce was False in the last "
             "backward; first run the last micro-batch with True"
         )
-        made = UnreducedGradient.make(
-            parameter, set_to_zero, reason, self._tell_ranks if self._in_tree else None
-        )
+        shape, dtype = parameter.sharded.shape, dtype_of_gradient(parameter.sharded)
+        device = parameter.sharded.device
+        made: UnreducedGradient = new_empty_subclass(UnreducedGradient, shape, dtype, device)
+        made._name, made._set_to_zero, made.reduced = parameter.name, set_to_zero, None
+        made._reason, made._tell = reason, self._tell_ranks if self._in_tree else None
         self._gradients[position] = made
         return made
 

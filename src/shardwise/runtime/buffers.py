@@ -136,8 +136,7 @@ class FlatBuffer:
             swap_memory(self._storage, self._memory)
         if self._is_from_pool:
             # Without swapping, acquiring an idle block would free it and allocate another.
-            free = self._pool.free if CAN_SWAP else self._pool.free_to_allocator
-            free(self._memory)
+            self._pool.free(self._memory, to_allocator=not CAN_SWAP)
         self._pool.acquired_keys ^= self._key
         self._memory = None
 

@@ -381,7 +381,7 @@ class Gradients:
         for position, parameter in enumerate(self.parameters):
             if self.gets_gradient(position) and parameter.sharded.grad is None:
                 size = parameter.local.numel()
-                zeros = torch.zeros(size, dtype=self._dtype, device=self._device)
+                zeros = torch.zeros(size, dtype=self._dtype, device=self._step_pool.device)
                 parameter.sharded.grad = parameter.sharding.wrap_gradient(zeros)
 
     def forget(self) -> None:
@@ -470,15 +470,8 @@ class Gradients:
         return self.kept_memory
 
     @property
-    def _device(self) -> torch.device:
-        """Where gradients are."""
-        return (
-            self._first_pool.device if self._offloader is None else self._offloader.staging.device
-        )
-
-    @property
     def _step_pool(self) -> Pool:
-        """The pool of gradients that are dropped in backward, on the device of their parameters."""
+        """A pool on the device of gradients: of those that are dropped in backward."""
         return self._first_pool if self._offloader is None else self._offloader.staging
 
     def _forget_written(self) -> None:

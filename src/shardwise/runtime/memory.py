@@ -106,17 +106,15 @@ class Pool(PeakCounter):
                 storage, 0, (num_elements,), (1,)
             )
 
-    def free(self, storage: torch.UntypedStorage) -> None:
+    def free(self, storage: torch.UntypedStorage, *, to_allocator: bool = False) -> None:
+        """Free an allocated block, and keep it for later allocations unless ``to_allocator``."""
         if storage.nbytes():
             join_streams(self.device, mutually=True)
             self.add(-storage.nbytes())
             self._give_back(storage)
             self._trim()
-
-    def free_to_allocator(self, storage: torch.UntypedStorage) -> None:
-        """Free an allocated block, but do not keep it for later allocations."""
-        self.free(storage)
-        self._idle = [idle for idle in self._idle if idle is not storage]
+        if to_allocator:
+            self._idle = [idle for idle in self._idle if idle is not storage]
 
     def free_idle(self) -> None:
         """Free all memory that is not allocated."""

@@ -198,7 +198,11 @@ class UnitModule(nn.Module):
             names = {id(module) for module in self.modules()}
             for parameter in scheduler.parameters:
                 if any(id(module) in names for module in parameter.modules):
-                    _drop_gradient(parameter.sharded, set_to_none=set_to_none)
+                    gradient = parameter.sharded.grad
+                    if set_to_none:
+                        parameter.sharded.grad = None
+                    elif gradient is not None:
+                        gradient.zero_()
 
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
@@ -369,13 +373,6 @@ def _hiding_unreduced_gradients(module: nn.Module) -> Iterator[None]:
         parameter = module.get_parameter(name)
         if dtype_of_gradient(parameter) == gradient.dtype:  # else the next forward refuses it
             parameter.grad = gradient
-
-
-def _drop_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
-    if set_to_none:
-        parameter.grad = None
-    elif parameter.grad is not None:
-        parameter.grad.zero_()
 
 
 def units_in(module: nn.Module, recurse: bool) -> "list[UnitModule]":

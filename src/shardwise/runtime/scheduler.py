@@ -498,12 +498,13 @@ class Scheduler:
                 self.units[index].expect_changes()
             # Outside a step, no error of another rank would reach a rank that stores nothing of a
             # changed parameter, so values are not compared.
-            is_reshard = kind is EventKind.FREE and self.is_idle
-            changed = self.units[index].changed_names() if is_reshard else []
+            unit = self.units[index]
+            of = unit.parameters if kind is EventKind.FREE and self.is_idle else ()
+            changed = [one.name for one in of if one.forget_changes()]
             self._perform(self.sequencer.request(kind, [index]))
-            self.units[index].refuse(changed)
+            unit.refuse(changed)
             if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed since
-                self.units[index].use_unsharded()
+                unit.use_unsharded()
             elif kind is EventKind.FREE:
                 self._use_sharded([index])
 

@@ -13,9 +13,8 @@ and buffers that have memory only while they are used::
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.api import SMALL_BYTES, Work
@@ -32,6 +31,9 @@ from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FlatParameters", "Unit"]
 
@@ -78,11 +80,6 @@ class FlatParameters:
                 settings,
                 offloader if plan.offloads_gradients else None,
             )
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's part [S]; empty if every parameter has its own."""
-        return self.codec.shard
 
     @property
     def gathered_bytes(self) -> int:
@@ -261,10 +258,6 @@ class Unit:
         for flat in self._gathered_flats:
             FSDPParameter.forbid_reads(flat.parameters)
         self.refuse(changed)
-
-    def changed_names(self) -> list[str]:
-        """The names of parameters on which an operation in place ran while they were gathered."""
-        return [parameter.name for parameter in self.parameters if parameter.forget_changes()]
 
     def refuse(self, changed: Sequence[str]) -> None:
         """Raise a StepError if ``changed``, names of parameters that are freed, is not empty."""

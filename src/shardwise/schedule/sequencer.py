@@ -164,7 +164,8 @@ class Sequencer:
         It is ``recomputed`` if it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
-        call = Call(unit, forward_pass, entered=self._advance_tick())
+        self.tick += 1
+        call = Call(unit, forward_pass, entered=self.tick)
         forward_pass.append(call)
         self._stack.append(call)
         if self._status[unit].reservation is Reservation.PREFETCH:
@@ -184,8 +185,8 @@ class Sequencer:
         """End a unit's forward; `enter` returned ``call``."""
         while self._stack.pop() is not call:  # above it: calls whose `enter` raised
             pass
-        call.exited = self._advance_tick()
-        call.outcome = outcome
+        self.tick += 1
+        call.exited, call.outcome = self.tick, outcome
         if call.forward_pass.grad and not call.forward_pass.recomputed:
             self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
         if not self._stays_after_forward(call):
@@ -556,10 +557,6 @@ class Sequencer:
     def _flush(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-    def _advance_tick(self) -> int:
-        self.tick += 1
-        return self.tick
 
 
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:

@@ -179,7 +179,10 @@ class RankWatch(Watch):
     def failed(self, error: BaseException) -> None:
         self.raise_found()
         if isinstance(error, PeerLost):
-            raise self._end_lost(self._explained(error))
+            lost = self._explained(error)
+            with self._locked():  # the heartbeat thread may have ended the step
+                found, self._error = self._error, None
+                raise found or (lost if self.is_broken else self._end_step(lost))
 
     def check_peers(self) -> None:
         self._monitor.check_heartbeats()
@@ -295,12 +298,6 @@ class RankWatch(Watch):
             finally:
                 run_together([queue.stop for queue in self._queues])
         return agreed
-
-    def _end_lost(self, error: StepError) -> StepError:
-        """End the step after a lost connection, unless the heartbeat thread has ended it."""
-        with self._locked():
-            found, self._error = self._error, None
-            return found or (error if self.is_broken else self._end_step(error))
 
     def _write_flight_records(self) -> None:
         parent, prefix = self._parent(), os.environ.get(PREFIX_VARIABLE)
