@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import device as transport_device, process_group
-from shardwise.comm.api import RankGroup
+from shardwise.comm.api import MemoryKind, RankGroup
 from shardwise.comm.device import DeviceStream, DeviceWork
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.features import activation_offload, device_step
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange

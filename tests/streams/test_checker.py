@@ -6,7 +6,7 @@ import pytest
 
 import shardwise as sw
 from shardwise._private import can_swap_storages
-from shardwise.comm.registered_memory import MemoryKind
+from shardwise.comm.api import MemoryKind
 from shardwise.plan.strategy import PRESETS
 from tests.covering import cover, pairwise
 from tests.streams.checker import check, check_ranks

@@ -22,6 +22,7 @@ from shardwise._private import (
 from shardwise.comm.api import (
     CollectiveId,
     Hop,
+    MemoryKind,
     Operation,
     QueueObserver,
     RankGroup,
@@ -40,7 +41,6 @@ from shardwise.comm.device import (
 )
 from shardwise.comm.groups import becomes_true, new_group
 from shardwise.comm.queue import Collectives, QueueState
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.comm.tree import tree_sum
 from shardwise.errors import PeerAborted, StepError
 
@@ -210,7 +210,7 @@ class ProcessGroupCollectives(Collectives):
             together = self._allocating(f"{num_bytes} bytes, {what}", made, group)
             return symmetric_tensor(num_bytes, made, self._device, together).untyped_storage()
         allocate = tensor_allocator(made, self._device)
-        assert allocate is not None, "`check_memory` was called"
+        assert allocate is not None, "`features.collective_memory` has checked it"
         return allocate(num_bytes).untyped_storage()
 
     @contextlib.contextmanager

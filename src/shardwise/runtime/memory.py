@@ -18,10 +18,9 @@ from shardwise._private import (
     storage_id,
     swap_storages,
 )
-from shardwise.comm.api import SharedMemory
+from shardwise.comm.api import MemoryKind, SharedMemory
 from shardwise.comm.communicator import new_shared_memory
 from shardwise.comm.device import join_streams
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import StepError
 from shardwise.schedule.memory import MemoryPlan
 
