@@ -245,7 +245,8 @@ class ModelSnapshot:
         self._scheduler = scheduler
         self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
         self._awaiting = scheduler.sequencer.awaiting_reduction
-        self._accumulated = [(one, one.snapshot()) for one in scheduler.gradients]
+        accumulated = [one.accumulated for one in scheduler.gradients]
+        self._accumulated = [(one, one.snapshot()) for one in accumulated]
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
         self._buffers = [

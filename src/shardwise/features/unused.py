@@ -43,7 +43,7 @@ def settle(gradients: Iterable[Gradients], used_anywhere: Iterable[bool]) -> Non
     """Finish ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
-        each.settle([next(flags) for _ in each.used])
+        each.settle([next(flags) for _ in each.accumulated.used])
 
 
 class UsedParameterSync:
@@ -58,7 +58,7 @@ class UsedParameterSync:
         self._own = [
             is_used or not each.gets_gradient(position)
             for each in self._gradients
-            for position, is_used in enumerate(each.used)
+            for position, is_used in enumerate(each.accumulated.used)
         ]
         self._flags = _flags(self._own, device)
         self._pending = None
@@ -187,7 +187,7 @@ class UnusedParameters(StepObserver):
             return
         if self.mode == "error":
             parameters = [parameter for each in gradients for parameter in each.parameters]
-            used = [is_used for each in gradients for is_used in each.used]
+            used = [is_used for each in gradients for is_used in each.accumulated.used]
             comm, is_shadow = backward.comm, backward.is_shadow
             used = check_all_used(parameters, used, comm, self.device, is_shadow=is_shadow)
             settle(gradients, used)

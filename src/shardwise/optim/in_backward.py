@@ -267,7 +267,7 @@ class _Stepper(StepObserver):
 
 
 def _used_of(unit: Unit) -> list[bool]:
-    return [used for gradients in gradients_of([unit]) for used in gradients.used]
+    return [used for gradients in gradients_of([unit]) for used in gradients.accumulated.used]
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -27,7 +27,6 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.accumulation import (
-    Accumulated,
     AccumulatedGradients,
     UnreducedGradient,
     reduced_part_of,
@@ -98,8 +97,6 @@ class Gradients:
         self.mesh = mesh
         self.state = GradientState.IDLE
         self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
-        # By position: autograd has computed a gradient since gradients were last handed over.
-        self.used = [False] * len(layout.extents)
         self._offloader = offloader
         self._dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self._settings = settings
@@ -200,7 +197,7 @@ class Gradients:
 
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
-        self.used[position] = True
+        self.accumulated.used[position] = True
         if not self._waits_in_grad:
             self.write(position, self.parameters[position].take_gradient())
 
@@ -237,26 +234,11 @@ class Gradients:
             self._evict_all()
         fresh = self._buffer.whole if is_left else None
         is_complete = self._settings.reduces_fully
-        self.accumulated.commit(fresh, self._written, self.used, is_complete=is_complete)
+        self.accumulated.commit(fresh, self._written, is_complete=is_complete)
         if is_left:
             self._forget_written()
             self._close()
             self._transition(GradientState.IDLE)
-
-    def drop_replaced(self) -> None:
-        """Drop accumulated gradients of parameters whose ``grad`` was set to None, for example."""
-        self.accumulated.drop_replaced()
-        self.used = list(self.accumulated.used)
-
-    def snapshot(self) -> Accumulated | None:
-        """Return a copy of the accumulated gradients, if there are any."""
-        self.drop_replaced()
-        return self.accumulated.snapshot()
-
-    def restore(self, accumulated: Accumulated | None) -> None:
-        """Return to a snapshot of the accumulated gradients."""
-        self.accumulated.restore(accumulated)
-        self.used = list(self.accumulated.used)
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
@@ -385,12 +367,12 @@ class Gradients:
                 parameter.sharded.grad = parameter.sharding.wrap_gradient(zeros)
 
     def forget(self) -> None:
-        """Forget what this backward has handed over, and with it ``used``.
+        """Forget what this backward has handed over, and with it which parameters were used.
 
-        If it has handed over nothing, ``used`` stays for the reduction of a later backward.
+        If it has handed over nothing, that stays for the reduction of a later backward.
         """
         if self._fresh is not None:
-            self.used = [False] * len(self.used)
+            self.accumulated.used = [False] * len(self._written)
         self._fresh = None
 
     def step_in_backward(self, is_stepped: bool) -> None:
@@ -421,7 +403,6 @@ class Gradients:
         if self._quantized is not None:
             self._quantized.residual = None
         self.accumulated.rollback()
-        self.used = list(self.accumulated.used)
         if self._offload is not None:
             self._offload.work.synchronize()
             self._end_offload()

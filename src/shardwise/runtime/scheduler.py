@@ -417,7 +417,7 @@ class Scheduler:
         """Drop accumulated gradients where ``p.grad`` was set to None or to another tensor."""
         if self.sequencer.has_unreduced_gradients:
             for gradients in self.gradients:
-                gradients.drop_replaced()
+                gradients.accumulated.drop_replaced()
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
@@ -425,7 +425,7 @@ class Scheduler:
         if self.leaves is not None:
             self.leaves.dropped()
         for gradients in self.gradients:
-            gradients.restore(None)
+            gradients.accumulated.restore(None)
 
     # -- steps in backward -----------------------------------------------------------------------
 
