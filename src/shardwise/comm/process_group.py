@@ -33,12 +33,7 @@ from shardwise.comm.api import (
     all_reduce_bytes,
 )
 from shardwise.comm.backends import capabilities_of
-from shardwise.comm.device import (
-    DeviceStream,
-    DeviceWork,
-    copy_scaled_,
-    run_together,
-)
+from shardwise.comm.device import DeviceStream, DeviceWork, copy_scaled_, run_together
 from shardwise.comm.groups import becomes_true, new_group
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.comm.tree import tree_sum

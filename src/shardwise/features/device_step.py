@@ -49,12 +49,7 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
 
-__all__ = [
-    "DeviceSteps",
-    "check_granularity",
-    "prefetch_states",
-    "watch",
-]
+__all__ = ["DeviceSteps", "check_granularity", "prefetch_states", "watch"]
 
 State = dict[str, Any]  # of one parameter
 

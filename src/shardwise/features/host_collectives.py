@@ -14,16 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwise._private import group_timeout
-from shardwise.comm.api import (
-    CollectiveId,
-    Hop,
-    Operation,
-    RankGroup,
-    Reduction,
-    Sent,
-    Step,
-    Work,
-)
+from shardwise.comm.api import CollectiveId, Hop, Operation, RankGroup, Reduction, Sent, Step, Work
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError

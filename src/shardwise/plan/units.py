@@ -14,24 +14,13 @@ from torch import Tensor, nn
 from shardwise.blockwise import Blocks
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
-from shardwise.plan.granularity import (
-    Dim,
-    Granularities,
-    Granularity,
-    Granularizer,
-    WholeBlocks,
-)
+from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer, WholeBlocks
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.strategy import Level
 
-__all__ = [
-    "UnitPlan",
-    "keeps_its_class",
-    "named_parameters",
-    "plan_units",
-]
+__all__ = ["UnitPlan", "keeps_its_class", "named_parameters", "plan_units"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,7 @@ from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.accumulation import (
-    AccumulatedGradients,
-    UnreducedGradient,
-    reduced_part_of,
-)
+from shardwise.runtime.accumulation import AccumulatedGradients, UnreducedGradient, reduced_part_of
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools, is_shared

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._private import (
-    can_swap_storages,
-    num_storage_references,
-    storage_id,
-    swap_storages,
-)
+from shardwise._private import can_swap_storages, num_storage_references, storage_id, swap_storages
 from shardwise.comm.api import MemoryKind, SharedMemory
 from shardwise.comm.communicator import new_shared_memory
 from shardwise.comm.device import join_streams

@@ -16,19 +16,8 @@ import torch
 
 from shardwise import _private
 from shardwise.comm.api import Work
-from shardwise.comm.communicator import (
-    POLL_SECONDS,
-    Communicator,
-    communicator,
-    note_place,
-)
-from shardwise.comm.device import (
-    NO_TIME,
-    device_of,
-    join_streams,
-    note_stream,
-    wait_for_device,
-)
+from shardwise.comm.communicator import POLL_SECONDS, Communicator, communicator, note_place
+from shardwise.comm.device import NO_TIME, device_of, join_streams, note_stream, wait_for_device
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
