@@ -169,7 +169,7 @@ def are_equal(num: float, total: float, squares: float) -> bool:
 def pack(values: Sequence[float], size: int) -> list[float]:
     """Numbers whose sums over ranks with the same ``values`` give these to `unpack`, exactly.
 
-    There are at most ``size`` values, the same on all ranks; none on ranks that only take part.
+    There are at most ``size`` values, or none on ranks that only take part; all pass one ``size``.
 
     Raises:
         StepError: there are more.

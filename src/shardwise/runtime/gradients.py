@@ -315,12 +315,8 @@ class Gradients:
         self._close()
         reduced, self._reduced = self._reduced, None
         if reduced is not None and self._offloader is not None:
-            staging = self._offloader.staging
-            to = (
-                self.memory()
-                if self._has_none
-                else staging.allocate_tensor(len(reduced), self._dtype)
-            )
+            staging, size = self._offloader.staging, len(reduced)
+            to = self.memory() if self._has_none else staging.allocate_tensor(size, self._dtype)
             self._offload = _PendingOffload(reduced, to, self._offloader.to_host(to, reduced))
             self._transition(GradientState.OFFLOADING)
         else:
