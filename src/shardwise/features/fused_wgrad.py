@@ -102,9 +102,9 @@ class InPlaceGradLinear(nn.Linear):
         is_compiling, before = torch.compiler.is_compiling(), None
         number = number if is_compiling else None
         if not is_compiling and input.requires_grad and _private.has_saved_tensors_hooks():
-            input = _Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
+            input = Saved.apply(input, weight)  # type: ignore[no-untyped-call]  # noqa: A001
             before = input.grad_fn
-        output: Tensor = _LinearFunction.apply(input, weight, self.bias, number, before)  # type: ignore[no-untyped-call]
+        output: Tensor = LinearFunction.apply(input, weight, self.bias, number, before)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -120,7 +120,7 @@ class InPlaceGradEmbedding(nn.Embedding):
             return super().forward(input)
         number = number if torch.compiler.is_compiling() else None
         padding = -1 if self.padding_idx is None else self.padding_idx
-        output: Tensor = _EmbeddingFunction.apply(input, weight, padding, number)  # type: ignore[no-untyped-call]
+        output: Tensor = EmbeddingFunction.apply(input, weight, padding, number)  # type: ignore[no-untyped-call]
         return output
 
     @property
@@ -168,7 +168,7 @@ def _number_of(weight: Tensor) -> Tensor | None:
     return getattr(weight, _NUMBER, None)
 
 
-class _Saved(torch.autograd.Function):
+class Saved(torch.autograd.Function):
     """Saves the inputs of a matrix product before computing it, as torch's own linear does.
 
     A checkpoint stops recomputing once it has all saved tensors. If they were saved after the
@@ -185,7 +185,7 @@ class _Saved(torch.autograd.Function):
         return gradients[0], None
 
 
-class _LinearFunction(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -198,7 +198,7 @@ class _LinearFunction(torch.autograd.Function):
         """Compute the output for ``x`` [..., inputs] and ``weight`` [outputs, inputs].
 
         ``number`` is that of the weight in a compiled graph; None otherwise. ``before`` is the node
-        of `_Saved` if that has saved the inputs.
+        of `Saved` if that has saved the inputs.
         """
         ctx.number, ctx.before = number, before
         if before is None:
@@ -225,10 +225,10 @@ class _LinearFunction(torch.autograd.Function):
         return of_x, of_weight, rows.sum(0) if needs_bias else None, None, None
 
 
-class _EmbeddingFunction(torch.autograd.Function):
+class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int, number: Tensor | None) -> Tensor:
-        """Compute the output; ``number`` is as in `_LinearFunction`."""
+        """Compute the output; ``number`` is as in `LinearFunction`."""
         ctx.save_for_backward(x)
         ctx.padding, ctx.num_rows, ctx.number = padding, weight.shape[0], number
         return functional.embedding(x, weight)
