@@ -276,7 +276,7 @@ def _live_bytes(runtime: Runtime) -> int:
     idle = {storage._cdata for pool in _pools_of(runtime) for storage in _idle_storages(pool)}
     reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
-    window = reduce._sums._window
+    window = reduce.point_to_point._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)
     objects = gc.get_objects()

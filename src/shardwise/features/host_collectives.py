@@ -18,9 +18,8 @@ from shardwise.comm.api import CollectiveId, Hop, Operation, RankGroup, Reductio
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
-from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
+from shardwise.host.point_to_point import PointToPoint, RankLostError, Run, check_memory, parts_of
 from shardwise.host.shared_memory import Place, SharedRange
-from shardwise.host.sums import Run, Summation, parts_of
 
 __all__ = ["HostCollectives"]
 
@@ -50,7 +49,6 @@ class HostCollectives(Collectives):
         store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
         size = len(self._ranks)
         self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
-        self._sums = Summation(self.point_to_point)
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -275,7 +273,7 @@ class HostCollectives(Collectives):
         scale: float,
         carried: Tensor | None = None,
     ) -> _Exchange:
-        """Sum the ``parts`` [S] that all ranks have for this one; see `Summation.prepare`."""
+        """Sum the ``parts`` [S] that all ranks have for this one."""
 
         def finish(total: Tensor, piece: slice) -> None:
             if carried is not None:
@@ -284,7 +282,9 @@ class HostCollectives(Collectives):
                 copy_scaled_(out[piece], total, scale)
 
         is_cast = out is not None and out.dtype != total.dtype
-        run = self._sums.prepare(group.ranks, parts, total, finish, keeps_total=is_cast)
+        run = self.point_to_point.prepare_sum(
+            group.ranks, parts, total, finish, keeps_total=is_cast
+        )
         return self._next_id(label, group, total.nbytes), run
 
     # -- progress, and recovery ------------------------------------------------------------------
