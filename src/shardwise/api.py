@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 
 from shardwise import parts  # noqa: F401 - registers watch and the queues between CPUs
 from shardwise._warnings import warn_caller
+from shardwise.comm.api import MemoryKind
 from shardwise.comm.device import make_current
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError
 from shardwise.features import (
     device_step,
@@ -32,6 +32,7 @@ from shardwise.features.checks import (
     device_for,
     is_on_meta,
     iterates_in_forward,
+    warn_if_whole,
 )
 from shardwise.features.collective_memory import use_memory
 from shardwise.features.deferred import defer, is_deferred
@@ -39,11 +40,10 @@ from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
-from shardwise.features.leaves import follow_leaves
+from shardwise.features.leaves import Leaves
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import saving_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
-from shardwise.features.whole_model import warn_if_whole
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
@@ -55,6 +55,7 @@ from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.runtime.attach import restore_ties
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
@@ -63,7 +64,6 @@ from shardwise.runtime.module import (
     keeping_gradients,
     set_managed,
 )
-from shardwise.runtime.optimizers import restore_ties
 from shardwise.runtime.structure import HANDLE
 from shardwise.tensor.mesh import Communicators, DataParallelMesh, data_parallel_part, resolve_mesh
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
@@ -371,7 +371,7 @@ class ShardingRequest:
             use_memory(runtime, MemoryKind(kinds.pop()))
         fused_wgrad.offer_slots(runtime)
         if mesh.leaves is not None:
-            follow_leaves(runtime)
+            runtime.scheduler.leaves = Leaves(runtime)
         if any(unit.steps_on_device for unit in plan.units):
             device_step.watch(runtime)
         if any(unit.offloads_gradients for unit in plan.units):

@@ -9,7 +9,7 @@ torch calls groups of "cpu:gloo" "undefined".
 
 from importlib.util import find_spec
 
-from shardwise.comm.communicator import use_host_queues, watch_with
+from shardwise.comm.communicator import parts
 
 __all__: list[str] = []
 
@@ -22,9 +22,10 @@ if _has("host", "hostccl"):
     from shardwise.features.host_collectives import HostCollectives
     from shardwise.host.shared_memory import SharedMemory, is_offered
 
-    use_host_queues(HostCollectives, SharedMemory if is_offered else None)
+    parts.host_queues = HostCollectives
+    parts.shared_memory = SharedMemory if is_offered else None
 
 if _has("watch"):
     from shardwise.watch.ranks import RankWatch
 
-    watch_with(RankWatch)
+    parts.new_watch = RankWatch

@@ -63,7 +63,7 @@ class PipelineStage(pipelining.PipelineStage):
         """Begin a step."""
         super().clear_runtime_states()
         for scheduler in self._schedulers:
-            if scheduler.steps_in_backward:
+            if scheduler.sequencer.steps_in_backward:
                 raise PlanError(
                     f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
                     "schedule divides gradients by the number of micro-batches; call "

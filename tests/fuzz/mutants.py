@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from shardwise.runtime.accumulation import AccumulatedGradients
-from shardwise.runtime.gradient_shards import GradientShard
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["MUTANTS", "mutated"]
@@ -33,7 +33,7 @@ def _set_all_but_sums_to_zero(self: AccumulatedGradients, position: int) -> None
         _SET_TO_ZERO(self, position)
 
 
-def _gets_gradient_if_trainable(self: GradientShard, position: int) -> bool:
+def _gets_gradient_if_trainable(self: Gradients, position: int) -> bool:
     return self.parameters[position].sharded.requires_grad
 
 
@@ -64,7 +64,7 @@ MUTANTS: Mapping[str, tuple[type, str, Callable[..., Any]]] = {
     "an exception drops all": (Scheduler, "fail", _fail_and_drop),
     "an undone transaction drops all": (AccumulatedGradients, "restore", _restore_nothing),
     "a failed backward adds its part": (AccumulatedGradients, "rollback", _do_nothing),
-    "freezing loses a gradient": (GradientShard, "gets_gradient", _gets_gradient_if_trainable),
+    "freezing loses a gradient": (Gradients, "gets_gradient", _gets_gradient_if_trainable),
     "conversion drops all": (Scheduler, "reduce_accumulated", _drop_before_conversion),
 }
 

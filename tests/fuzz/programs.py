@@ -18,6 +18,7 @@ __all__ = [
     "OF_MATRICES",
     "OPTIMIZERS",
     "SEARCH",
+    "STEPPED_ON_DEVICE",
     "Branch",
     "Case",
     "Chain",
@@ -420,7 +421,8 @@ CLASS_NAMES = (
     "Pack", "Skip", "Branch", "Listed", "Keyed", "Sequential", "Linear", "LayerNorm", "Embedding",
     "Conv1d", "GRU",
 )  # fmt: skip
-OFFLOADS = ("all", "but parameters", "stepped on the device")
+STEPPED_ON_DEVICE = "stepped on the device"
+OFFLOADS = ("all", "but parameters", STEPPED_ON_DEVICE)
 WIRES = ("gathers", "reductions", "both", "both, with feedback")
 RESHARD = st.sampled_from([None, True, False])
 
@@ -579,7 +581,7 @@ def cases(
     step = STEP_IN_BACKWARD if in_backward else STEP if outer is None else STEP_OF_REPLICA
     if kinds:
         step = accumulating(step, kinds, in_backward=in_backward)
-    if sharding.offload == OFFLOADS[-1]:  # which refuses them
+    if sharding.offload == STEPPED_ON_DEVICE:  # which refuses them
         optimizers = tuple(name for name in optimizers if name not in OF_MATRICES) or ("sgd",)
     return Case(
         model=model,

@@ -12,7 +12,7 @@ from shardwise.plan.policies import NEVER_CALLED, choose_units
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.tensor.mesh import resolve_mesh
 from tests.fuzz.build import Net
-from tests.fuzz.programs import Case, Classes, Manual, Sharding
+from tests.fuzz.programs import STEPPED_ON_DEVICE, Case, Classes, Manual, Sharding
 
 __all__ = ["mesh_of_replicas", "shard"]
 
@@ -43,14 +43,16 @@ def shard(net: Net, sharding: Sharding, replicas: DeviceMesh | None = None) -> N
 
 
 def _granularity(sharding: Sharding) -> str:
-    two_level = resolve_strategy(sharding.strategy).is_two_level
-    return "element" if two_level and sharding.granularity == "dim" else sharding.granularity
+    refuses_dim = (
+        resolve_strategy(sharding.strategy).is_two_level or sharding.offload == STEPPED_ON_DEVICE
+    )
+    return "element" if refuses_dim and sharding.granularity == "dim" else sharding.granularity
 
 
 def offload_policy(name: str | None) -> sw.OffloadPolicy:
     if name is None:
         return sw.OffloadPolicy()
-    if name == "stepped on the device":
+    if name == STEPPED_ON_DEVICE:
         return sw.CPUOffloadPolicy(step="device")
     return sw.CPUOffloadPolicy(parameters=name == "all")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwise.host import handshake, peers, process_memory
+from shardwise.host import handshake, peers
 from shardwise.host.peers import INLINE_BYTES, Offer, Peer
 from shardwise.host.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
 from tests.host.ways import WAYS, only
@@ -283,7 +283,7 @@ def test_no_socket_of_a_name_means_another_host() -> None:
 
 def test_a_process_is_read_only_if_it_has_the_secret() -> None:
     kept = ctypes.create_string_buffer(SECRET, len(SECRET))
-    has_bytes = process_memory.has_bytes
+    has_bytes = peers.has_bytes
     assert has_bytes(os.getpid(), ctypes.addressof(kept), SECRET)
     assert not has_bytes(os.getpid(), ctypes.addressof(kept), b"t" * 32)
     assert not has_bytes(os.getpid(), 0, SECRET)
@@ -360,7 +360,7 @@ def _is_forbidden() -> bool:
     dist.all_gather_object(places, (os.getpid(), ctypes.addressof(kept)))
     process, address = places[1 - rank() % 2]
     try:
-        process_memory.read_memory(process, address, ctypes.addressof(found), 8)
+        peers.read_memory(process, address, ctypes.addressof(found), 8)
         forbidden = False
     except OSError as error:
         forbidden = error.errno in {errno.EPERM, errno.ENOSYS}

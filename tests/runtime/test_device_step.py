@@ -18,8 +18,8 @@ import shardwise as sw
 from shardwise.comm.device import Device
 from shardwise.features import device_step
 from shardwise.features.device_step import DeviceSteps
-from shardwise.features.snapshot import ModelSnapshot
-from shardwise.runtime.gradient_shards import _accumulate
+from shardwise.features.transaction import ModelSnapshot
+from shardwise.runtime.gradients import _accumulate
 from shardwise.runtime.hooks import apply_gradient_hooks
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import keeping_gradients
@@ -369,7 +369,7 @@ def test_hooks_in_backward_may_change_parameters_and_states(of: str) -> None:
 def test_a_copy_that_fails_raises_at_the_end_of_the_step() -> None:
     model, optimizer = make(ON_DEVICE, "fused")
     step(model, optimizer, 0)
-    host = {id(flat.shard) for unit in runtime_of(model).units for flat in unit.flats}
+    host = {id(flat.codec.shard) for unit in runtime_of(model).units for flat in unit.flats}
 
     def fail(to: Tensor, of: Tensor) -> None:
         if id(to) in host:
@@ -448,14 +448,14 @@ def test_gradients_elsewhere_than_the_shards_are_kept() -> None:
         for p in unit.parameters:
             p.sharded.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
             elsewhere = torch.empty(p.local.numel(), device="meta")
-            gradient = apply_gradient_hooks(p.sharded, p.wrap_gradient(elsewhere))
+            gradient = apply_gradient_hooks(p.sharded, p.sharding.wrap_gradient(elsewhere))
             _accumulate(p, gradient)
     assert_elsewhere()
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad = parameter.grad * 2  # reports meta
     assert_elsewhere()
-    snapshot = ModelSnapshot(model, torch.device("cpu"))
+    snapshot = ModelSnapshot(model, runtime_of(model).scheduler, torch.device("cpu"))
     model.zero_grad()
     snapshot.restore()
     assert_elsewhere()

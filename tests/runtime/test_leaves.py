@@ -104,7 +104,7 @@ def test_the_mean_over_tokens_has_the_same_bits(accumulate: str) -> None:
 
 def _over_torch_queues(options: Options) -> Any:
     """Train without the queues for CPUs of one host: over Gloo, as it would be over NCCL."""
-    with mock.patch.object(communicators._parts, "host_queues", None):
+    with mock.patch.object(communicators.parts, "host_queues", None):
         communicators._communicators.clear()
         try:
             return train(options, range(2))

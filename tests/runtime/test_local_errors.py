@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise.features import host_collectives
-from shardwise.host import peers, point_to_point, shared_memory, sums
+from shardwise.host import peers, point_to_point, shared_memory
 from shardwise.runtime import scheduler, unit
 from shardwise.watch import monitor
 from shardwise.watch.monitor import Patience
@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[Any, str, Exception]] = {
     "fill": (unit, "copy_", ValueError("a shard that cannot be read")),
     "move": (shared_memory.SharedMemory, "open", OSError(errno.EMFILE, "too many")),
     "launch": (host_collectives, "check_memory", RuntimeError("no storage")),
-    "launch a sum": (sums, "check_memory", RuntimeError("no storage")),
+    "launch a sum": (point_to_point, "check_memory", RuntimeError("no storage")),
 }
 
 

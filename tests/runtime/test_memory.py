@@ -73,7 +73,7 @@ def test_a_rank_keeps_its_share_of_parameters_gradients_and_states() -> None:
         _local_bytes([p.grad for p in model.parameters() if p.grad is not None]),
         _local_bytes([s["exp_avg"] for s in optimizer.state.values()]),
         _local_bytes([s["exp_avg_sq"] for s in optimizer.state.values()]),
-        sum(flat.shard.nbytes for unit in runtime_of(model).units for flat in unit.flats),
+        sum(flat.codec.shard.nbytes for unit in runtime_of(model).units for flat in unit.flats),
     ):
         assert abs(kept * world_size() - one_process) <= padding * world_size()
         assert kept <= one_process / world_size() + padding

@@ -26,7 +26,7 @@ from shardwise.plan.strategy import STRATEGIES, Level, Strategy
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.gradient_shards import GradientShard
+from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import CAN_SWAP, Arena, Pool
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import Unit
@@ -218,7 +218,7 @@ def _step(model: nn.Module, *, num_held: int) -> None:
 def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
     """Sample ``held_bytes()`` around every event, and when buffers and gradients get memory."""
     samples: list[int] = []
-    do, hand_over = Scheduler._do, GradientShard._hand_over
+    do, hand_over = Scheduler._do, Gradients._hand_over
 
     def sample(scheduler: Scheduler, kind: EventKind, unit: Unit) -> tuple[Work, ...]:
         samples.append(held_bytes())
@@ -226,7 +226,7 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
         samples.append(held_bytes())
         return marks
 
-    def sample_handing(gradients: GradientShard, reduced: Tensor) -> None:
+    def sample_handing(gradients: Gradients, reduced: Tensor) -> None:
         hand_over(gradients, reduced)
         samples.append(held_bytes())
 
@@ -239,7 +239,7 @@ def _sampled(held_bytes: Callable[[], int]) -> Iterator[list[int]]:
     with (
         mock.patch.object(FlatBuffer, "acquire", sample_acquiring),
         mock.patch.object(Scheduler, "_do", sample),
-        mock.patch.object(GradientShard, "_hand_over", sample_handing),
+        mock.patch.object(Gradients, "_hand_over", sample_handing),
     ):
         yield samples
 
@@ -276,7 +276,7 @@ def _live_bytes(runtime: Runtime) -> int:
     idle = {storage._cdata for pool in _pools_of(runtime) for storage in _idle_storages(pool)}
     reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
     assert isinstance(reduce, HostCollectives)
-    window = reduce._sums._window
+    window = reduce.point_to_point._window
     assert window.nbytes < 1 << 20, "for the pieces of all reductions together"
     idle.add(window.untyped_storage()._cdata)
     objects = gc.get_objects()

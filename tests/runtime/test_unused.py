@@ -106,7 +106,7 @@ def _gradients(used: list[bool]) -> mock.Mock:
     parameters = [mock.Mock() for _ in used]
     return mock.Mock(
         parameters=parameters,
-        used=used,
+        accumulated=mock.Mock(used=used),
         gets_gradient=lambda position: parameters[position].sharded.requires_grad,
     )
 

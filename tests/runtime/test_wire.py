@@ -140,7 +140,7 @@ def test_compute_sees_what_the_wire_carries() -> None:
     (flat,) = runtime_of(model).units[0].flats
     assert isinstance(flat, FlatParameters)
     slots = [torch.empty(flat.layout.shard_elements) for _ in range(dist.get_world_size())]
-    dist.all_gather(slots, flat.shard)
+    dist.all_gather(slots, flat.codec.shard)
     blocks = Blocks("fp8", 128)
     decoded = [torch.empty_like(slot) for slot in slots]
     for slot, to in zip(slots, decoded, strict=True):

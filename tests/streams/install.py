@@ -23,14 +23,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise._private import AsyncCollectiveTensor, current_graph_task, new_empty_subclass
-from shardwise.comm import (
-    communicator,
-    device as comm_device,
-    groups,
-    process_group,
-    registered_memory,
-)
+from shardwise.comm import communicator, device as comm_device, groups, process_group
 from shardwise.comm.process_group import ProcessGroupCollectives
+from shardwise.features import collective_memory
 from shardwise.runtime import accumulation, memory as runtime_memory
 from shardwise.runtime.memory import Pool
 from shardwise.watch import ranks
@@ -311,9 +306,9 @@ def _install_comm(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges:
     patch.setattr(groups, "new_registered_group", new_group)
     patch.setattr(groups, "new_nccl_group", new_group)
     patch.setattr(groups, "dist", _Distributed())
-    for module in (process_group, registered_memory):
+    for module in (process_group, collective_memory):
         patch.setattr(module, "tensor_allocator", tensor_allocator)
-    patch.setattr(registered_memory, "has_symmetric_memory", lambda *_: True)
+    patch.setattr(collective_memory, "has_symmetric_memory", lambda *_: True)
     patch.setattr(process_group, "symmetric_tensor", symmetric_tensor)
     if not exchanges:
         patch.setattr(ProcessGroupCollectives, "_check_same", lambda *_: None)
@@ -333,9 +328,9 @@ def _poison_pools(patch: pytest.MonkeyPatch) -> None:
         poison(storage)
         return storage
 
-    def poison_and_free(pool: Pool, storage: torch.UntypedStorage) -> None:
+    def poison_and_free(pool: Pool, storage: torch.UntypedStorage, **options: bool) -> None:
         poison(storage)
-        free(pool, storage)
+        free(pool, storage, **options)
 
     patch.setattr(Pool, "allocate", poisoned)
     patch.setattr(Pool, "free", poison_and_free)

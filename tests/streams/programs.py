@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
-from shardwise.comm.registered_memory import MemoryKind
+from shardwise.comm.api import MemoryKind
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.sharding import local_of
 from tests.fuzz.optimizers import make_optimizer

@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import device as transport_device, process_group
-from shardwise.comm.api import RankGroup
+from shardwise.comm.api import MemoryKind, RankGroup
 from shardwise.comm.device import DeviceStream, DeviceWork
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.features import activation_offload, device_step
 from shardwise.features.unused import UsedParameterSync, gradients_of
 from shardwise.optim import exchange as matrix_exchange
 from shardwise.runtime import memory as runtime_memory, offload
 from shardwise.runtime.codecs import RunCodec
-from shardwise.runtime.gradient_shards import GradientShard
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
@@ -200,7 +198,7 @@ def gradient_is_written_after_reduce(_simulation: Simulation) -> Any:
 
 
 def gradients_are_allocated_on_another_stream(simulation: Simulation) -> Any:
-    return patched(GradientShard, "memory", on_stream(simulation.new_stream(DEVICE)))
+    return patched(Gradients, "memory", on_stream(simulation.new_stream(DEVICE)))
 
 
 def gradients_are_read_by_the_host(_simulation: Simulation) -> Any:
@@ -308,7 +306,7 @@ def one_rank_swaps_two_gathers(_simulation: Simulation) -> Any:
 def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
     def init(self: Any, units: Any, *_others: Any) -> None:
         self._gradients, self._pending = gradients_of(units), None
-        self._own = [True for each in self._gradients for _ in each.used]
+        self._own = [True for each in self._gradients for _ in each.accumulated.used]
 
     wrap: Wrap = instead(init) if dist.get_rank() == 1 else lambda one: one
     return patched(UsedParameterSync, "__init__", wrap)

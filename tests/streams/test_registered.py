@@ -12,10 +12,9 @@ from torch import nn
 import shardwise as sw
 from shardwise._private import can_swap_storages
 from shardwise.comm import process_group
-from shardwise.comm.api import RankGroup
+from shardwise.comm.api import MemoryKind, RankGroup
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.process_group import ProcessGroupCollectives
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import PlanError, StepError
 from tests.models import Block, Stack
 from tests.ranks import on_ranks
@@ -125,7 +124,7 @@ def test_a_rank_that_cannot_allocate_symmetric_memory_keeps_no_other_waiting() -
 @on_ranks(2)
 def test_memory_that_cannot_be_swapped_in_is_refused_at_the_call() -> None:
     model = shard(Stack(depth=1))
-    with mock.patch("shardwise.comm.registered_memory.can_swap_storages", return_value=False):
+    with mock.patch("shardwise.features.collective_memory.can_swap_storages", return_value=False):
         with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):
             model.set_allocate_memory_from_process_group_for_comm(True)
         with pytest.raises(PlanError, match=r"memory that gloo allocates .*torch 2\.12"):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
-from shardwise.comm.registered_memory import MemoryKind
+from shardwise.comm.api import MemoryKind
 from tests.ranks import on_ranks
 from tests.streams.install import simulated
 from tests.streams.models import build

@@ -9,7 +9,7 @@ from shardwise.comm.api import RankGroup, Sent, Work
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor import mesh as meshes
-from shardwise.tensor.mesh import DataParallelMesh, _Nearby, resolve_mesh
+from shardwise.tensor.mesh import DataParallelMesh, resolve_mesh
 from tests.ranks import on_ranks
 
 
@@ -23,7 +23,7 @@ def test_no_step_counts_the_ranks_of_a_group() -> None:
     inner = AxisBytes(shard=30, replicate=10, subgroup=10)  # to the other rank of [4, 5]
     assert mesh.axis_bytes(works) == expected
     assert mesh.axis_bytes(works, 2) == inner
-    with mock.patch.object(_Nearby, "_num_near", side_effect=AssertionError):
+    with mock.patch.object(DataParallelMesh, "subgroup", side_effect=AssertionError):
         assert mesh.axis_bytes(works) == expected
         assert mesh.axis_bytes(works, 2) == inner
 

@@ -30,7 +30,6 @@ from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.queue import QueueState
 from shardwise.watch import monitor as module
 from shardwise.watch.monitor import (
-    Heartbeat,
     Monitor,
     Patience,
     _await_end,
@@ -109,7 +108,7 @@ def test_a_look_and_a_heartbeat_take_a_constant_number_of_calls(size: int) -> No
     looks = [store.cost(lambda i=i: look(monitor, waiting(i, size))) for i in range(6)]  # type: ignore[misc]
     assert [calls for calls, _ in looks] == [2, 2, 4, 2, 2, 2], "at the third, it is stuck"
     assert max(num_bytes for _, num_bytes in looks) < 600
-    beat = store.cost(lambda: monitor.beat(Heartbeat(1, waiting(6, size))))
+    beat = store.cost(lambda: monitor.beat(replace(waiting(6, size), count=1)))
     assert beat[0] == 3
     assert beat[1] < 600
     in_torch = replace(waiting(0, size), blocked_with=tuple(range(size)))
@@ -330,7 +329,7 @@ def test_a_rank_that_knows_the_first_failure_names_it_when_the_store_is_gone() -
     store = Counted(shared)
     own = monitor_of(store, 1, 4)
     monitor_of(shared, 2, 4).announce(FAILED)
-    own.beat(Heartbeat(1, waiting(0, 4)))
+    own.beat(replace(waiting(0, 4), count=1))
     store.before = fail
     with pytest.raises(sw.PeerLost, match="holds the job's store is gone: no route to host"):
         own.failure(1)
@@ -349,7 +348,7 @@ def test_one_rank_explains_a_lost_connection_for_all(monkeypatch: pytest.MonkeyP
     store = Counted()
     monitors = [monitor_of(store, rank, 3) for rank in range(3)]
     for monitor in monitors[:2]:
-        monitor.beat(Heartbeat(1, waiting(0, 3)))
+        monitor.beat(replace(waiting(0, 3), count=1))
     store.calls.clear()
     explained = monitors[0].explain(lost(ConnectionResetError), 0)
     assert str(explained).startswith("lost by ConnectionResetError\n  rank  step")
@@ -416,7 +415,7 @@ class Rank:
     def beat(self, count: int) -> None:
         """What the heartbeat thread does every two seconds."""
         if self.is_alive:
-            self.monitor.beat(Heartbeat(count, self._report))
+            self.monitor.beat(replace(self._report, count=count))
 
     def look(self, count: int) -> None:
         """What `Communicator.wait` does every second."""

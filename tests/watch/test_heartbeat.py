@@ -19,7 +19,7 @@ from shardwise.comm.communicator import communicator
 from shardwise.errors import PeerLost, PeerSilent
 from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
-from shardwise.watch.monitor import Heartbeat, Monitor, Patience
+from shardwise.watch.monitor import Monitor, Patience
 from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
 from tests.ranks import on_ranks
@@ -35,7 +35,7 @@ def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
     own, other = (Monitor(store, "group", rank, 3, patience) for rank in range(2))
 
     def beat(monitor: Monitor, count: int) -> None:
-        monitor.beat(Heartbeat(count, Report(0, 0, count, "forward", ())))
+        monitor.beat(Report(0, 0, count, "forward", (), count=count))
         own.check_heartbeats()
 
     for count in range(10):  # rank 2, which has not started, is not silent

@@ -61,7 +61,7 @@ class Job:
 
         def is_there() -> bool:
             beat = monitor.heartbeat(rank)
-            return beat is not None and any(place in call for call in beat.report.python)
+            return beat is not None and any(place in call for call in beat.python)
 
         assert eventually(is_there)
 

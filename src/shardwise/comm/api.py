@@ -20,6 +20,7 @@ __all__ = [
     "SMALL_BYTES",
     "CollectiveId",
     "Hop",
+    "MemoryKind",
     "Operation",
     "QueueObserver",
     "RankGroup",
@@ -40,6 +41,16 @@ class Operation(StrEnum):
 
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+
+
+class MemoryKind(StrEnum):
+    """The memory of the buffers of collectives."""
+
+    OWN = "own"  # from torch's allocator
+    REGISTERED = "registered"  # from the backend's own allocator
+    # Torch's ``symm_mem``, through NCCL: the same offset in one window on all ranks, which allocate
+    # it together and in the same order.
+    SYMMETRIC = "symmetric"
 
 
 @dataclass(frozen=True)

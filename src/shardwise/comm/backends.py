@@ -2,7 +2,7 @@
 
 For a backend that is not listed, nothing is assumed: no operation is in place, and only sums are
 used. Whether a backend can allocate memory depends on the version of its library, so the backend
-itself is asked (`registered_memory`).
+itself is asked (`features.collective_memory`).
 """
 
 from dataclasses import dataclass

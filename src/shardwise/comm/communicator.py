@@ -26,8 +26,7 @@ __all__ = [
     "make_collectives",
     "new_shared_memory",
     "note_place",
-    "use_host_queues",
-    "watch_with",
+    "parts",
 ]
 
 POLL_SECONDS = 1.0  # between two looks during a wait
@@ -104,31 +103,16 @@ NewWatch = Callable[[RankGroup, torch.device, Sequence[Collectives], Place], Wat
 
 
 @dataclass(slots=True)
-class _Parts:
-    """What other packages have added to this one; see `shardwise.parts`."""
+class Parts:
+    """What `shardwise.parts` adds to this package, if the package that has it is there."""
 
-    host_queues: type[Collectives] | None = None
+    host_queues: type[Collectives] | None = None  # between CPUs, in the place of Gloo
+    # Makes the memory for the gathered parameters of a model, if ranks can share it.
     shared_memory: Callable[[], SharedMemory] | None = None
-    new_watch: NewWatch | None = None
+    new_watch: NewWatch | None = None  # watches new communicators
 
 
-_parts = _Parts()
-
-
-def use_host_queues(
-    kind: type[Collectives], shared_memory: Callable[[], SharedMemory] | None
-) -> None:
-    """Use queues of this ``kind`` between CPUs, in the place of Gloo.
-
-    ``shared_memory`` makes the memory for the gathered parameters of a model, if ranks can share
-    it.
-    """
-    _parts.host_queues, _parts.shared_memory = kind, shared_memory
-
-
-def watch_with(new_watch: NewWatch) -> None:
-    """Watch all new communicators with ``new_watch``."""
-    _parts.new_watch = new_watch
+parts = Parts()
 
 
 def communicator(
@@ -136,7 +120,7 @@ def communicator(
 ) -> "Communicator":
     """Return the communicator of all ranks of a mesh. All ranks make the first call together.
 
-    ``new_watch`` makes what watches a new one, in the place of that of `watch_with`.
+    ``new_watch`` makes what watches a new one, in the place of that of `parts`.
     """
     if world.parent is None:
         return Communicator(world, device)
@@ -162,16 +146,16 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
             'that moves host memory; pass backend="cpu:gloo,cuda:nccl" to init_process_group, or '
             "move the model to the CPU"
         )
-    if world.size > 1 and is_on_host and _parts.host_queues is not None:
-        return _parts.host_queues(world, name)
+    if world.size > 1 and is_on_host and parts.host_queues is not None:
+        return parts.host_queues(world, name)
     return ProcessGroupCollectives(world, device, backend, name)
 
 
 def new_shared_memory(device: torch.device) -> SharedMemory | None:
     """Return memory on ``device`` in which ranks may gather together, if there is any."""
-    if is_accelerator(device) or _parts.shared_memory is None:
+    if is_accelerator(device) or parts.shared_memory is None:
         return None
-    return _parts.shared_memory()
+    return parts.shared_memory()
 
 
 class Communicator:
@@ -198,7 +182,7 @@ class Communicator:
         self.gather, self.reduce = queues[0], queues[-1]
         self.place = Place()
         self.watch = Watch()
-        new_watch, watched = new_watch or _parts.new_watch, [q for q in queues if q.is_monitored]
+        new_watch, watched = new_watch or parts.new_watch, [q for q in queues if q.is_monitored]
         if new_watch is not None and watched:
             self.watch = new_watch(world, device, watched, self.place)
 

@@ -316,11 +316,9 @@ class DeviceStream:
 
     @contextlib.contextmanager
     def enqueue(self, after: Work | None = None, *, timed: bool = False) -> Iterator[DeviceWork]:
-        """Run the body of the ``with`` on this stream.
+        """Run the body of the ``with`` on this stream, ``after`` work of another stream.
 
-        Args:
-            after: work of another stream that this stream waits for.
-            timed: whether its `Work.times` are needed; otherwise they are `NO_TIME`.
+        Unless it is ``timed``, its `Work.times` are `NO_TIME`.
         """
         device, stream = self._device, self._stream
         device.wait(stream, device.record(device.current_stream()))

@@ -22,6 +22,7 @@ from shardwise._private import (
 from shardwise.comm.api import (
     CollectiveId,
     Hop,
+    MemoryKind,
     Operation,
     QueueObserver,
     RankGroup,
@@ -32,15 +33,9 @@ from shardwise.comm.api import (
     all_reduce_bytes,
 )
 from shardwise.comm.backends import capabilities_of
-from shardwise.comm.device import (
-    DeviceStream,
-    DeviceWork,
-    copy_scaled_,
-    run_together,
-)
+from shardwise.comm.device import DeviceStream, DeviceWork, copy_scaled_, run_together
 from shardwise.comm.groups import becomes_true, new_group
 from shardwise.comm.queue import Collectives, QueueState
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.comm.tree import tree_sum
 from shardwise.errors import PeerAborted, StepError
 
@@ -59,7 +54,10 @@ _SCALED = {torch.bfloat16, torch.float32, torch.float64}
 
 
 class ProcessGroupCollectives(Collectives):
-    """A queue of collectives on process groups of its own."""
+    """A queue of collectives on process groups of its own.
+
+    Methods without a description are those of `Collectives`.
+    """
 
     stream: DeviceStream
 
@@ -92,7 +90,6 @@ class ProcessGroupCollectives(Collectives):
         fill: Callable[[], None] | None = None,
         shared: object = None,  # noqa: ARG002
     ) -> Work:
-        """As `Collectives.all_gather`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:
                 fill()
@@ -154,7 +151,6 @@ class ProcessGroupCollectives(Collectives):
         return work
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """As `Collectives.relay`."""
         hops = [step for step in steps if isinstance(step, Hop)]
         with self.stream.enqueue(timed=self.is_timed) as work:
             for step in steps:
@@ -176,7 +172,6 @@ class ProcessGroupCollectives(Collectives):
         hop.decode(rows)
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """As `Collectives.all_reduce_max`."""
         with self.stream.enqueue(timed=self.is_timed) as work:
             if group.size > 1:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._process_group(group))
@@ -210,7 +205,7 @@ class ProcessGroupCollectives(Collectives):
             together = self._allocating(f"{num_bytes} bytes, {what}", made, group)
             return symmetric_tensor(num_bytes, made, self._device, together).untyped_storage()
         allocate = tensor_allocator(made, self._device)
-        assert allocate is not None, "`check_memory` was called"
+        assert allocate is not None, "`features.collective_memory` has checked it"
         return allocate(num_bytes).untyped_storage()
 
     @contextlib.contextmanager
@@ -242,7 +237,6 @@ class ProcessGroupCollectives(Collectives):
             )
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """As `Collectives.exchange`."""
         world = self.world
         with self.stream.enqueue(timed=self.is_timed) as work:
             if world.size > 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise._private import storage_id
 from shardwise.comm.device import DeviceStream, DeviceWork, is_accelerator
 from shardwise.errors import StepError
 from shardwise.runtime.module import runtime_of_root
@@ -23,7 +24,7 @@ from shardwise.runtime.module import runtime_of_root
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Runtime
 
-__all__ = ["Unmoved", "offload_activations", "storage_of", "unpack"]
+__all__ = ["Unmoved", "offload_activations", "unpack"]
 
 _MIN_BYTES = 1 << 12  # copying a smaller tensor costs more than the memory is worth
 # Streams to the host and back. Creating them synchronizes, so each model keeps its own.
@@ -59,7 +60,9 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     """
     runtime = runtime_of_root(model)
     flats = [flat for unit in runtime.units for flat in unit.flats]
-    buffers = {storage_of(view) for flat in flats for view in flat.codec.buffer.views[:1]}
+    buffers = {
+        storage_id(view.untyped_storage()) for flat in flats for view in flat.codec.buffer.views[:1]
+    }
     if runtime not in _streams:
         device = runtime.pools.device
         _streams[runtime] = DeviceStream(device), DeviceStream(device)
@@ -68,7 +71,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     def pack(tensor: Tensor) -> "_Moved | Unmoved":
         small = tensor.numel() * tensor.element_size() < _MIN_BYTES
         moves = tensor.device == mover.device and tensor.layout is torch.strided
-        if small or not moves or storage_of(tensor) in buffers:
+        if small or not moves or storage_id(tensor.untyped_storage()) in buffers:
             return Unmoved(tensor.detach(), tensor._version)
         return mover.move(tensor)
 
@@ -179,9 +182,3 @@ def unpack(packed: _Moved | Unmoved) -> Tensor:
             "before the in-place operation"
         )
     return tensor
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The identity of the Storage that ``tensor`` views; it stays while memory comes and goes."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity

@@ -169,12 +169,10 @@ def are_equal(num: float, total: float, squares: float) -> bool:
 def pack(values: Sequence[float], size: int) -> list[float]:
     """Numbers whose sums over ranks with the same ``values`` give these to `unpack`, exactly.
 
-    Args:
-        values: at most ``size``; none on ranks that only take part.
-        size: the same on all ranks.
+    There are at most ``size`` values, or none on ranks that only take part; all pass one ``size``.
 
     Raises:
-        StepError: there are more than ``size``.
+        StepError: there are more.
     """
     if len(values) > size:
         raise StepError("inside sw.join, an optimizer has got more parameter groups or options")

@@ -23,9 +23,12 @@ from shardwise._warnings import warn_caller
 from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
+from shardwise.plan.policies import repeated_blocks
+from shardwise.plan.strategy import AxisPlacement
 from shardwise.plan.units import named_parameters
+from shardwise.runtime.attach import watch_optimizers
+from shardwise.runtime.module import handle_of
 from shardwise.runtime.nested import plain_tensors
-from shardwise.runtime.optimizers import watch_optimizers
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
@@ -44,6 +47,7 @@ __all__ = [
     "device_for",
     "is_on_meta",
     "iterates_in_forward",
+    "warn_if_whole",
 ]
 
 
@@ -138,12 +142,7 @@ def device_for(
     """Return the device of the shards: this rank's accelerator, or else the device of the model.
 
     A model on the meta device is put on torch's default device if the group has no accelerators.
-
-    Args:
-        root: the model.
-        mesh: its ranks.
-        ignored: parameters that are not sharded.
-        offloaded_from: the device to assume for parameters on the CPU.
+    Parameters on the CPU count as being on the device that they are ``offloaded_from``.
 
     Raises:
         PlanError: the model is on several devices, or on one that is not supported.
@@ -259,6 +258,33 @@ def iterates_in_forward(module: nn.Module) -> bool:
     )
 
 
+def warn_if_whole(module: nn.Module, plan: Plan) -> None:
+    """Make the first forward warn if ``module`` is gathered as one unit and has repeated blocks.
+
+    Only then it is known that no later call makes it a part of a larger model.
+    """
+    is_cut = AxisPlacement.SHARD in plan.strategy.parameters
+    if is_cut and len(plan.units) == 1 and repeated_blocks(module):
+        module.register_forward_pre_hook(_warn_of_whole)
+
+
+def _warn_of_whole(module: nn.Module, _args: Any) -> None:
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _warn_of_whole]:  # also in a copy
+        del hooks[key]
+    blocks = repeated_blocks(module)
+    plan = handle_of(module).runtime.plan
+    if len(plan.units) > 1 or not blocks:
+        return
+    kinds = sorted({module.get_submodule(name)._get_name() for name in blocks})  # type: ignore[no-untyped-call]
+    warn_caller(
+        f"{plan.units[0].label} is one unit, so all its parameters are gathered at once, although "
+        f"it has {len(blocks)} repeated blocks ({', '.join(kinds)}: {blocks[0]} to {blocks[-1]}); "
+        'pass units="auto" to fully_shard, or call fully_shard on each block first (with the '
+        "FSDP1 wrapper: pass auto_wrap_policy)"
+    )
+
+
 # -- steps of optimizers ---------------------------------------------------------------------------
 
 _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -266,7 +292,7 @@ _warned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 @cache
 def check_optimizers() -> None:
-    """Install the hooks, once per process, after that of `runtime.optimizers`."""
+    """Install the hooks, once per process, after that of `runtime.attach`."""
     watch_optimizers()
     register_optimizer_step_pre_hook(_refuse_shards)
     register_optimizer_step_pre_hook(_warn_of_empty_step)

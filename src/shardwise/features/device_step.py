@@ -31,7 +31,6 @@ from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
 from shardwise.features.unit_steps import (
-    check_arguments,
     check_elementwise,
     groups_of,
     one_step_at_a_time,
@@ -50,12 +49,7 @@ from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
 
-__all__ = [
-    "DeviceSteps",
-    "check_granularity",
-    "prefetch_states",
-    "watch",
-]
+__all__ = ["DeviceSteps", "check_granularity", "prefetch_states", "watch"]
 
 State = dict[str, Any]  # of one parameter
 
@@ -147,7 +141,8 @@ class DeviceSteps:
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.pools.device
-        self._units = [_UnitOnHost(unit) for unit in runtime.units]
+        # Weak, because they have hooks on parameters.
+        self._flats = [[weakref.ref(one) for one in _offloaded(unit)] for unit in runtime.units]
         self._ledger: Ledger = runtime.scheduler.ledger
         self._to_device, self._to_host = DeviceStream(self.device), DeviceStream(self.device)
         policies = (unit.plan.offload for unit in runtime.units)
@@ -214,10 +209,9 @@ class DeviceSteps:
     def _copy_to_device(
         self, optimizer: Optimizer, index: int, groups: dict[Tensor, int]
     ) -> _OnDevice:
-        unit = self._units[index]
         here = _OnDevice(index, optimizer)
         copies = here.copies
-        for shard, parameters in unit.shards():
+        for shard, parameters in self._shards(index):
             on_device = torch.empty_like(shard, device=self.device)
             copies.append((on_device, shard))
             here.shards.append((shard, on_device))
@@ -237,6 +231,13 @@ class DeviceSteps:
                 }
         self._fill(here)
         return here
+
+    def _shards(self, index: int) -> Iterator[tuple[Tensor, list[tuple[FSDPParameter, slice]]]]:
+        """Each offloaded shard [S] of a unit, with the parameters in it."""
+        for flat in [reference() for reference in self._flats[index]]:
+            if flat is not None:
+                slices = flat.layout.slices_of_shard(flat.mesh.rank)
+                yield flat.codec.shard, list(zip(flat.parameters, slices, strict=True))
 
     def _fill(self, here: _OnDevice) -> None:
         """Copy the values of the host to the tensors on the device."""
@@ -264,7 +265,7 @@ class DeviceSteps:
 
     def _copy_to_host(self, here: _OnDevice) -> None:
         began = self._now()
-        copies = [(shard, on_device) for shard, on_device in here.shards]
+        copies = list(here.shards)
         written = list(here.parameters)  # with the shards, also those that were not stepped
         for original, state in here.states.items():
             if not state and original not in here.optimizer.state:
@@ -339,21 +340,6 @@ class DeviceSteps:
         assert here.work is not None
         event = Event(kind, here.index, sum(to.nbytes for to, _ in copies))
         self._ledger.append(Record(event, self._ledger.step, began, self._now(), (here.work,)))
-
-
-class _UnitOnHost:
-    """The offloaded shards of a unit; refers to the unit weakly, as it has hooks on parameters."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._flats = [weakref.ref(flat) for flat in _offloaded(unit)]
-
-    def shards(self) -> Iterator[tuple[Tensor, list[tuple[FSDPParameter, slice]]]]:
-        """Each shard [S], with the parameters in it."""
-        for reference in self._flats:
-            flat = reference()
-            if flat is not None:
-                slices = flat.layout.slices_of_shard(flat.mesh.rank)
-                yield flat.shard, list(zip(flat.parameters, slices, strict=True))
 
 
 def _await_copies(one: _OnDevice) -> None:
@@ -459,7 +445,11 @@ def _step_on_device(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
 ) -> tuple[tuple[Any, ...], State]:
     watched = _watched[optimizer]
-    check_arguments(optimizer, args, kwargs)
+    if len(args) > 2 or kwargs.keys() - {"closure"}:  # noqa: PLR2004 - itself and the closure
+        raise StepError(
+            f"{type(optimizer).__name__}.step: with CPUOffloadPolicy(step='device'), expected no "
+            "argument but closure; pass step='host' to use others"
+        )
     args, kwargs = with_evaluated_closure(args, kwargs)
     watched.is_stepping = True
     try:

@@ -31,6 +31,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.attach import put_sharded
+from shardwise.runtime.codecs import SlotCodec
 from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import FlatParameters
@@ -42,8 +43,8 @@ __all__ = ["ExtensionCodec", "stored_part_of"]
 _NUM_ARGUMENTS = 5  # of fsdp_pre_all_gather; with one argument, it takes only the mesh
 
 
-class ExtensionCodec:
-    """The `SlotCodec` of parameters of one dtype whose classes define what is gathered.
+class ExtensionCodec(SlotCodec):
+    """The codec of parameters of one dtype whose classes define what is gathered.
 
     It is its own buffer. ``flat`` exists from `acquire` to `unpack`, which makes the dense
     parameters; these have memory until `release`. Every parameter has a shard of its own.
@@ -68,8 +69,7 @@ class ExtensionCodec:
         self._is_unpacked = False
 
     @property
-    def buffer(self) -> "ExtensionCodec":
-        """This object."""
+    def buffer(self) -> "ExtensionCodec":  # type: ignore[override] # no cycle of references
         return self
 
     @cached_property
@@ -138,12 +138,6 @@ class ExtensionCodec:
     def shared_range(self) -> None:
         """None: the memory is private."""
 
-    def note_changes(self) -> None:
-        """Nothing has a copy of the shards."""
-
-    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
-        yield from ()
-
     def stored(self) -> Iterator[Tensor]:
         return (parameter.local for parameter in self._parameters)
 
@@ -156,7 +150,6 @@ class ExtensionCodec:
         return FSDPParameter(sharding, sharded, local_of(sharded), dense, owners)
 
     def check_unchanged(self) -> None:
-        """Raise a PlanError if a gathered parameter was changed, as no shard could follow."""
         for parameter in self._parameters:
             if parameter.owners[0].get() is not parameter.dense or parameter.forget_changes():
                 raise PlanError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.registered_memory import MemoryKind
+from shardwise.comm.api import MemoryKind
 from shardwise.errors import PlanError
 from shardwise.features.collective_memory import use_memory
 from shardwise.plan.options import UnitSettings

@@ -98,7 +98,7 @@ class HeldLayout:
         pool = Pool(flat.codec.buffer.flat.device, keep=False)
         held = flat.held = flat_buffer(flat.layout, pool)
         held.acquire()
-        fill = partial(copy_, held.slot_of(flat.mesh.rank), flat.shard)
+        fill = partial(copy_, held.slot_of(flat.mesh.rank), flat.codec.shard)
         return collectives.all_gather(held.flat, flat.mesh.shards, label, fill)
 
     def show(self) -> None:
@@ -128,8 +128,8 @@ class HeldLayout:
         if held is None:
             return None
         held.pack()
-        copy_(flat.shard, held.slot_of(flat.mesh.rank))
-        return held.flat.device if held.flat.device != flat.shard.device else None
+        copy_(flat.codec.shard, held.slot_of(flat.mesh.rank))
+        return held.flat.device if held.flat.device != flat.codec.shard.device else None
 
     def release(self) -> None:
         """Free the memory."""
@@ -191,7 +191,9 @@ def _sums_of(held: Sequence[HeldLayout]) -> Sums:
     sums: Sums = {}
     for parameter, _, view in (each for one in held for each in one.parameters()):
         of_mesh = sums.setdefault(parameter.sharding.mesh, {})
-        of_mesh[parameter.name] = _position_checksum(view.detach())
+        flat = view.detach().reshape(-1)
+        # Almost surely, this also detects a different order of elements.
+        of_mesh[parameter.name] = checksum(flat) + 31 * checksum(flat[::2])
     return sums
 
 
@@ -267,8 +269,3 @@ def _held_by_modules(parameter: FSDPParameter, version: int) -> Tensor | None:
             "drop write_back"
         )
     return tensor.detach()
-
-
-def _position_checksum(tensor: Tensor) -> Tensor:
-    """A checksum that almost surely also detects a different order of elements."""
-    return checksum(tensor) + 31 * checksum(tensor.reshape(-1)[::2])

@@ -49,7 +49,9 @@ class HeldMemory(MemoryNotes):
 
     def note(self, error: BaseException, where: str) -> None:
         """Add a table of the memory to ``error``, once, if it is an out-of-memory error."""
-        if is_out_of_memory(error) and not _is_noted(error):
+        notes = getattr(error, "__notes__", ())
+        is_noted = any(note.startswith("out of memory in ") for note in notes)
+        if is_out_of_memory(error) and not is_noted:
             error.add_note(self._table or self.table(where))
             self._num_failures = num_allocation_failures(self._pools.device)
 
@@ -90,7 +92,7 @@ class HeldMemory(MemoryNotes):
     def _held(self, gathered_bytes: int) -> dict[str, int]:
         """The bytes of each kind of tensors, except activations."""
         root, pools = self._root(), self._pools
-        sharded = [parameter.sharded for unit in self._units for parameter in unit.parameters]
+        sharded = [one.sharded for unit in self._units for one in unit.parameters]
         flats = [flat for unit in self._units for flat in unit.flats]
         whole = pools.of_gradients.allocated_bytes
         whole += sum(unit.plan.gradient_bytes for unit in self._units if unit.plan.holds_gradients)
@@ -157,10 +159,6 @@ def _states_of(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
             for parameter, state in found.state.items():
                 if id(parameter) in wanted:
                     yield from (one for one in state.values() if isinstance(one, Tensor))
-
-
-def _is_noted(error: BaseException) -> bool:
-    return any(note.startswith("out of memory in ") for note in getattr(error, "__notes__", ()))
 
 
 def _megabytes(num_bytes: int) -> str:

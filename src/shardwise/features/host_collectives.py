@@ -6,7 +6,6 @@ full size. Every exchange has the tag of its collective, so ranks that disagree 
 for each other instead of mixing their numbers.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -15,22 +14,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwise._private import group_timeout
-from shardwise.comm.api import (
-    CollectiveId,
-    Hop,
-    Operation,
-    RankGroup,
-    Reduction,
-    Sent,
-    Step,
-    Work,
-)
+from shardwise.comm.api import CollectiveId, Hop, Operation, RankGroup, Reduction, Sent, Step, Work
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
-from shardwise.host.point_to_point import PointToPoint, RankLostError, check_memory
+from shardwise.host.point_to_point import PointToPoint, RankLostError, Run, check_memory, parts_of
 from shardwise.host.shared_memory import Place, SharedRange
-from shardwise.host.sums import Run, Summation, parts_of
 
 __all__ = ["HostCollectives"]
 
@@ -40,7 +29,10 @@ _Exchange = tuple[CollectiveId, Run]
 
 
 class HostCollectives(Collectives):
-    """A queue of collectives among the ranks of ``world``, which run on a thread."""
+    """A queue of collectives among the ranks of ``world``, which run on a thread.
+
+    Methods without a description are those of `Collectives`.
+    """
 
     stream: ThreadStream
 
@@ -57,11 +49,9 @@ class HostCollectives(Collectives):
         store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
         size = len(self._ranks)
         self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
-        self._sums = Summation(self.point_to_point)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """As `Collectives.sent`."""
         return self.point_to_point.sent
 
     def all_gather(
@@ -72,7 +62,6 @@ class HostCollectives(Collectives):
         fill: Callable[[], None] | None = None,
         shared: object = None,
     ) -> Work:
-        """As `Collectives.all_gather`."""
         gather = self._gathering(flat.view(group.size, -1).unbind(), group)
         slot_bytes = flat.nbytes // group.size
         if (
@@ -91,7 +80,6 @@ class HostCollectives(Collectives):
         return self._submit([(self._next_id(label, group, slot_bytes), run)])
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
-        """As `Collectives.exchange`."""
         check_memory(tensor for pair in pairs.values() for tensor in pair)
         group = RankGroup(tuple(sorted({*pairs, self._own_rank})), self._own_rank)
         run = partial(self.point_to_point.exchange, pairs)
@@ -102,7 +90,7 @@ class HostCollectives(Collectives):
         return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
-        """As `Collectives.reduce`, always in a tree."""
+        # Always in a tree.
         inner, out, scale = reduction.inner, reduction.out, reduction.scale
         first, *rest = reduction.stages
         rows = reduction.flat.view(first.group.size, -1).unbind()
@@ -121,14 +109,13 @@ class HostCollectives(Collectives):
         return self._submit([*exchanges, *self._all_reduce(label, inner, group, scale)])
 
     def all_reduce_max(self, values: Tensor, group: RankGroup, label: str) -> Work:
-        """As `Collectives.all_reduce_max`; for few values."""
+        # For few values.
         rows = values.repeat(group.size, 1)  # [ranks, n]
         gather = self._gathering(rows.unbind(), group)
         exchange = self._next_id(label, group, values.nbytes), gather
         return self._submit([exchange], finish=lambda: torch.amax(rows, 0, out=values))
 
     def relay(self, steps: Sequence[Step], label: str) -> Work:
-        """As `Collectives.relay`."""
         hops = [step for step in steps if isinstance(step, Hop)]
         ids = [self._next_id(label, hop.group, hop.row_bytes) for hop in hops]
 
@@ -168,10 +155,13 @@ class HostCollectives(Collectives):
     def _perform(self, collective: CollectiveId, run: Run) -> None:
         self._begin(collective)
         try:
-            with _peer_lost():
-                run(collective.tag)
+            run(collective.tag)
+        except RankLostError as error:
+            raise PeerLost(str(error)) from (error.__cause__ or error)
         finally:
-            self._end(collective)
+            with self._lock:
+                self._running = None
+                self._ended.append(collective)
 
     def _begin(self, collective: CollectiveId) -> None:
         with self._lock:
@@ -179,11 +169,6 @@ class HostCollectives(Collectives):
                 raise StepError(f"{collective.label} was cancelled")
             self._running = collective
             self._begun += 1
-
-    def _end(self, collective: CollectiveId) -> None:
-        with self._lock:
-            self._running = None
-            self._ended.append(collective)
 
     def _run_hop(self, hop: Hop, collective: CollectiveId) -> None:
         if self._is_stopped:
@@ -288,7 +273,7 @@ class HostCollectives(Collectives):
         scale: float,
         carried: Tensor | None = None,
     ) -> _Exchange:
-        """Sum the ``parts`` [S] that all ranks have for this one; see `Summation.prepare`."""
+        """Sum the ``parts`` [S] that all ranks have for this one."""
 
         def finish(total: Tensor, piece: slice) -> None:
             if carried is not None:
@@ -297,7 +282,9 @@ class HostCollectives(Collectives):
                 copy_scaled_(out[piece], total, scale)
 
         is_cast = out is not None and out.dtype != total.dtype
-        run = self._sums.prepare(group.ranks, parts, total, finish, keeps_total=is_cast)
+        run = self.point_to_point.prepare_sum(
+            group.ranks, parts, total, finish, keeps_total=is_cast
+        )
         return self._next_id(label, group, total.nbytes), run
 
     # -- progress, and recovery ------------------------------------------------------------------
@@ -322,12 +309,3 @@ class HostCollectives(Collectives):
 
 def _other_ranks(group: RankGroup) -> list[int]:
     return [rank for _, rank in group.others]
-
-
-@contextlib.contextmanager
-def _peer_lost() -> Iterator[None]:
-    """Raise a lost rank as the engine's error."""
-    try:
-        yield
-    except RankLostError as error:
-        raise PeerLost(str(error)) from (error.__cause__ or error)

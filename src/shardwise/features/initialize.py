@@ -146,7 +146,8 @@ class Materializer:
         own = {id(parameter) for parameter in parameters.values()}
         with _preserve_generators(self._device), _Writes() as writes:
             for name, module in self._modules:
-                if self._unit_of[name] == unit.name or _holds_any(module, own):
+                holds_own = any(id(one) in own for one in module._parameters.values())
+                if self._unit_of[name] == unit.name or holds_own:
                     with self._scratch(module, own):
                         self._initialization.run(name, module, self._device)
         left = [
@@ -275,10 +276,6 @@ def innermost_unit(name: str, units: Container[str]) -> str:
         assert name, "no unit contains it"
         name = name.rpartition(".")[0]
     return name
-
-
-def _holds_any(module: nn.Module, parameters: set[int]) -> bool:
-    return any(id(parameter) in parameters for parameter in module._parameters.values())
 
 
 def _without_value(tensor: Tensor) -> Tensor:

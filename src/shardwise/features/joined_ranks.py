@@ -46,7 +46,6 @@ from shardwise.features.recorded_calls import CallRecorder, Op
 from shardwise.runtime import hooks
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.parameters import FSDPParameter
 from shardwise.schedule.passes import Call, Outcome
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
@@ -100,9 +99,7 @@ class JoinedRanks(CallRecorder):
         self._steps_next = False  # the last backward has stepped, with steps in backward
         # A gradient of this step, which may have begun before the block.
         self._has_computed = any(
-            not gradients.accumulated.is_empty
-            for unit in runtime.units
-            for gradients in unit.gradients
+            not one.accumulated.is_empty for one in runtime.scheduler.gradients
         )
         self._versions: list[int] = []  # of gradients, when an optimizer stepped last
         # The gradients that shadows have, too, and their versions, by the id of the parameter.
@@ -184,13 +181,9 @@ class JoinedRanks(CallRecorder):
     def clipping(
         self, parameters: Sequence[Tensor], max_norm: float, order: float, *, checks: bool
     ) -> Iterator[None]:
-        """All ranks that compute clip the gradients of ``parameters``.
+        """All ranks that compute clip the gradients of ``parameters``, which are of the model.
 
-        Args:
-            parameters: those of the model, or some of them.
-            max_norm: bound of the norm.
-            order: of the norm.
-            checks: whether the ranks look for gradients that are not finite.
+        ``checks``: the ranks look for gradients that are not finite.
         """
         if not (self.is_shadow or self.all_compute):
             self._announce_clip(parameters, max_norm, order, checks=checks)
@@ -239,7 +232,7 @@ class JoinedRanks(CallRecorder):
             if not self.all_compute:
                 self.check_unchanged(one for one in self._parameters if one.grad is not None)
                 self._check_kept()
-                options = self.options() if self.scheduler.steps_in_backward else []
+                options = self.options() if self.scheduler.sequencer.steps_in_backward else []
                 shared = [*self._gradient_states(), *options]
                 shared = self.announce(Action.BACKWARD, age * 4 + mode, shared=shared).shared
             self._has_computed = True
@@ -287,7 +280,7 @@ class JoinedRanks(CallRecorder):
         if first in FORWARDS or num < n:
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
-            self.share_recordings(has_them=action is first)
+            self.forget_recordings()
         found = self._shared(action, first, shared, total) if first in SHARES else []
         self.refuse_others()
         value = round(total.values[first] / num)
@@ -352,7 +345,7 @@ class JoinedRanks(CallRecorder):
         if not self._stepped:
             return
         for one, now, before in zip(
-            self._all_parameters, self._versions_now(), self._versions, strict=True
+            self.scheduler.parameters, self._versions_now(), self._versions, strict=True
         ):
             gradient = one.sharded.grad
             is_plain = isinstance(gradient, DTensor) and not isinstance(gradient, ShardedTensor)
@@ -368,7 +361,7 @@ class JoinedRanks(CallRecorder):
         """Drop the gradients of a shadow that computing ranks have dropped or set to zero."""
         if self._computed_last is not False:
             return
-        for parameter, state in zip(self._all_parameters, states, strict=False):
+        for parameter, state in zip(self.scheduler.parameters, states, strict=False):
             if state < 0:
                 parameter.sharded.grad = None
             elif state > 0 and parameter.sharded.grad is not None:
@@ -377,16 +370,12 @@ class JoinedRanks(CallRecorder):
     @cached_property
     def _max_shared(self) -> int:
         """The number of values that ranks share at once."""
-        flags = len(self._all_parameters) + len(self.options())
+        flags = len(self.scheduler.parameters) + len(self.options())
         return max(flags, 3 + len(self._parameters))
-
-    @property
-    def _all_parameters(self) -> list[FSDPParameter]:
-        return [one for unit in self.scheduler.units for one in unit.parameters]
 
     def _versions_now(self) -> list[int]:
         """The versions of all gradients; -1 for None, and 0 for those that are not reduced yet."""
-        gradients = [one.sharded.grad for one in self._all_parameters]
+        gradients = [one.sharded.grad for one in self.scheduler.parameters]
         return [
             -1 if one is None else 0 if is_unreduced(one) else one._version for one in gradients
         ]
@@ -475,10 +464,6 @@ class JoinedRanks(CallRecorder):
         assert call is not None, "not inside `gathered`"
         calls.append(call)
 
-    def _drop_gradients(self) -> None:
-        for parameter in self._all_parameters:
-            parameter.sharded.grad = None
-
     # -- settings of the units -------------------------------------------------------------------
 
     @property
@@ -500,21 +485,12 @@ class JoinedRanks(CallRecorder):
     def _note_mode(self, mode: int, shared: Sequence[float]) -> None:
         """A backward begins that reduces what a ``mode`` says; ``shared``: if there are shadows."""
         self._stepped.clear()
-        self._steps_next = self.scheduler.steps_in_backward and mode == _REDUCES_FULLY
+        self._steps_next = self.scheduler.sequencer.steps_in_backward and mode == _REDUCES_FULLY
         if self._steps_next and shared and self.take_options is not None:
-            self.take_options(shared[len(self._all_parameters) :])
+            self.take_options(shared[len(self.scheduler.parameters) :])
 
-    @contextlib.contextmanager
-    def _in_mode(self, mode: int) -> Iterator[None]:
-        settings = [unit.settings for unit in self.scheduler.units]
-        kept = [(one.reduce_grads, one.all_reduce_grads) for one in settings]
-        try:
-            for one in settings:
-                one.reduce_grads, one.all_reduce_grads = bool(mode & 1), bool(mode & 2)
-            yield
-        finally:
-            for one, before in zip(settings, kept, strict=True):
-                one.reduce_grads, one.all_reduce_grads = before
+    def _in_mode(self, mode: int) -> contextlib.AbstractContextManager[None]:
+        return self.scheduler.reducing(in_row=bool(mode & 1), in_column=bool(mode & 2))
 
     def _set_num_computing(self, number: int) -> None:
         is_part = number < self.exchange.num_ranks
@@ -526,7 +502,8 @@ class JoinedRanks(CallRecorder):
         """End the block after ``error``, on this rank or another one."""
         self.scheduler.abandon(error)
         if self._computed_last is False and self._stepped:
-            self._drop_gradients()  # the ranks that compute may have done so since
+            for parameter in self.scheduler.parameters:
+                parameter.sharded.grad = None  # the ranks that compute may have done so since
 
     def close(self) -> None:
         """Undo what was set for the model."""

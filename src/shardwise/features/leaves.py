@@ -12,15 +12,12 @@ from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import versions_of
 
-__all__ = ["follow_leaves"]
+__all__ = ["Leaves"]
 
 
-def follow_leaves(runtime: Runtime) -> None:
-    """Divide the steps of ``runtime``, of a reproducible model, into leaves."""
-    runtime.scheduler.leaves = _Leaves(runtime)
+class Leaves(StepLeaves):
+    """Divides the steps of a reproducible model into leaves."""
 
-
-class _Leaves(StepLeaves):
     def __init__(self, runtime: Runtime) -> None:
         # Weak, because the scheduler refers to this object.
         self._scheduler = weakref.proxy(runtime.scheduler)
@@ -48,8 +45,8 @@ class _Leaves(StepLeaves):
 
     def ended(self) -> None:
         self.num_done = (self.num_done + 1) % len(self._mesh.own_leaves)
-        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
-        self._holds_gradients = any(one.is_active for one in accumulated)
+        gradients = self._scheduler.gradients
+        self._holds_gradients = any(one.accumulated.is_active for one in gradients)
         self._last_step = None if self.num_done else CompleteStep(self._units)
 
     def num_open(self) -> int:
@@ -68,8 +65,8 @@ class _Leaves(StepLeaves):
         self.num_done, self._holds_gradients = 0, False
 
     def _drop_zeroed(self) -> None:
-        accumulated = (one.accumulated for unit in self._units for one in unit.gradients)
-        if self._holds_gradients and all(one.is_empty for one in accumulated):
+        gradients = self._scheduler.gradients
+        if self._holds_gradients and all(one.accumulated.is_empty for one in gradients):
             self._scheduler.drop_accumulated()  # the rest of what ``zero_grad()`` has dropped
 
     def _check_last_step_was_used(self) -> None:

@@ -19,11 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._private import pytree, storage_id
-from shardwise.comm.device import (
-    is_accelerator,
-    release_cached_memory,
-    wait_for_device,
-)
+from shardwise.comm.device import is_accelerator, release_cached_memory, wait_for_device
 from shardwise.errors import PlanError, StepError
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool, swap_memory
@@ -240,7 +236,8 @@ def _put_to_sleep(runtime: Runtime, sleeper: _Sleeper, state: Sleep) -> int:
         one.move(copies[storage_id(one.whole)])
     for unit in runtime.units:
         for flat in unit.flats:
-            for storage in _kept_memory(flat):  # without values
+            kept = () if flat.gradients is None else flat.gradients.release_idle_memory()
+            for storage in (*kept, *flat.codec.kept_memory()):  # without values
                 storages.setdefault(storage_id(storage), storage)
     for key, storage in storages.items():
         sleeper.freed.append(_Freed(storage, storage.nbytes(), runtime.pools.own, copies.get(key)))
@@ -284,20 +281,13 @@ def _tensors(runtime: Runtime, optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 def _tensors_of(flat: FlatParameters) -> Iterator[Tensor]:
     """The shard, its gradients, and what a quantized reduction keeps."""
-    yield flat.shard
+    yield flat.codec.shard
     for parameter in flat.parameters:
         yield from plain_tensors(parameter.local)
         if parameter.sharded.grad is not None:
             yield from plain_tensors(parameter.sharded.grad)
     if flat.gradients is not None and flat.gradients.residual is not None:
         yield flat.gradients.residual
-
-
-def _kept_memory(flat: FlatParameters) -> Iterator[torch.UntypedStorage]:
-    """Memory that a unit keeps between steps, and that has no values then."""
-    if flat.gradients is not None:
-        yield from flat.gradients.release_idle_memory()
-    yield from flat.codec.kept_memory()
 
 
 def _copy(storage: torch.UntypedStorage) -> Tensor:

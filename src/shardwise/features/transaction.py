@@ -1,19 +1,27 @@
-"""`transaction`: run a training step on every rank or on none."""
+"""`transaction`: run a training step on every rank or on none.
+
+Copies of everything that a step changes are restored into the objects that held them. A parameter,
+state or buffer remains the same tensor, so other references to it stay valid.
+"""
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm.communicator import Communicator, communicator
-from shardwise.comm.device import wait_for_device
+from shardwise.comm.device import random_states, set_random_states, wait_for_device
 from shardwise.errors import PeerAborted, PlanError, StepError
-from shardwise.features.snapshot import AccumulationSnapshot, ModelSnapshot, OptimizerSnapshot
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["DiscardedError", "Step", "transaction", "undoable"]
 
@@ -83,7 +91,9 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
     _check_idle(runtime_of_root(model).scheduler)
     make_room_for_unfrozen(model)
     runtime = runtime_of_root(model)
-    _begin(runtime.scheduler)
+    runtime.scheduler.recover()
+    runtime.scheduler.report("a transaction")
+    runtime.scheduler.is_in_transaction = True
     step = Step(runtime)
     try:
         step.begin(model, optimizers)
@@ -114,12 +124,6 @@ def _check_idle(scheduler: Scheduler) -> None:
     scheduler.check_idle("a transaction cannot begin in a forward, a backward or sw.gathered")
 
 
-def _begin(scheduler: Scheduler) -> None:
-    scheduler.recover()
-    scheduler.report("a transaction")
-    scheduler.is_in_transaction = True
-
-
 class Step:
     """The state of an open transaction."""
 
@@ -129,15 +133,13 @@ class Step:
         self._comm: Communicator = communicator(runtime.mesh.world, self._device)
         self._epoch = self._comm.watch.epoch
         self._model: ModelSnapshot | None = None
-        self._accumulated: AccumulationSnapshot | None = None
         self._optimizers: list[OptimizerSnapshot] = []
         self._cleanup = contextlib.ExitStack()
         self._has_voted = False
         self.is_decided = False  # all ranks have voted for the step
 
     def begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        self._accumulated = AccumulationSnapshot(self._scheduler)
-        self._model = ModelSnapshot(model, self._device)
+        self._model = ModelSnapshot(model, self._scheduler, self._device)
         for optimizer in optimizers:
             snapshot = OptimizerSnapshot(optimizer)
             self._optimizers.append(snapshot)
@@ -163,7 +165,7 @@ class Step:
         # Without a monitor, other ranks cannot read that this rank has raised, so it must vote. It
         # can, because before an optimizer's step a rank has issued all other collectives.
         has_stepped = any(optimizer.is_complete for optimizer in self._optimizers)
-        has_stepped = has_stepped and not self._scheduler.steps_in_backward
+        has_stepped = has_stepped and not self._scheduler.sequencer.steps_in_backward
         if has_stepped and not self._comm.watch.is_active and not self._has_voted:
             with contextlib.suppress(StepError):
                 self._vote(failed=True)
@@ -173,15 +175,12 @@ class Step:
         wait_for_device(self._device)  # for copies to and from shards in host memory
         if self._model is not None:
             self._model.restore()
-        if self._accumulated is not None:
-            self._accumulated.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
 
     def forget(self) -> None:
         self._cleanup.close()
-        self._model = self._accumulated = None
-        self._optimizers = []
+        self._model, self._optimizers = None, []
 
     def _check_parameters(self) -> None:
         """Raise StepError if a parameter was changed and its old value was not kept."""
@@ -232,3 +231,126 @@ class Step:
         comm.watch.raise_found()  # on a device, the host has waited only now
         if against:
             raise PeerAborted(f"rank {against[0]} raised in this step; its output has the error")
+
+
+class ModelSnapshot:
+    """Gradients, reduced or not, and buffers of a model before forward; torch's random states.
+
+    Parameters are not copied, because only an optimizer should change them; see
+    `changed_parameters`.
+    """
+
+    def __init__(self, model: nn.Module, scheduler: Scheduler, device: torch.device) -> None:
+        self._device = device
+        self._scheduler = scheduler
+        self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
+        self._awaiting = scheduler.sequencer.awaiting_reduction
+        accumulated = [one.accumulated for one in scheduler.gradients]
+        self._accumulated = [(one, one.snapshot()) for one in accumulated]
+        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
+        self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
+        self._buffers = [
+            (module, name, buffer, _clone_or_none(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._random_states = random_states(device)
+
+    def changed_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that have been written to since the snapshot, by name."""
+        return {name: p for name, p, version in self._parameters if p._version != version}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient  # None if it had no elements: it is accumulated
+        for module, name, buffer, values in self._buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
+        set_random_states(self._device, self._random_states)
+        self._scheduler.sequencer.awaiting_reduction = self._awaiting
+        if self._scheduler.leaves is not None:
+            self._scheduler.leaves.num_done = self._num_leaves_done
+        for accumulated, before in self._accumulated:
+            accumulated.restore(before)
+
+
+class OptimizerSnapshot:
+    """An optimizer's groups, copied at once, and its parameters and states, copied on demand.
+
+    Attributes:
+        parameters: copies of this rank's runs of the parameters.
+        is_complete: whether parameters and states have been copied, so that the optimizer may step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            (_Entries({k: v for k, v in group.items() if k != "params"}), list(group["params"]))
+            for group in optimizer.param_groups
+        ]
+        self._states: dict[Tensor, _Entries] = {}
+        self.parameters: dict[Tensor, Tensor] = {}
+        self.is_complete = False
+
+    @torch.no_grad()
+    def complete_before_step(self, *_args: object) -> None:
+        """Copy parameters and states before the optimizer's first step changes them."""
+        if self.is_complete:
+            return
+        self._states = {p: _Entries(state) for p, state in self._optimizer.state.items()}
+        groups = self._optimizer.param_groups
+        self.parameters = {p: _run(p).clone() for group in groups for p in group["params"]}
+        self.is_complete = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        groups = self._optimizer.param_groups
+        del groups[len(self._groups) :]
+        for group, (entries, parameters) in zip(groups, self._groups, strict=True):
+            entries.restore(group)
+            group["params"] = parameters
+        if not self.is_complete:
+            return
+        for parameter, values in self.parameters.items():
+            _write(parameter, values)
+        state = self._optimizer.state
+        for parameter in state.keys() - self._states.keys():
+            del state[parameter]
+        for parameter, entries in self._states.items():
+            entries.restore(state[parameter])
+
+
+class _Entries:
+    """The entries of a dict: its tensors with copies of their values, and copies of the rest."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._values = {
+            key: (value, _run(value).clone())
+            if isinstance(value, Tensor)
+            else (copy.deepcopy(value), None)
+            for key, value in entries.items()
+        }
+
+    def restore(self, entries: dict[str, Any]) -> None:
+        entries.clear()
+        for key, (value, values) in self._values.items():
+            if values is not None:
+                _write(value, values)
+            entries[key] = value
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    _run(tensor).copy_(values)
+    if isinstance(tensor, DTensor):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _clone_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None or is_unreduced(tensor) else tensor.detach().clone()

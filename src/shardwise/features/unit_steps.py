@@ -30,7 +30,6 @@ from shardwise.errors import StepError
 
 __all__ = [
     "ELEMENTWISE",
-    "check_arguments",
     "check_elementwise",
     "groups_of",
     "one_step_at_a_time",
@@ -124,14 +123,6 @@ _AUTHORS = {  # of the steps in `ELEMENTWISE`; some classes inherit theirs
     next(one for one in reversed(kind.__mro__) if _code_of(one) is _code_of(kind))
     for kind in ELEMENTWISE
 }
-
-
-def check_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
-    if len(args) > 2 or kwargs.keys() - {"closure"}:  # noqa: PLR2004 - itself and the closure
-        raise StepError(
-            f"{type(optimizer).__name__}.step: with CPUOffloadPolicy(step='device'), expected no "
-            "argument but closure; pass step='host' to use others"
-        )
 
 
 def with_evaluated_closure(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:

@@ -43,7 +43,7 @@ def settle(gradients: Iterable[Gradients], used_anywhere: Iterable[bool]) -> Non
     """Finish ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
-        each.settle([next(flags) for _ in each.used])
+        each.settle([next(flags) for _ in each.accumulated.used])
 
 
 class UsedParameterSync:
@@ -58,7 +58,7 @@ class UsedParameterSync:
         self._own = [
             is_used or not each.gets_gradient(position)
             for each in self._gradients
-            for position, is_used in enumerate(each.used)
+            for position, is_used in enumerate(each.accumulated.used)
         ]
         self._flags = _flags(self._own, device)
         self._pending = None
@@ -163,15 +163,10 @@ def _shown(by_rank: Sequence[bool]) -> str:
 
 
 class UnusedParameters(StepObserver):
-    """Handles the parameters that no rank used, at the end of each backward.
-
-    Args:
-        mode: as ``unused`` in `fully_shard`.
-        device: the model's device.
-    """
+    """Handles the parameters that no rank used, at the end of each backward."""
 
     def __init__(self, mode: Unused, device: torch.device) -> None:
-        self.mode: Unused = mode
+        self.mode: Unused = mode  # as ``unused`` in `fully_shard`
         self.device = device
         self._sync: UsedParameterSync | None = None  # in flight
 
@@ -192,7 +187,7 @@ class UnusedParameters(StepObserver):
             return
         if self.mode == "error":
             parameters = [parameter for each in gradients for parameter in each.parameters]
-            used = [is_used for each in gradients for is_used in each.used]
+            used = [is_used for each in gradients for is_used in each.accumulated.used]
             comm, is_shadow = backward.comm, backward.is_shadow
             used = check_all_used(parameters, used, comm, self.device, is_shadow=is_shadow)
             settle(gradients, used)

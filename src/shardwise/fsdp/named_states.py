@@ -18,7 +18,7 @@ from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.local_states import as_dtensor, as_local
 from shardwise.fsdp.names import clean_name, clean_names
 from shardwise.fsdp.state_dict_type import convert_for_saving
-from shardwise.runtime.optimizers import current
+from shardwise.runtime.attach import current
 
 __all__ = [
     "States",

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from shardwise.host import process_memory
-from shardwise.host.peers import Peer
+from shardwise.host.peers import Peer, has_bytes
 
 __all__ = ["Host", "Identity", "accept", "connect", "find_peers", "listen"]
 
@@ -70,11 +69,8 @@ def find_peers(
 ) -> Host:
     """Connect the ranks of this host. All ranks of the group call this together.
 
-    Args:
-        own: this rank.
-        num_ranks: number of ranks of the group.
-        share: publishes bytes under a key, and returns the bytes of every rank.
-        timeout: the job's timeout.
+    ``share`` publishes bytes of this rank under a key, and returns the bytes of every rank.
+    ``timeout`` is that of the job.
     """
     ranks = range(num_ranks)
     secret = secrets.token_bytes(_SECRET_BYTES)
@@ -101,7 +97,7 @@ def find_peers(
     readable = {
         rank
         for rank, peer in peers.items()
-        if process_memory.has_bytes(peer.process, identities[rank].address, identities[rank].secret)
+        if has_bytes(peer.process, identities[rank].address, identities[rank].secret)
     }
     reads = flags("reads", bytes(rank in {*readable, own} for rank in ranks))
     for rank, peer in peers.items():

@@ -1,4 +1,4 @@
-"""Exchanges between pairs of ranks: the basis of collectives on the CPU.
+"""Exchanges between pairs of ranks, and sums over them: the basis of collectives on the CPU.
 
 Ranks of one host use sockets and each other's memory (`Peer`); other pairs use Gloo.
 """
@@ -17,7 +17,16 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 from shardwise.host.handshake import find_peers
 from shardwise.host.peers import INLINE_BYTES, Message, Offer
 
-__all__ = ["PointToPoint", "RankLostError", "Use", "check_memory"]
+__all__ = [
+    "Add",
+    "Finish",
+    "PointToPoint",
+    "RankLostError",
+    "Run",
+    "Use",
+    "check_memory",
+    "parts_of",
+]
 
 _PIECE_BYTES = 1 << 19  # three of them fit into the cache of a processor
 # Size of messages through Gloo. 64 MB between two ranks took 30 ms of CPU time in one message, 38
@@ -29,6 +38,9 @@ _UNUSED_TAG = (1 << 31) - 1
 _Pairs = Mapping[int, tuple[Tensor, Tensor]]
 _T = TypeVar("_T")
 Use = Callable[[slice], None]
+Run = Callable[[int], None]  # called with a tag
+Finish = Callable[[Tensor, slice], None]
+Add = Callable[..., Tensor]
 
 
 class RankLostError(ConnectionError, RuntimeError):
@@ -49,6 +61,7 @@ class PointToPoint:
             return store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])
 
         self.host = find_peers(own_rank, num_ranks, share, timeout)
+        self._window = torch.empty(0, dtype=torch.uint8, device="cpu")  # of sums
         self._gloo: Any = None
         if not self.host.all_read:
             self._gloo = ProcessGroupGloo(store, own_rank, num_ranks, timeout)
@@ -106,14 +119,81 @@ class PointToPoint:
             each(near, lambda rank: peers[rank].end(near[rank][0], tag))
         _raise_first(errors)
 
-    def send(self, tensors: Mapping[int, Tensor], tag: int) -> None:
-        """Send a tensor [n] to each of some ranks, which call `recv`.
+    def prepare_sum(
+        self,
+        ranks: Sequence[int],
+        parts: Sequence[Tensor],
+        total: Tensor,
+        finish: Finish,
+        *,
+        keeps_total: bool = False,
+        add: Add = torch.add,
+    ) -> Run:
+        """Prepare the sum over ``ranks`` of the parts for this rank.
 
-        A rank does not wait for the receivers of small tensors.
+        The thread that computes does this: to create a view, the thread of a stream would have to
+        wait for the GIL. The stream then calls the result with the tag of an exchange.
+
+        Neighbors are added, then neighboring sums: (0 + 1) + (2 + 3). One order gives replicas the
+        same bits.
 
         Args:
-            tensors: by rank; contiguous.
-            tag: it and the next number are those of no other message between these ranks.
+            ranks: the ranks.
+            parts: ``parts[i]`` is sent to ``ranks[i]``. It may be in the memory of ``total`` if it
+                is sent inline.
+            total: receives the sum.
+            finish: called with the sum of each slice, and the slice; it may change the sum.
+            keeps_total: ``total`` is not written, because ``finish`` writes the sum elsewhere.
+            add: the binary operator that "sums"; called with ``out=``.
+        """
+        if not total.numel():
+            return lambda _tag: None
+        if len(ranks) == 1:
+            return lambda _tag: finish(_copied(parts[0], total), slice(None))
+        check_memory([*parts, total])
+        own_index = ranks.index(self.own_rank)
+        own, others = parts[own_index], [i for i in range(len(ranks)) if i != own_index]
+        num_windows = len(others) + keeps_total
+        other_ranks = [ranks[i] for i in others]
+        size = self.window_elements(other_ranks, num_windows, own.itemsize)
+        size = min(size, own.numel())
+        windows = torch.split(self._windows(num_windows * size, own.dtype), size)
+        received = dict(zip(others, windows, strict=False))
+
+        def use(piece: slice) -> None:
+            count = piece.stop - piece.start
+            mine = own[piece]
+            if keeps_total:
+                # Half-precision numbers that are not in the processor's cache take three times as
+                # long to add.
+                mine = windows[-1][:count].copy_(mine)
+            terms = [mine if i == own_index else received[i][:count] for i in range(len(ranks))]
+            while len(terms) > 1:
+                pairs = zip(terms[::2], terms[1::2], strict=False)
+                if len(terms) == 2 and not keeps_total:  # noqa: PLR2004
+                    terms = [add(*terms, out=total[piece])]
+                    break
+                # Windows may be overwritten; this rank's part may not.
+                sums = [add(a, b, out=b if a is mine else a) for a, b in pairs]
+                terms = sums + terms[2 * len(sums) :]
+            finish(terms[0], piece)
+
+        pairs = {ranks[i]: (parts[i], received[i]) for i in others}
+        return partial(self.exchange, pairs, use=use)
+
+    def _windows(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Scratch memory, shared by all exchanges, since a stream runs one at a time."""
+        num_bytes = num_elements * dtype.itemsize
+        with torch.inference_mode(mode=False):  # the stream's thread writes to it
+            if self._window.numel() < num_bytes:
+                self._window = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            return self._window[:num_bytes].view(dtype)
+
+    def send(self, tensors: Mapping[int, Tensor], tag: int) -> None:
+        """Send contiguous ``tensors`` [n], by rank, to ranks that call `recv`.
+
+        A rank does not wait for the receivers of small tensors. ``tag`` and the next number are
+        those of no other message between these ranks.
 
         Raises:
             RankLostError: as in `exchange`.
@@ -139,13 +219,9 @@ class PointToPoint:
     def swap_messages(
         self, ranks: Collection[int], content: bytes, tag: int, descriptor: int = -1
     ) -> dict[int, Message]:
-        """Send a short message to ranks of this host, and return theirs; not an exchange.
+        """Send a short message to other ``ranks`` of this host, and return theirs; no exchange.
 
-        Args:
-            ranks: the other ranks.
-            content: the message.
-            tag: the same on all of them.
-            descriptor: an open file to pass with the message, unless it is negative.
+        An open file is passed with the message unless ``descriptor`` is negative.
 
         Raises:
             RankLostError: as in `exchange`.
@@ -225,13 +301,7 @@ class PointToPoint:
     ) -> dict[int, _T]:
         """Call ``action`` for all ``ranks``, even after an error, so that none waits for this one.
 
-        Args:
-            ranks: the ranks.
-            action: returns a result.
-            errors: receives the errors; None: the first one is raised at the end.
-
-        Returns:
-            The results.
+        Returns the results. Errors are added to ``errors``; None: the first is raised at the end.
         """
         results: dict[int, _T] = {}
         found = [] if errors is None else errors
@@ -283,3 +353,18 @@ def _wait(works: Iterable[dist.Work]) -> None:
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the bytes of ``tensor`` in pieces, since Gloo does not support all dtypes."""
     return torch.split(tensor.view(torch.uint8), _GLOO_PIECE_BYTES)
+
+
+def parts_of(flat: Tensor, num_ranks: int) -> tuple[list[Tensor], Tensor]:
+    """Cut ``flat`` [n] for an all-reduce: a row for each rank, which it sums, and the rest.
+
+    Small tensors are only a rest: it is sent inline, and so copied before its sum is written.
+    """
+    size = 0 if flat.nbytes <= INLINE_BYTES else flat.numel() // num_ranks
+    cut = size * num_ranks
+    return list(torch.split(flat[:cut], size)) if cut else [], flat[cut:]
+
+
+def _copied(part: Tensor, total: Tensor) -> Tensor:
+    """Return ``total`` with the numbers of ``part``; they may be the same memory."""
+    return total if total.data_ptr() == part.data_ptr() else total.copy_(part)

@@ -106,13 +106,10 @@ class SharedMemory:
         in_use: int,
         replace: Callable[[torch.UntypedStorage | None], None],
     ) -> SharedRange:
-        """Return the range of a buffer in memory from `allocate`.
+        """Return the range of the buffer at ``address``, in memory from `allocate`.
 
-        Args:
-            address: of the buffer.
-            num_bytes: of the buffer.
-            in_use: equal on ranks that have the same buffers in use.
-            replace: moves the buffer to other memory; None: to memory of its own.
+        ``in_use`` is equal on ranks that have the same buffers in use. ``replace`` moves the buffer
+        to other memory; None: to memory of its own.
         """
         place, descriptor = self.locate(address, in_use)
         return SharedRange(

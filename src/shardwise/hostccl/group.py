@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.host.point_to_point import PointToPoint, RankLostError
-from shardwise.host.sums import Add, Run, Summation, parts_of
+from shardwise.host.point_to_point import Add, PointToPoint, RankLostError, Run, parts_of
 from shardwise.hostccl.works import HostWork, Lanes
 
 __all__ = ["HostGroup"]
@@ -56,7 +55,6 @@ class HostGroup(dist.ProcessGroup):
         self._others = [other for other in self._ranks if other != rank]
         self._name = ""
         self._transport = PointToPoint(store, rank, size, timeout)
-        self._sums = Summation(self._transport)
         self.lanes = Lanes()
         self._numbers = itertools.count()
 
@@ -316,7 +314,7 @@ class HostGroup(dist.ProcessGroup):
             if averages:
                 total.div_(len(self._ranks))
 
-        run = self._sums.prepare(self._ranks, parts, total, finish, add=operator)
+        run = self._transport.prepare_sum(self._ranks, parts, total, finish, add=operator)
         job.add(run)
 
 
@@ -375,10 +373,8 @@ class _Job:
     ) -> HostWork:
         """Run the job in the lane of collectives, or in that of messages of this kind.
 
-        Args:
-            tensors: the result of the work.
-            opts: torch's options of the collective, if it passes any.
-            message: direction, other rank and tag of a message.
+        The result of the work are ``tensors``. A ``message`` has a direction, the other rank and a
+        tag.
         """
         tag = self._group.next_tag() if message is None else _message_tag(message[2])
 

@@ -31,12 +31,9 @@ class HostWork(dist.Work):
         tensors: Sequence[Tensor],
         timeout: timedelta = _NO_TIMEOUT,
     ) -> None:
-        """
-        Args:
-            name: for messages.
-            job: called once by `run`.
-            tensors: the result.
-            timeout: of `wait`, if that is called without one; not positive: none.
+        """Make the work of ``job``, called once by `run`, whose result are ``tensors``.
+
+        ``timeout`` is that of a `wait` without one; not positive: none.
         """
         super().__init__()
         self._name = name

@@ -96,7 +96,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
             "replicas of sw.elastic decide whether a step counts before the optimizer runs; step "
             "after backward"
         )
-    if scheduler.steps_in_backward:
+    if scheduler.sequencer.steps_in_backward:
         raise PlanError("the model has an optimizer in backward; call remove() of its handle first")
     scheduler.check_idle("when the optimizer steps cannot change in the middle of a step")
     _check_optimizer(optimizer)
@@ -267,7 +267,7 @@ class _Stepper(StepObserver):
 
 
 def _used_of(unit: Unit) -> list[bool]:
-    return [used for gradients in gradients_of([unit]) for used in gradients.used]
+    return [used for gradients in gradients_of([unit]) for used in gradients.accumulated.used]
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -40,12 +40,10 @@ class State:
     block: int = 0  # number of elements that share a float32 scale; 0: there are no scales
 
     def num_bytes(self, num_elements: int, itemsize: int, row: int = 0) -> int:
-        """Return the bytes for ``num_elements`` of a parameter.
+        """Return the bytes for ``num_elements`` of a parameter, on a rank.
 
-        Args:
-            num_elements: number of elements on a rank.
-            itemsize: bytes of an element of the shards.
-            row: elements of a row, which starts a new block; 0: the parameter is one row.
+        ``itemsize`` is that of the shards. A ``row`` of elements starts a new block; 0: there is
+        one row.
         """
         values = num_elements * (self.itemsize or itemsize)
         if not self.block or not num_elements:

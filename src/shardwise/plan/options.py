@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import divisors
 from shardwise.plan.strategy import PRESETS, Level, Strategy
@@ -35,11 +35,6 @@ class UnitOptions:
     def shards_parameters(self) -> bool:
         """Whether parameters are gathered unit by unit."""
         return self.strategy.inner is Level.PARAMETERS
-
-    @property
-    def host(self) -> CPUOffloadPolicy | None:
-        """How shards are kept in host memory, if they are."""
-        return self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
 
     @property
     def subgroup_size(self) -> int:

@@ -58,6 +58,8 @@ def pack(pieces: tuple[Piece, ...], num_shards: int) -> Packing:
     repeat one block.
     """
     *offsets, end = accumulate((piece.size for piece in pieces), initial=0)
+    if all(piece.granule == 1 for piece in pieces):  # cut anywhere, they leave no gaps
+        return Packing(-(-end // num_shards), tuple(offsets))
     best = Packing(end, tuple(offsets))  # all on the first shard, which the law always allows
     orders = _orders(pieces)
     for lengths in _ladders(pieces, num_shards):

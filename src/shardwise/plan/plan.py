@@ -71,7 +71,7 @@ class Plan:
                     f"reproducible={leaves}: {unit.label} has other ranks than the model, so its "
                     "gradients are summed in another tree; shard it over the ranks of the model"
                 )
-            if unit.wire != UNQUANTIZED:
+            if unit.options.wire != UNQUANTIZED:
                 raise PlanError(
                     f"reproducible={leaves} with a Wire: expected none, because blocks of "
                     "quantized numbers, and their errors, depend on the number of ranks"

@@ -14,25 +14,13 @@ from torch import Tensor, nn
 from shardwise.blockwise import Blocks
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import ChunkedLayout, lay_out_chunks
-from shardwise.plan.granularity import (
-    Dim,
-    Granularities,
-    Granularity,
-    Granularizer,
-    WholeBlocks,
-)
+from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer, WholeBlocks
 from shardwise.plan.layout import Cast, Layout, ParameterSpec, lay_out_in_buffers
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.strategy import Level
-from shardwise.plan.wire import Wire
 
-__all__ = [
-    "UnitPlan",
-    "keeps_its_class",
-    "named_parameters",
-    "plan_units",
-]
+__all__ = ["UnitPlan", "keeps_its_class", "named_parameters", "plan_units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +58,9 @@ class UnitPlan:
     def subgroup(self) -> int:
         """The number of ranks among which it is gathered again; 0: all that shard it."""
         if self.two_level_gather:
-            return self.num_shards // self.options.replicas
+            return self.options.world_size // self.options.replicas
         size = self.options.subgroup_size
-        return size if 1 < size < self.num_shards else 0
-
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks that shard it."""
-        return self.options.world_size
+        return size if 1 < size < self.options.world_size else 0
 
     @property
     def holds_gradients(self) -> bool:
@@ -87,7 +70,8 @@ class UnitPlan:
     @property
     def offload(self) -> CPUOffloadPolicy | None:
         """How shards are kept in host memory, if they are."""
-        return self.options.host
+        chosen = self.options.offload
+        return chosen if isinstance(chosen, CPUOffloadPolicy) else None
 
     @property
     def offloads_gradients(self) -> bool:
@@ -98,11 +82,6 @@ class UnitPlan:
     def steps_on_device(self) -> bool:
         """Whether the optimizer brings shards from host memory to the device."""
         return self.offload is not None and self.offload.step == "device"
-
-    @property
-    def wire(self) -> Wire:
-        """How parameters and gradients are quantized for transfer."""
-        return self.options.wire
 
     @cached_property
     def two_level_gather(self) -> bool:
@@ -151,17 +130,18 @@ class UnitPlan:
 
     def gather_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of gathered parameters; None if they are sent unchanged."""
-        is_sent = layout.world_size > 1 and layout.num_elements
-        return self.wire.gather_blocks(layout.cast.compute_dtype) if is_sent else None
+        wire, is_sent = self.options.wire, layout.world_size > 1 and layout.num_elements
+        return wire.blocks(wire.gather, layout.cast.compute_dtype) if is_sent else None
 
     def reduce_blocks(self, layout: Layout) -> Blocks | None:
         """The quantization of reduced gradients; None if they are sent unchanged."""
-        return self.wire.reduce_blocks(layout.cast.reduce_dtype) if layout.num_elements else None
+        wire = self.options.wire
+        return wire.blocks(wire.reduce, layout.cast.reduce_dtype) if layout.num_elements else None
 
     @cached_property
     def feedback_bytes(self) -> int:
         """Size of the rounding errors that a rank keeps (`Wire.error_feedback`)."""
-        if not self.wire.error_feedback:
+        if not self.options.wire.error_feedback:
             return 0
         layouts = self.trainable_layouts
         return sum(one.reduced_bytes for one in layouts if self.reduce_blocks(one) is not None)
@@ -342,8 +322,9 @@ def _lay_out_by_kind(specs: Iterable[ParameterSpec], options: UnitOptions) -> tu
         in_chunks = isinstance(spec.granularity, Dim)
         kind = spec.dtype, spec.cast, spec.trainable, spec.is_extended, in_chunks
         kinds.setdefault(kind, []).append(spec)
+    is_offloaded = isinstance(options.offload, CPUOffloadPolicy)
     layouts: list[Layout] = []
     for (*_, in_chunks), of_kind in kinds.items():
         lay_out = lay_out_chunks if in_chunks else lay_out_in_buffers
         layouts += lay_out(of_kind, options.world_size)
-    return tuple(replace(one, is_offloaded=options.host is not None) for one in layouts)
+    return tuple(replace(one, is_offloaded=is_offloaded) for one in layouts)

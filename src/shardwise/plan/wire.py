@@ -65,14 +65,6 @@ class Wire:
                     'as in Wire(reduce="int4")'
                 )
 
-    def gather_blocks(self, dtype: str) -> Blocks | None:
-        """The quantization of gathered parameters of ``dtype``; None if they are sent unchanged."""
-        return self._blocks(self.gather, dtype)
-
-    def reduce_blocks(self, dtype: str) -> Blocks | None:
-        """The quantization of reduced gradients of ``dtype``; None if they are sent unchanged."""
-        return self._blocks(self.reduce, dtype)
-
     def check_hosts(self, unit: str, num_ranks: int) -> None:
         """Raise a PlanError if hosts would have different numbers of the ``num_ranks`` ranks."""
         near = self.ranks_per_host
@@ -82,7 +74,8 @@ class Wire:
                 f"{num_ranks} ranks that add up gradients"
             )
 
-    def _blocks(self, name: str | None, dtype: str) -> Blocks | None:
+    def blocks(self, name: str | None, dtype: str) -> Blocks | None:
+        """The quantization of ``dtype`` in a format; None if numbers are sent unchanged."""
         return Blocks(name, self.block) if name is not None and dtype in _QUANTIZED else None
 
 

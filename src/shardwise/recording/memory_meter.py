@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from shardwise._private import has_saved_tensors_hooks
+from shardwise._private import has_saved_tensors_hooks, storage_id
 from shardwise.comm.device import allocated_bytes, is_accelerator
-from shardwise.features.activation_offload import Unmoved, storage_of, unpack
+from shardwise.features.activation_offload import Unmoved, unpack
 from shardwise.recording.format import HeldBytes
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters
@@ -35,7 +35,7 @@ class MemoryMeter:
         self._pools = runtime.pools
         self._flats = [flat for unit in runtime.units for flat in unit.flats]
         self._optimizer = optimizer
-        shards = [flat.shard for flat in self._flats]
+        shards = [flat.codec.shard for flat in self._flats]
         copies = sum(unit.plan.device_copy_bytes for unit in runtime.units)
         self._shard_bytes = self._bytes_of(*shards) + copies
         self._buffer_bytes = self._bytes_of(*model.buffers())
@@ -109,7 +109,9 @@ class SavedTensors:
     """Counts the storages that autograd saves in some forwards, as long as they live."""
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
-        self._excluded = {storage_of(tensor) for tensor in excluded}  # counted elsewhere
+        self._excluded = {
+            storage_id(tensor.untyped_storage()) for tensor in excluded
+        }  # counted elsewhere
         self._alive: dict[int, int] = {}  # bytes by storage
         self._hooks = contextlib.ExitStack()
 
@@ -128,7 +130,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Unmoved:
         storage = tensor.untyped_storage()
-        identity = storage_of(tensor)
+        identity = storage_id(tensor.untyped_storage())
         if identity not in self._excluded and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False

@@ -50,30 +50,10 @@ class UnreducedGradient(Tensor):
     """
 
     reduced: Tensor | None
-    _name: str
-    _set_to_zero: Callable[[], None]
-    _reason: str
-    _tell: Callable[[StepError], None] | None
-
-    @staticmethod
-    def make(
-        parameter: FSDPParameter,
-        set_to_zero: Callable[[], None],
-        reason: str,
-        tell: Callable[[StepError], None] | None,
-    ) -> "UnreducedGradient":
-        """Return the gradient of ``parameter``, whose `zero_` calls ``set_to_zero``.
-
-        Operations that it refuses raise an error with ``reason``, and call ``tell`` with it.
-        """
-        sharded = parameter.sharded
-        dtype = dtype_of_gradient(sharded)
-        self: UnreducedGradient = new_empty_subclass(
-            UnreducedGradient, sharded.shape, dtype, sharded.device
-        )
-        self._name, self._set_to_zero, self.reduced = parameter.name, set_to_zero, None
-        self._reason, self._tell = reason, tell
-        return self
+    _name: str  # of the parameter
+    _set_to_zero: Callable[[], None]  # called by `zero_`
+    _reason: str  # why operations raise an error
+    _tell: Callable[[StepError], None] | None  # called with this error
 
     @property
     def data(self) -> Tensor:
@@ -193,7 +173,9 @@ class AccumulatedGradients:
         pool: Pool,  # for `whole`
     ) -> None:
         self.pool = pool  # for `partial`
-        self.used = [False] * len(layout.extents)  # this rank has computed a gradient for it
+        # By position: this rank has computed a gradient since gradients were last handed over.
+        self.used = [False] * len(layout.extents)
+        self._used_before = list(self.used)  # the backward that is running
         self._layout = layout
         self._parameters = parameters
         self._mesh = mesh
@@ -260,17 +242,12 @@ class AccumulatedGradients:
         self,
         fresh: FlatBuffer | None,
         written: Sequence[bool],
-        used: Sequence[bool],
         *,
         is_complete: bool,
     ) -> None:
-        """End a backward.
+        """End a backward, which leaves gradients in ``fresh`` where ``written``.
 
-        Args:
-            fresh: the gradients that it leaves; it may be released.
-            written: their positions.
-            used: the parameters that this rank has used since the last complete reduction.
-            is_complete: it has reduced all gradients.
+        ``fresh`` may be released. ``is_complete``: the backward has reduced all gradients.
         """
         if not is_complete:
             pairs = zip(self.is_awaited, self._parameters, strict=True)
@@ -288,7 +265,7 @@ class AccumulatedGradients:
             self._free(self._partial)
             self._partial = self._sums
         self._handed_over.clear()
-        self._hold_all(used)
+        self._hold_all(self.used)
 
     def rollback(self) -> None:
         """Forget a backward that has raised."""
@@ -297,6 +274,7 @@ class AccumulatedGradients:
             if sharded.grad is gradient:  # else `drop_replaced` drops what was accumulated
                 sharded.grad = self._gradients[position]
         self._handed_over.clear()
+        self.used = list(self._used_before)
         self._is_taken = False
         if self._sums is not self._partial:
             self._free(self._sums)
@@ -306,16 +284,15 @@ class AccumulatedGradients:
 
     def drop_replaced(self) -> None:
         """Drop the gradients of parameters whose ``grad`` was set to None or to another tensor."""
-        if not self.is_active:
-            return
         for position, parameter in enumerate(self._parameters):
             if self._is_held[position] and parameter.sharded.grad is not self._gradients[position]:
                 self._set_to_zero(position)
-                self._is_held[position] = self.used[position] = False
+                self._is_held[position] = self._used_before[position] = False
                 for whole in self._wholes:
                     whole.written[position] = False
-        if not any(self._is_held):
+        if self.is_active and not any(self._is_held):
             self._drop_all()
+        self.used = list(self._used_before)
 
     def drop(self) -> None:
         """Drop all gradients, and put those of earlier reductions back."""
@@ -328,12 +305,13 @@ class AccumulatedGradients:
 
     def snapshot(self) -> "Accumulated | None":
         """Return a copy; None if no rank has accumulated anything."""
+        self.drop_replaced()
         if self.is_empty and not any(self.is_awaited):
             return None
         return Accumulated(
             [one.copy() for one in self._wholes],
             None if self._partial is None else self._partial.clone(),
-            list(self.used),
+            list(self._used_before),
             list(self._is_held),
             list(self.is_awaited),
             [
@@ -345,6 +323,7 @@ class AccumulatedGradients:
     def restore(self, copy: "Accumulated | None") -> None:
         """Return to the state of ``copy``."""
         self.drop()
+        self.used = list(self._used_before)
         if copy is None:
             return
         self._wholes = [self._copy_of(one) for one in copy.wholes]
@@ -359,6 +338,7 @@ class AccumulatedGradients:
             if copy.is_held[position]:
                 parameter.sharded.grad = copy.reduced[position]
         self._hold_all(copy.used)
+        self.used = list(self._used_before)
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -372,7 +352,7 @@ class AccumulatedGradients:
             if self._is_held[position]:
                 self._hold(position)
         self.is_active = any(self._is_held)
-        self.used = [self.is_active and one for one in used]
+        self._used_before = [self.is_active and one for one in used]
 
     def _hold(self, position: int) -> None:
         sharded = self._parameters[position].sharded
@@ -398,9 +378,11 @@ class AccumulatedGradients:
             else "set_requires_gradient_sync or set_requires_all_reduce was False in the last "
             "backward; first run the last micro-batch with True"
         )
-        made = UnreducedGradient.make(
-            parameter, set_to_zero, reason, self._tell_ranks if self._in_tree else None
-        )
+        shape, dtype = parameter.sharded.shape, dtype_of_gradient(parameter.sharded)
+        device = parameter.sharded.device
+        made: UnreducedGradient = new_empty_subclass(UnreducedGradient, shape, dtype, device)
+        made._name, made._set_to_zero, made.reduced = parameter.name, set_to_zero, None
+        made._reason, made._tell = reason, self._tell_ranks if self._in_tree else None
         self._gradients[position] = made
         return made
 
@@ -491,7 +473,7 @@ class AccumulatedGradients:
         self._partial = self._sums = None
         self._is_held = [False] * len(self._is_held)
         self.is_active = False
-        self.used = [False] * len(self.used)
+        self._used_before = [False] * len(self.used)
 
     def _drop_wholes(self) -> None:
         self._is_taken = False

@@ -1,25 +1,39 @@
-"""Replaces the parameters of a model by shards."""
+"""Replaces the parameters of a model by shards.
+
+A plain tensor cannot become a DTensor in the same object, so the module gets a new parameter. The
+old parameter, which other code may still hold, has no memory any more. Its ``grad`` is that of the
+new parameter, and an optimizer that holds it steps the new one: a hook on the steps of all
+optimizers replaces it.
+"""
 
 import contextlib
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
+from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import keeps_its_class
-from shardwise.runtime import optimizers
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.parameters import ParameterOwner
 from shardwise.tensor.sharding import Sharding, sharding_of
 
 __all__ = [
+    "current",
     "move_buffers",
     "owner_of",
     "put_sharded",
     "replace_parameter",
+    "restore_ties",
     "settings_of",
+    "watch_optimizers",
 ]
 
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
@@ -43,7 +57,7 @@ def put_sharded(
     root: nn.Module, original: nn.Parameter, sharding: Sharding, payload: Tensor
 ) -> tuple[list[ParameterOwner], nn.Parameter]:
     """Put ``payload`` in place of ``original``. Returns its owners and the new parameter."""
-    optimizers.watch_optimizers()
+    watch_optimizers()
     owners = [owner_of(root, name) for name in sharding.extent.parameter.names]
     for owner in owners:
         owner.drop_weak_references()
@@ -60,7 +74,7 @@ def put_sharded(
     for owner in owners:
         owner.put(sharded)
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
-        optimizers.replace(original, sharded)
+        _replace(original, sharded)
     return owners, sharded
 
 
@@ -82,3 +96,69 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
         parameter = original
     parameter.__dict__.update(attributes)
     return parameter
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that `fully_shard` replaced by a sharded one."""
+
+    _sharded: nn.Parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._sharded.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._sharded.grad = value
+
+
+def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Free the memory of ``original``, move its hooks to ``sharded``, and link the two."""
+    for hook in gradient_hooks(original):
+        sharded.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in accumulated_gradient_hooks(original):
+        sharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    original.grad = None
+    original.data = original.data.new_empty(0)
+    original.__class__ = ReplacedParameter
+    assert isinstance(original, ReplacedParameter)
+    original._sharded = sharded
+
+
+def current(parameter: Tensor) -> Tensor:
+    """The parameter that replaced ``parameter``, or ``parameter`` itself."""
+    return parameter._sharded if isinstance(parameter, ReplacedParameter) else parameter
+
+
+def restore_ties(root: nn.Module) -> None:
+    """Make modules of ``root`` that hold a replaced parameter hold the sharded one."""
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, ReplacedParameter):
+                setattr(module, name, parameter._sharded)
+
+
+@cache
+def watch_optimizers() -> None:
+    """Install the hook, once per process."""
+    register_optimizer_step_pre_hook(_take_sharded)
+
+
+def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Give ``optimizer`` the sharded parameters in place of the replaced ones.
+
+    Raises:
+        StepError: a gradient is not reduced yet.
+    """
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if is_unreduced(parameter.grad):
+                parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
+            if not isinstance(parameter, ReplacedParameter):
+                continue
+            if optimizer.state.pop(parameter, None):
+                raise PlanError(
+                    f"{type(optimizer).__name__} has states for parameters that fully_shard has "
+                    "replaced since; build the optimizer after fully_shard"
+                )
+            group["params"][index] = parameter._sharded

@@ -83,10 +83,9 @@ class FlatBuffer:
         return self._slots[rank]
 
     def acquire(self, memory: torch.UntypedStorage | None = None) -> None:
-        """Give the buffer memory with undefined content.
+        """Give the buffer memory with undefined content: by default from the pool.
 
-        Args:
-            memory: of the buffer's size, and empty until `release`; by default from the pool.
+        Other ``memory`` has the buffer's size, and is empty until `release`.
         """
         assert self._memory is None, "acquired twice"
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
@@ -137,8 +136,7 @@ class FlatBuffer:
             swap_memory(self._storage, self._memory)
         if self._is_from_pool:
             # Without swapping, acquiring an idle block would free it and allocate another.
-            free = self._pool.free if CAN_SWAP else self._pool.free_to_allocator
-            free(self._memory)
+            self._pool.free(self._memory, to_allocator=not CAN_SWAP)
         self._pool.acquired_keys ^= self._key
         self._memory = None
 

@@ -11,6 +11,7 @@ A layout has one codec. To add a kind of shard, add a class, and choose it in `F
                        (`features.extensions`)
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -73,53 +74,45 @@ class GatheredBuffer(Protocol):
         """What ranks need to gather the buffer in shared memory; None if they cannot."""
 
 
-class SlotCodec(Protocol):
+class SlotCodec(ABC):
     """The shard of one layout on this rank, and the buffer that it is gathered to."""
 
-    can_split: bool  # parts of ``flat`` can be gathered alone, and in the dtype of the shard
+    can_split = True  # parts of ``flat`` can be gathered alone, and in the dtype of the shard
+    buffer: GatheredBuffer
+    shard: Tensor  # [S], between steps; empty if every parameter has its own
 
-    @property
-    def buffer(self) -> GatheredBuffer:
-        """Where it is gathered to."""
-
-    @property
-    def shard(self) -> Tensor:
-        """[S], between steps; empty if every parameter has its own."""
-
+    @abstractmethod
     def fill(self, slot: Tensor) -> Callable[[], None]:
         """Return what writes the shard to ``slot`` [S], just before it is sent."""
 
-    def note_changes(self) -> None:
+    @abstractmethod
+    def stored(self) -> Iterator[Tensor]:
+        """The tensors of this rank's parameters."""
+
+    @abstractmethod
+    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:
+        """Replace a parameter of ``root`` by this rank's part of it."""
+
+    def note_changes(self) -> None:  # noqa: B027
         """The shard may have been changed since the last step."""
 
     def kept_memory(self) -> Iterator[torch.UntypedStorage]:
         """Between steps: memory that is kept on the device, and whose values are made again."""
+        return iter(())
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:  # noqa: B027
         """Raise a PlanError if a gathered parameter was changed, and no shard can follow."""
 
-    def stored(self) -> Iterator[Tensor]:
-        """The tensors of this rank's parameters."""
 
-    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:
-        """Replace a parameter of ``root`` by this rank's part of it."""
-
-
-class RunCodec:
+class RunCodec(SlotCodec):
     """A shard [S] on the device: a run of elements, or chunks, of each parameter."""
-
-    can_split = True
 
     def __init__(
         self, layout: Layout, rank: int, pool: Pool, own_pool: Pool, shard: Tensor | None = None
     ) -> None:
-        """
-        Args:
-            layout: of the parameters.
-            rank: the slot of this rank.
-            pool: for the memory that collectives use, which ranks may share.
-            own_pool: for private memory.
-            shard: [S], zeros; by default on the device, or the buffer if that has one slot.
+        """Make a codec for the slot of ``rank``; see `flat_buffer` for the pools.
+
+        The ``shard`` [S], zeros, is by default on the device, or the buffer if that has one slot.
         """
         is_whole = not layout.needs_gather
         self.buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
@@ -135,15 +128,6 @@ class RunCodec:
 
     def fill(self, slot: Tensor) -> Callable[[], None]:
         return partial(copy_, slot, self.shard)
-
-    def note_changes(self) -> None:
-        """Nothing has a copy of the shard."""
-
-    def kept_memory(self) -> Iterator[torch.UntypedStorage]:
-        yield from ()
-
-    def check_unchanged(self) -> None:
-        """A changed parameter can be written back."""
 
     def stored(self) -> Iterator[Tensor]:
         yield self.shard

@@ -101,10 +101,9 @@ class Runtime:
         meshes = {flat.mesh for unit in self.units for flat in unit.flats}
         self.scheduler.ledger.note_traffic_of({mesh, *own_meshes.values(), *meshes})
         self._frozen = [
-            parameter
-            for unit in self.units
-            for parameter in unit.parameters
-            if not (parameter.spec.trainable or parameter.spec.is_extended)
+            one
+            for one in self.scheduler.parameters
+            if not (one.spec.trainable or one.spec.is_extended)
         ]
         for index, unit in enumerate(self.units):
             self._listen(index, unit)
@@ -177,11 +176,7 @@ class Runtime:
 
     def is_converted(self) -> bool:
         """Whether the dtype or device of parameters was changed since they were sharded."""
-        held = (
-            (parameter.owners[0].get(), parameter.local)
-            for unit in self.units
-            for parameter in unit.parameters
-        )
+        held = ((one.owners[0].get(), one.local) for one in self.scheduler.parameters)
         return self.scheduler.is_between_steps and any(
             tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
             for tensor, local in held
@@ -189,7 +184,7 @@ class Runtime:
 
     def is_converted_by(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether ``fn``, an argument of `Module._apply`, changes a dtype or device."""
-        kinds = {(p.local.dtype, p.local.device) for unit in self.units for p in unit.parameters}
+        kinds = {(p.local.dtype, p.local.device) for p in self.scheduler.parameters}
         empty = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
         return any((fn(one).dtype, fn(one).device) != (one.dtype, one.device) for one in empty)
 
@@ -199,7 +194,7 @@ class Runtime:
         return names if self.scheduler.is_between_steps else []
 
     def _is_dense(self, tensor: Tensor) -> bool:
-        return any(one.dense is tensor for unit in self.units for one in unit.parameters)
+        return any(one.dense is tensor for one in self.scheduler.parameters)
 
     def watch_structure(self, root: nn.Module, *, warns: bool) -> None:
         """Make forward refuse parameters that are added from now on, or warn about them."""
@@ -257,16 +252,5 @@ def _watch_inner(
 def _accept(
     scheduler_ref: "weakref.ref[Scheduler]", index: int, number: int, position: int
 ) -> None:
-    """Take the gradient that autograd has put on a dense parameter."""
-    scheduler = scheduler_ref()
-    if scheduler is None:
-        return  # the graph outlived the model
-    unseen = scheduler.unseen_call(index)
-    if unseen is not None:
-        scheduler.before_backward(unseen)
-    try:
-        unit = scheduler.units[index]
-        unit.accept(unit.flats[number], position)
-    except BaseException as error:
-        scheduler.explain(error)
-        raise
+    if (scheduler := scheduler_ref()) is not None:  # else the graph outlived the model
+        scheduler.accept(index, number, position)

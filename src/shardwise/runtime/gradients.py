@@ -1,26 +1,35 @@
-"""Gradients from autograd to the end of their reduction."""
+"""Gradients from autograd to ``p.grad``."""
 
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise._private import num_tensor_references
 from shardwise.comm.api import Reduction, Work
 from shardwise.comm.communicator import Collectives
-from shardwise.comm.device import copy_, is_accelerator, join_streams, note_stream
+from shardwise.comm.device import (
+    DeviceWork,
+    copy_,
+    copy_scaled_,
+    is_accelerator,
+    join_streams,
+    note_stream,
+)
 from shardwise.comm.quantized import QuantizedSums
-from shardwise.errors import StepError
+from shardwise.errors import PlanError, StepError
 from shardwise.plan.layout import Layout
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.accumulation import Accumulated
+from shardwise.runtime.accumulation import AccumulatedGradients, UnreducedGradient, reduced_part_of
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
-from shardwise.runtime.gradient_shards import GradientShard
-from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools
+from shardwise.runtime.hooks import apply_gradient_hooks, run_accumulated_hooks
+from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, Pools, is_shared
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
@@ -47,18 +56,21 @@ _TRANSITIONS = {
 }
 
 
-class Gradients(GradientShard):
+class Gradients:
     """The life of the gradients of one layout, from autograd to ``p.grad``::
 
     buffer [world_size * S]         one extent per parameter, written when autograd has its gradient
     accumulated                     what earlier backwards have left, see `AccumulatedGradients`
-    reduced [S]                     summed over all ranks; handed to ``p.grad`` (`GradientShard`)
+    reduced [S]                     summed over all ranks; handed to ``p.grad``
 
     In order: `accept` or `write`, `launch_reduce`, `collect`, `finish_offload` where shards are in
     host memory, `settle`; `end_backward` if a later backward reduces.
 
-    If a shard has all elements, as in data-parallel training, the buffer of a unit without child
-    units uses the memory of ``reduced`` from the start, unless there are gradients to add to.
+    The memory of ``reduced`` is allocated in each backward and freed with the gradients. If a shard
+    has all elements, as in data-parallel training, the buffer of a unit without child units uses it
+    from the start, unless there are gradients to add to. On the CPU it is then kept for the next
+    backward: malloc would return other memory each time, and the process would grow. Page-locked
+    memory of the host is kept, too.
     """
 
     def __init__(
@@ -74,11 +86,20 @@ class Gradients(GradientShard):
         pool = pools.enclosing_gradients if plan.has_child_units else pools.gradients
         is_replaceable = offloader is None and not (plan.has_child_units or plan.holds_gradients)
         self._can_be_in_place = CAN_SWAP and is_replaceable and layout.is_whole_sum
-        keeps_memory = self._can_be_in_place and not is_accelerator(pool.device)
-        super().__init__(
-            layout, parameters, mesh, pool, settings, offloader, keeps_memory=keeps_memory
+        self._keeps_memory = offloader is not None or (
+            self._can_be_in_place and not is_accelerator(pool.device)
         )
+        self.parameters = parameters  # in the order of the layout's extents
+        self.mesh = mesh
         self.state = GradientState.IDLE
+        self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
+        self._offloader = offloader
+        self._dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
+        self._settings = settings
+        self._layout = layout
+        self._slices = layout.slices_of_shard(mesh.rank)
+        self._first_pool = pool  # before `use_memory_of`
+        self._steps_in_backward = False  # gradients then live only until `drop`
         self._owns_buffer = plan.holds_gradients
         # Gradients of a unit with child units stay in ``dense.grad`` until the reduction, so that
         # no buffer exists while those compute, unless one gradient is most of it (`claim`).
@@ -86,7 +107,7 @@ class Gradients(GradientShard):
         self._use_buffer_of(pool)
         self._quantized: QuantizedSums | None = None
         if (blocks := plan.reduce_blocks(layout)) is not None:
-            wire = plan.wire
+            wire = plan.options.wire
             self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
         self._written = [False] * len(layout.extents)
         # By position: the gradient that is computed in memory from `claim`.
@@ -95,6 +116,13 @@ class Gradients(GradientShard):
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._reduced: Tensor | None = None  # [S]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
+        # [S], until it is handed over; kept memory stays here until it is found to be shared.
+        self.kept_memory: Tensor | None = None
+        self._host_scale = 1.0  # the part of the scale of sums that the host applies
+        self._offload: _PendingOffload | None = None
+        # By position, gradients of parameters that had none before this backward; None until
+        # gradients are handed over.
+        self._fresh: dict[int, Tensor | None] | None = None
 
     @property
     def residual(self) -> Tensor | None:
@@ -114,7 +142,7 @@ class Gradients(GradientShard):
         self._use_buffer_of(pool or self._first_pool)
 
     def _use_buffer_of(self, pool: Pool) -> None:
-        self._pool = self.accumulated.pool = pool
+        self._pool = self.accumulated.pool = pool  # of reductions
         self._padding: list[Tensor] | None = None  # parts of the buffer, once it had memory
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
@@ -165,7 +193,7 @@ class Gradients(GradientShard):
 
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
-        self.used[position] = True
+        self.accumulated.used[position] = True
         if not self._waits_in_grad:
             self.write(position, self.parameters[position].take_gradient())
 
@@ -202,26 +230,11 @@ class Gradients(GradientShard):
             self._evict_all()
         fresh = self._buffer.whole if is_left else None
         is_complete = self._settings.reduces_fully
-        self.accumulated.commit(fresh, self._written, self.used, is_complete=is_complete)
+        self.accumulated.commit(fresh, self._written, is_complete=is_complete)
         if is_left:
             self._forget_written()
             self._close()
             self._transition(GradientState.IDLE)
-
-    def drop_replaced(self) -> None:
-        """Drop accumulated gradients of parameters whose ``grad`` was set to None, for example."""
-        self.accumulated.drop_replaced()
-        self.used = list(self.accumulated.used)
-
-    def snapshot(self) -> Accumulated | None:
-        """Return a copy of the accumulated gradients, if there are any."""
-        self.drop_replaced()
-        return self.accumulated.snapshot()
-
-    def restore(self, accumulated: Accumulated | None) -> None:
-        """Return to a snapshot of the accumulated gradients."""
-        self.accumulated.restore(accumulated)
-        self.used = list(self.accumulated.used)
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:
         """Reduce the buffer, in which extents that were not written count as zeros."""
@@ -295,31 +308,144 @@ class Gradients(GradientShard):
         return work
 
     def collect(self) -> None:
-        """Hand the reduced gradients to the parameters, if they are complete."""
+        """Hand the reduced gradients to the parameters, if they are complete.
+
+        Those of shards in host memory are first copied there; `finish_offload` hands them over.
+        """
         self._close()
         reduced, self._reduced = self._reduced, None
-        is_offloading = reduced is not None and self._deliver(reduced)
-        self._transition(GradientState.OFFLOADING if is_offloading else GradientState.IDLE)
+        if reduced is not None and self._offloader is not None:
+            staging, size = self._offloader.staging, len(reduced)
+            to = self.memory() if self._has_none else staging.allocate_tensor(size, self._dtype)
+            self._offload = _PendingOffload(reduced, to, self._offloader.to_host(to, reduced))
+            self._transition(GradientState.OFFLOADING)
+        else:
+            if reduced is not None:
+                self._hand_over(reduced)
+            self._transition(GradientState.IDLE)
         self._free_scratch()
 
     def finish_offload(self) -> None:
-        super().finish_offload()
-        if self.state is GradientState.OFFLOADING:
+        """Wait for the copy to the host, if there is one, and hand over the gradients."""
+        if self._offload is not None:
+            self._offload.work.synchronize()
+            arrived = self._offload.arrived
+            copy_scaled_(arrived, arrived, self._host_scale)
+            self._hand_over(arrived)
+            self._end_offload()
             self._transition(GradientState.IDLE)
 
+    def settle(self, used_anywhere: Sequence[bool]) -> None:
+        """Restore None as the gradient of parameters that no rank used and that had none.
+
+        Then call the hooks that users have registered for accumulated gradients.
+        """
+        if self._fresh is None:
+            return
+        for position in self._fresh:
+            if not used_anywhere[position]:
+                self.parameters[position].sharded.grad = None
+        for parameter, used in zip(self.parameters, used_anywhere, strict=True):
+            if used and parameter.sharded.requires_grad:
+                run_accumulated_hooks(parameter.sharded)
+        self.forget()
+
+    def fill_with_zeros(self) -> None:
+        """Give parameters without a gradient zeros, as in a unit that did not run."""
+        for position, parameter in enumerate(self.parameters):
+            if self.gets_gradient(position) and parameter.sharded.grad is None:
+                size = parameter.local.numel()
+                zeros = torch.zeros(size, dtype=self._dtype, device=self._step_pool.device)
+                parameter.sharded.grad = parameter.sharding.wrap_gradient(zeros)
+
+    def forget(self) -> None:
+        """Forget what this backward has handed over, and with it which parameters were used.
+
+        If it has handed over nothing, that stays for the reduction of a later backward.
+        """
+        if self._fresh is not None:
+            self.accumulated.used = [False] * len(self._written)
+        self._fresh = None
+
+    def step_in_backward(self, is_stepped: bool) -> None:
+        """Set whether gradients live only until `drop`, in memory of a pool. There are none now."""
+        self._steps_in_backward = is_stepped
+        self.kept_memory = None
+
+    def drop(self) -> None:
+        """Free the gradients, after the optimizer's step."""
+        for parameter in self.parameters:
+            if not isinstance(parameter.sharded.grad, UnreducedGradient):
+                parameter.sharded.grad = None
+        memory, self.kept_memory = self.kept_memory, None
+        if memory is not None:
+            # A hook or the optimizer may have kept a gradient.
+            pool = self._step_pool
+            part_with = pool.disown if is_shared(memory, 1) else pool.free
+            part_with(memory.untyped_storage())
+
     def discard(self) -> None:
+        """Drop the gradients of the backward that raised."""
         self._forget_written()
         reduced, self._reduced = self._reduced, None
-        if reduced is not None and self._offloader is not None:  # it was not delivered
+        if reduced is not None and self._offloader is not None:  # it was not collected
             self._pool.free(reduced.untyped_storage())
         self._close()
         self._free_scratch()
         if self._quantized is not None:
             self._quantized.residual = None
         self.accumulated.rollback()
-        self.used = list(self.accumulated.used)
-        super().discard()
+        if self._offload is not None:
+            self._offload.work.synchronize()
+            self._end_offload()
+        for position, gradient in (self._fresh or {}).items():
+            # Other ranks may have raised before they reduced it.
+            if self.parameters[position].sharded.grad is gradient:
+                self.parameters[position].sharded.grad = None
+        self._fresh = None
+        if self._steps_in_backward:
+            self.drop()
+        elif self._offloader is None:
+            self.kept_memory = None
         self.state = GradientState.IDLE
+
+    # -- parts of the above ----------------------------------------------------------------------
+
+    @property
+    def _has_none(self) -> bool:
+        """Whether there are no gradients to add to."""
+        for parameter in self.parameters:
+            gradient = parameter.sharded.grad
+            if gradient is not None and reduced_part_of(gradient) is not None:
+                return False
+        return True
+
+    def gets_gradient(self, position: int) -> bool:
+        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
+        is_trained = self.parameters[position].sharded.requires_grad
+        return is_trained or self.accumulated.is_awaited[position]
+
+    def memory(self) -> Tensor:
+        """Return memory [S] for the gradients of this backward."""
+        size = self._layout.shard_elements
+        if self._steps_in_backward:
+            if self.kept_memory is None:
+                self.kept_memory = self._step_pool.allocate_tensor(size, self._dtype)
+        elif self.kept_memory is None or is_shared(self.kept_memory, own_references=1):
+            if self._offloader is None:
+                device = self._first_pool.device
+                with torch.inference_mode(mode=False):
+                    self.kept_memory = torch.empty(size, dtype=self._dtype, device=device)
+            else:
+                self.kept_memory = self._offloader.allocate_shard(  # slow
+                    self._layout, self._layout.gradient_dtype
+                )
+        return self.kept_memory
+
+    @property
+    def _step_pool(self) -> Pool:
+        """A pool on the device of gradients: of those that are dropped in backward."""
+        return self._first_pool if self._offloader is None else self._offloader.staging
 
     def _forget_written(self) -> None:
         self._written = [False] * len(self._written)
@@ -394,9 +520,65 @@ class Gradients(GradientShard):
             self._pool.free(storage)
         self._scratch = []
 
+    def _hand_over(self, reduced: Tensor) -> None:
+        if self._settings.shard_hook is not None:
+            self._settings.shard_hook(reduced)
+        is_own = reduced is self.kept_memory
+        has_accumulated = self.accumulated.is_active
+        self._fresh = self._fresh or {}
+        pairs = zip(self.parameters, self._slices, strict=True)
+        with torch.no_grad():
+            for position, (parameter, own_run) in enumerate(pairs):
+                is_accumulated = has_accumulated and self.accumulated.begin_hand_over(position)
+                if not self.gets_gradient(position):
+                    continue
+                run = reduced[own_run].data
+                own = run if is_own or parameter.sharded.grad is not None else run.clone()
+                gradient = parameter.sharding.wrap_gradient(own.to(self._dtype))
+                if _accumulate(parameter, apply_gradient_hooks(parameter.sharded, gradient)):
+                    self._fresh[position] = parameter.sharded.grad
+                if is_accumulated:
+                    self.accumulated.end_hand_over(position)
+        if not self._steps_in_backward and not self._keeps_memory:
+            self.kept_memory = None  # freed with the gradients
+
+    def _end_offload(self) -> None:
+        offload, self._offload = self._offload, None
+        assert offload is not None
+        assert self._offloader is not None
+        self._pool.free(offload.reduced.untyped_storage())
+        if offload.arrived is not self.kept_memory:
+            self._offloader.staging.free(offload.arrived.untyped_storage())
+
     def _transition(self, to: GradientState) -> None:
         assert to in _TRANSITIONS[self.state], f"gradients: {self.state} -> {to}"
         self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingOffload:
+    """Reduced gradients that are being copied to the host."""
+
+    reduced: Tensor  # [S], on the device
+    arrived: Tensor  # [S], on the host
+    work: DeviceWork
+
+
+def _accumulate(parameter: FSDPParameter, gradient: Tensor) -> bool:
+    """Add ``gradient`` to that of the parameter. Returns whether it is the first."""
+    sharded = parameter.sharded
+    if sharded.grad is None:
+        if gradient.dtype != sharded.dtype:
+            sharded.grad_dtype = gradient.dtype
+        sharded.grad = gradient
+        return True
+    if not isinstance(sharded.grad, DTensor):
+        raise PlanError(
+            f"{parameter.name}.grad was set to a {type(sharded.grad).__name__}; expected None or a "
+            "DTensor before backward"
+        )
+    sharded.grad.add_(gradient)
+    return False
 
 
 def _divisor_before_the_sum(dtype: torch.dtype, divisor: float) -> float:

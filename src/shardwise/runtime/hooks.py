@@ -69,7 +69,11 @@ def outcome_of(
     if is_watched:
         return Outcome.DIFFERENTIABLE
     only_parameters = any(isinstance(one, nn.Parameter) for one in returned)
-    if returned and not only_parameters and (trainable or _uses_trainable(module)):
+    if (
+        returned
+        and not only_parameters
+        and (trainable or any(parameter.requires_grad for parameter in module.parameters()))
+    ):
         return Outcome.DIFFERENTIABLE
     return Outcome.UNHOOKED if trainable else Outcome.DETACHED
 
@@ -116,11 +120,6 @@ def _run(callback: Callable[[], None], _gradients: object) -> None:
         return
     with _private.without_transforms():
         callback()
-
-
-def _uses_trainable(module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` is trainable, in any unit."""
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:

@@ -67,14 +67,9 @@ class ParameterViews:
     def copy_outputs(self, module: nn.Module, inputs: Any, output: Any, label: str) -> Any:
         """Replace views of parameters, wherever a forward may have left them, by copies.
 
-        Args:
-            module: a unit whose forward ends, so its parameters are not freed yet.
-            inputs: its arguments, whose lists and mappings may have views of its parameters.
-            output: what the forward returned.
-            label: of the unit.
-
-        Returns:
-            ``output``, or an output with copies.
+        The forward of the unit ``module`` ends with ``output``, so its parameters are not freed
+        yet. Lists and mappings in its arguments ``inputs`` may have views of its parameters, too.
+        Returns ``output``, or an output with copies.
 
         Raises:
             PlanError: a view cannot be replaced, or its unit has been freed.
@@ -180,13 +175,8 @@ class Entries:
     def watch(self, entry: Entry, tensors: Iterable[Tensor], *, only_own: bool = False) -> bool:
         """Have backward call the callbacks of ``entry``, and of the call that made a tensor.
 
-        Args:
-            entry: a running call.
-            tensors: found in it.
-            only_own: leave out tensors that were made before the call began.
-
-        Returns:
-            Whether backward can reach one of the tensors.
+        ``tensors`` were found in ``entry``, a running call. ``only_own`` leaves out those that were
+        made before it began. Returns whether backward can reach one of them.
         """
         found, stop = False, _private.next_node_number()
         for node, is_transformed in hooks.nodes_at_all_levels(tensors).items():

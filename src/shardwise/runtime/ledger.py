@@ -30,10 +30,8 @@ _ledgers: "weakref.WeakKeyDictionary[DataParallelMesh, weakref.ref[Ledger]]" = (
 def count_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: bool = False) -> None:
     """Count a collective that no event launched in the ledger of the model on ``mesh``.
 
-    Args:
-        mesh: of a parameter or a unit. Nothing is counted if no model on it has a ledger.
-        work: the collective.
-        after_backward: it belongs to the step whose backward ended last.
+    Nothing is counted if no model on it has a ledger. With ``after_backward``, it belongs to the
+    step whose backward ended last.
     """
     reference = None if mesh is None else _ledgers.get(mesh)
     ledger = None if reference is None else reference()

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._private import can_swap_storages, num_storage_references, swap_storages
-from shardwise.comm.api import SharedMemory
+from shardwise._private import can_swap_storages, num_storage_references, storage_id, swap_storages
+from shardwise.comm.api import MemoryKind, SharedMemory
 from shardwise.comm.communicator import new_shared_memory
 from shardwise.comm.device import join_streams
-from shardwise.comm.registered_memory import MemoryKind
 from shardwise.errors import StepError
 from shardwise.schedule.memory import MemoryPlan
 
@@ -81,11 +80,9 @@ class Pool(PeakCounter):
         return self._block_bytes + sum(block.nbytes() for block in self._idle)
 
     def allocate(self, num_bytes: int, name: str = "") -> torch.UntypedStorage:
-        """At least ``num_bytes`` of memory with undefined content.
+        """At least ``num_bytes``, or 0, of memory with undefined content.
 
-        Args:
-            num_bytes: may be 0.
-            name: of the buffer; an `Arena` plans an offset for each.
+        An `Arena` plans an offset for each ``name`` of a buffer.
         """
         if not num_bytes:
             return _allocate(0, self.device)
@@ -103,17 +100,15 @@ class Pool(PeakCounter):
                 storage, 0, (num_elements,), (1,)
             )
 
-    def free(self, storage: torch.UntypedStorage) -> None:
+    def free(self, storage: torch.UntypedStorage, *, to_allocator: bool = False) -> None:
+        """Free an allocated block, and keep it for later allocations unless ``to_allocator``."""
         if storage.nbytes():
             join_streams(self.device, mutually=True)
             self.add(-storage.nbytes())
             self._give_back(storage)
             self._trim()
-
-    def free_to_allocator(self, storage: torch.UntypedStorage) -> None:
-        """Free an allocated block, but do not keep it for later allocations."""
-        self.free(storage)
-        self._idle = [idle for idle in self._idle if idle is not storage]
+        if to_allocator:
+            self._idle = [idle for idle in self._idle if idle is not storage]
 
     def free_idle(self) -> None:
         """Free all memory that is not allocated."""
@@ -186,7 +181,7 @@ class Arena(Pool):
         self._plan: MemoryPlan[str] = MemoryPlan()
         self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by buffer
-        self._alive: dict[int, str] = {}  # names of buffers, by `_id_of` their memory
+        self._alive: dict[int, str] = {}  # names of buffers, by the ids of their storages
 
     @property
     def held_bytes(self) -> int:
@@ -202,12 +197,12 @@ class Arena(Pool):
             storage = super()._take(num_bytes, name)
         else:
             storage = self._range(name, offset, num_bytes)
-        self._alive[_id_of(storage)] = name
+        self._alive[storage_id(storage)] = name
         return storage
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        del self._alive[_id_of(storage)]
+        del self._alive[storage_id(storage)]
         start = 0 if self._whole is None else self._whole.data_ptr()
         if not start <= address < start + self._arena_bytes:
             super()._give_back(storage)
@@ -314,12 +309,6 @@ def is_shared(tensor: Tensor, own_references: int) -> bool:
     storage = tensor.untyped_storage()
     # The variable `storage` is one more reference.
     return num_storage_references(storage) > own_references + 1
-
-
-def _id_of(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage, whose address changes if memory cannot be swapped."""
-    identity: int = storage._cdata
-    return identity
 
 
 def aligned(num_bytes: int) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
-from shardwise.runtime import compiler
 from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
@@ -43,6 +42,7 @@ __all__ = [
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
 _METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ledger(module: nn.Module) -> Ledger:
@@ -101,6 +101,40 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__class__ = _unit_class(kind, plain, methods | {(name, _as_forward)})
 
 
+def _break_graph(function: F) -> F:
+    """Have torch.compile run ``function`` uncompiled, and compile the functions that it calls.
+
+    `torch.compiler.disable` does the same, but its import takes seconds in every program.
+    """
+    skip = _private.eval_frame._FrameExecStrategy(
+        _private.eval_frame._FrameAction.SKIP, _private.eval_frame._FrameAction.DEFAULT
+    )
+    _private.eval_frame.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+@_break_graph
+def _pause() -> Any:
+    """Stop compilation in this thread. Returns the argument of `_resume`."""
+    return _private.eval_frame.set_eval_frame(None)
+
+
+@_break_graph
+def _resume(compiler: Any) -> None:
+    _private.eval_frame.set_eval_frame(compiler)
+
+
+@_break_graph
+def _run_resumed(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` with the paused ``compiler`` resumed."""
+    _private.eval_frame.set_eval_frame(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _private.eval_frame.set_eval_frame(None)
+
+
 class UnitModule(nn.Module):
     """The base class of all units and of no other modules."""
 
@@ -113,7 +147,7 @@ class UnitModule(nn.Module):
         made: UnitModule = plain(*args, **kwargs)
         return made
 
-    @compiler.break_graph
+    @_break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, super().__call__, args, kwargs)
 
@@ -162,9 +196,13 @@ class UnitModule(nn.Module):
         super().zero_grad(set_to_none)
         if scheduler.in_gathered:  # the modules hold other parameters
             names = {id(module) for module in self.modules()}
-            for parameter in (one for unit in scheduler.units for one in unit.parameters):
+            for parameter in scheduler.parameters:
                 if any(id(module) in names for module in parameter.modules):
-                    _drop_gradient(parameter.sharded, set_to_none=set_to_none)
+                    gradient = parameter.sharded.grad
+                    if set_to_none:
+                        parameter.sharded.grad = None
+                    elif gradient is not None:
+                        gradient.zero_()
 
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
@@ -244,23 +282,23 @@ def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, partial(method, self), args, kwargs)
 
-    return compiler.break_graph(call)
+    return _break_graph(call)
 
 
-@compiler.break_graph
+@_break_graph
 def _call_unit(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    paused = compiler.pause()
+    paused = _pause()
     try:
         handle = handle_of(module)
         if handle.index == 0 and make_room_for_unfrozen(module):
             handle = handle_of(module)
         if paused is not None:
-            forward = partial(compiler.run_resumed, paused, forward)
+            forward = partial(_run_resumed, paused, forward)
         return handle.runtime.call(handle, module, forward, args, kwargs)
     finally:
-        compiler.resume(paused)
+        _resume(paused)
 
 
 def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
@@ -270,10 +308,9 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> None:
     """Replace parameters that are gathered at the moment, for a unit that computes, by shards."""
     scheduler = handle_of(module).runtime.scheduler
-    parameters = [p for unit in scheduler.units for p in unit.parameters]
     if scheduler.in_gathered:
         return
-    by_id = {id(one): p for p in parameters for one in (p.dense, p.sharded)}
+    by_id = {id(one): p for p in scheduler.parameters for one in (p.dense, p.sharded)}
     for name, shown in module.named_parameters(remove_duplicate=False):
         parameter, value = by_id.get(id(shown)), cast("Tensor | None", found.get(prefix + name))
         if parameter is None or value is None or isinstance(value, DTensor):
@@ -336,13 +373,6 @@ def _hiding_unreduced_gradients(module: nn.Module) -> Iterator[None]:
         parameter = module.get_parameter(name)
         if dtype_of_gradient(parameter) == gradient.dtype:  # else the next forward refuses it
             parameter.grad = gradient
-
-
-def _drop_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
-    if set_to_none:
-        parameter.grad = None
-    elif parameter.grad is not None:
-        parameter.grad.zero_()
 
 
 def units_in(module: nn.Module, recurse: bool) -> "list[UnitModule]":

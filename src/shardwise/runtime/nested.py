@@ -24,26 +24,23 @@ _FIRST_PARTS = 64
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, nn.Module)
 
 
-def tensors_left_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_left_in(module: nn.Module) -> Iterator[Tensor]:
     """Yield tensors in attributes of ``module`` and of its submodules, except in other units.
 
     Tensors may be buffers, or up to three containers or objects deep in an attribute. Only the
     first parts of a container are searched unless it begins with a tensor: this runs at every call,
-    and modules also hold things like vocabularies. ``seen`` has the ids of attributes that were
-    searched, as modules may share one configuration.
+    and modules also hold things like vocabularies.
     """
-    seen = set() if seen is None else seen
-    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
-    own = vars(module)
-    for name in [name for name in own if name not in _OF_EVERY_MODULE]:
-        value = own[name]
-        is_searched = not name.startswith(HANDLE) and not isinstance(value, _LEAVES)
-        if is_searched and id(value) not in seen:
-            seen.add(id(value))
-            yield from tensors_within(value)
-    for child in module.children():
-        if HANDLE not in vars(child):
-            yield from tensors_left_in(child, seen)
+    seen: set[int] = set()  # ids of attributes, as modules may share one configuration
+    for inner in own_modules(module):
+        yield from (buffer for buffer in inner._buffers.values() if buffer is not None)
+        own = vars(inner)
+        for name in [name for name in own if name not in _OF_EVERY_MODULE]:
+            value = own[name]
+            is_searched = not name.startswith(HANDLE) and not isinstance(value, _LEAVES)
+            if is_searched and id(value) not in seen:
+                seen.add(id(value))
+                yield from tensors_within(value)
 
 
 def change_tensors_left_in(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -52,13 +49,8 @@ def change_tensors_left_in(module: nn.Module, change: Callable[[Tensor], Tensor]
         buffers = {name: one for name, one in inner._buffers.items() if one is not None}
         inner._buffers.update({name: change(one) for name, one in buffers.items()})
         for name, value in list(vars(inner).items()):
-            if not _is_internal(name):
+            if name not in _OF_EVERY_MODULE and not name.startswith(HANDLE):
                 vars(inner)[name] = change_tensors(value, change)
-
-
-def _is_internal(name: str) -> bool:
-    """Whether every module has the attribute ``name``, or the engine made it."""
-    return name in _OF_EVERY_MODULE or name.startswith(HANDLE)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -95,10 +95,6 @@ class FSDPParameter:
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 
-    def wrap_gradient(self, local: Tensor) -> Tensor:
-        """Make a gradient of the sharded parameter, of which this rank has ``local``, 1-D."""
-        return self.sharding.wrap_gradient(local)
-
     def watch_gradient(self) -> None:
         """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""
         if self.on_gradient is not None:

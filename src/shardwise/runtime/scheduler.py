@@ -9,7 +9,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property, partial
 
@@ -17,19 +16,8 @@ import torch
 
 from shardwise import _private
 from shardwise.comm.api import Work
-from shardwise.comm.communicator import (
-    POLL_SECONDS,
-    Communicator,
-    communicator,
-    note_place,
-)
-from shardwise.comm.device import (
-    NO_TIME,
-    device_of,
-    join_streams,
-    note_stream,
-    wait_for_device,
-)
+from shardwise.comm.communicator import POLL_SECONDS, Communicator, communicator, note_place
+from shardwise.comm.device import NO_TIME, device_of, join_streams, note_stream, wait_for_device
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
@@ -73,6 +61,8 @@ class Scheduler:
     ) -> None:
         self.sequencer = Sequencer(plan, [unit.settings for unit in units])
         self.units = tuple(units)
+        self.parameters = tuple(one for unit in units for one in unit.parameters)
+        self.gradients = tuple(one for unit in units for one in unit.gradients)
         self.observer = observer
         self._notes = notes
         self.in_gathered = False
@@ -243,7 +233,7 @@ class Scheduler:
             is_first = len(self._tasks) == 1 and not self.sequencer.is_in_backward(task)
             self.call_observer.reached(call, is_first=is_first)
         self.report(f"backward of {self.units[call.unit].plan.label}")
-        self._versions.check(call, steps_in_backward=self.steps_in_backward)
+        self._versions.check(call, steps_in_backward=self.sequencer.steps_in_backward)
         events = self.sequencer.before_backward(
             call, task, reduces=not is_transformed, is_recorded=torch.is_grad_enabled()
         )
@@ -251,9 +241,19 @@ class Scheduler:
             self.leaves.check_calls()
         self._perform(events)
 
-    def unseen_call(self, index: int) -> Call | None:
-        """The call whose backward shows only when the unit's parameters receive gradients."""
-        return None if self.units[index].expects_gradients else self._calls.get(index)
+    def accept(self, index: int, number: int, position: int) -> None:
+        """Take the gradient that autograd has put on a dense parameter of a unit.
+
+        Its ``position`` is that in the unit's `FlatParameters` of this ``number``.
+        """
+        unit = self.units[index]
+        if not unit.expects_gradients and (call := self._calls.get(index)) is not None:
+            self.before_backward(call)  # it shows only now that backward has reached the call
+        try:
+            unit.accept(unit.flats[number], position)
+        except BaseException as error:
+            self.explain(error)
+            raise
 
     def finish_backward(self, task: int, *, agrees: bool = False) -> None:
         """Complete the backward of ``task``, whose last node autograd has run.
@@ -385,40 +385,38 @@ class Scheduler:
         if self.leaves is not None:
             self.leaves.refuse_conversion()
         self.recover()
-        before = [(unit.settings, replace(unit.settings)) for unit in self.units]
+        # The gradients would otherwise be inference tensors, to which nothing can be added.
+        with self.reducing(in_row=True, in_column=True), torch.inference_mode(mode=False):
+            self.finish_accumulation(agrees=True)
+
+    @contextlib.contextmanager
+    def reducing(self, *, in_row: bool, in_column: bool) -> Iterator[None]:
+        """Reduce over the rows of the mesh, and over its columns, as told, whatever was set."""
+        settings = [unit.settings for unit in self.units]
+        before = [(one.reduce_grads, one.all_reduce_grads) for one in settings]
         try:
-            for settings, _ in before:
-                settings.reduce_grads = settings.all_reduce_grads = True
-            # The gradients would otherwise be inference tensors, to which nothing can be added.
-            with torch.inference_mode(mode=False):
-                self.finish_accumulation(agrees=True)
+            for one in settings:
+                one.reduce_grads, one.all_reduce_grads = in_row, in_column
+            yield
         finally:
-            for settings, kept in before:
-                settings.reduce_grads = kept.reduce_grads
-                settings.all_reduce_grads = kept.all_reduce_grads
+            for one, kept in zip(settings, before, strict=True):
+                one.reduce_grads, one.all_reduce_grads = kept
 
     def drop_replaced_gradients(self) -> None:
         """Drop accumulated gradients where ``p.grad`` was set to None or to another tensor."""
         if self.sequencer.has_unreduced_gradients:
-            for unit in self.units:
-                for gradients in unit.gradients:
-                    gradients.drop_replaced()
+            for gradients in self.gradients:
+                gradients.accumulated.drop_replaced()
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
         self.sequencer.awaiting_reduction = [False] * len(self.units)
         if self.leaves is not None:
             self.leaves.dropped()
-        for unit in self.units:
-            for gradients in unit.gradients:
-                gradients.restore(None)
+        for gradients in self.gradients:
+            gradients.accumulated.restore(None)
 
     # -- steps in backward -----------------------------------------------------------------------
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether an optimizer steps units in backward."""
-        return self.observer.steps_in_backward
 
     def set_observer(self, observer: StepObserver) -> None:
         """Replace the observer, between steps."""
@@ -428,15 +426,14 @@ class Scheduler:
         self.recover()
         self.observer = observer
         self.sequencer.steps_in_backward = observer.steps_in_backward
-        for unit in self.units:
-            for gradients in unit.gradients:
-                gradients.step_in_backward(observer.steps_in_backward)
+        for gradients in self.gradients:
+            gradients.step_in_backward(observer.steps_in_backward)
 
     @property
     def needs_preparation(self) -> bool:
         """Whether `prepare_conversion` does anything."""
         is_followed = self.call_observer is not None or self.is_in_transaction
-        return self.has_accumulated or self.steps_in_backward or is_followed
+        return self.has_accumulated or self.sequencer.steps_in_backward or is_followed
 
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
@@ -454,7 +451,7 @@ class Scheduler:
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
                 "inside sw.transaction, which could not undo it; do it outside of the block"
             )
-        if self.steps_in_backward:
+        if self.sequencer.steps_in_backward:
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
                 "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
@@ -490,12 +487,13 @@ class Scheduler:
                 self.units[index].expect_changes()
             # Outside a step, no error of another rank would reach a rank that stores nothing of a
             # changed parameter, so values are not compared.
-            is_reshard = kind is EventKind.FREE and self.is_idle
-            changed = self.units[index].changed_names() if is_reshard else []
+            unit = self.units[index]
+            of = unit.parameters if kind is EventKind.FREE and self.is_idle else ()
+            changed = [one.name for one in of if one.forget_changes()]
             self._perform(self.sequencer.request(kind, [index]))
-            self.units[index].refuse(changed)
+            unit.refuse(changed)
             if kind is EventKind.WAIT and self.sequencer.is_usable(index):  # not freed since
-                self.units[index].use_unsharded()
+                unit.use_unsharded()
             elif kind is EventKind.FREE:
                 self._use_sharded([index])
 

@@ -67,7 +67,9 @@ class Structure:
     def _watch_hooked(self, unit: nn.Module) -> None:
         """Call `watch_inner` before the first forward hook of every module inside ``unit``."""
         for module in own_modules(unit):
-            is_hooked = any(map(_is_foreign, module._forward_hooks.values()))
+            made_by = (getattr(hook, "__module__", "") for hook in module._forward_hooks.values())
+            # Hooks of this package keep no tensors.
+            is_hooked = not all(name.startswith("shardwise.") for name in made_by)
             if is_hooked and module is not unit and module not in self._watched:
                 self._watched.add(module)
                 module.register_forward_hook(self._watch_inner, prepend=True)
@@ -94,8 +96,3 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
             for child in module._modules.values()
             if child is not None and HANDLE not in vars(child)
         ]
-
-
-def _is_foreign(hook: object) -> bool:
-    """Whether ``hook`` is not of this package, and may keep tensors."""
-    return not getattr(hook, "__module__", "").startswith("shardwise.")

@@ -11,11 +11,10 @@ and buffers that have memory only while they are used::
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.api import SMALL_BYTES, Work
@@ -32,6 +31,9 @@ from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FlatParameters", "Unit"]
 
@@ -78,11 +80,6 @@ class FlatParameters:
                 settings,
                 offloader if plan.offloads_gradients else None,
             )
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's part [S]; empty if every parameter has its own."""
-        return self.codec.shard
 
     @property
     def gathered_bytes(self) -> int:
@@ -197,20 +194,13 @@ class Unit:
         self.plan = plan
         self.settings = settings
         self.flats = tuple(flats)
+        self.parameters = tuple(one for flat in flats for one in flat.parameters)
+        self.gradients = tuple(one for flat in flats if (one := flat.gradients) is not None)
         self.expects_gradients = False
         self._gathered_flats = [flat for flat in flats if not flat.is_whole]
         self._gathering: list[Work] = []
         self._reducing: list[Work] = []
         self._is_unsharded = False  # modules hold the dense parameters
-
-    @property
-    def parameters(self) -> Iterator[FSDPParameter]:
-        for flat in self.flats:
-            yield from flat.parameters
-
-    @property
-    def gradients(self) -> Iterator[Gradients]:
-        return (flat.gradients for flat in self.flats if flat.gradients is not None)
 
     @property
     def mesh(self) -> DataParallelMesh:
@@ -269,10 +259,6 @@ class Unit:
             FSDPParameter.forbid_reads(flat.parameters)
         self.refuse(changed)
 
-    def changed_names(self) -> list[str]:
-        """The names of parameters on which an operation in place ran while they were gathered."""
-        return [parameter.name for parameter in self.parameters if parameter.forget_changes()]
-
     def refuse(self, changed: Sequence[str]) -> None:
         """Raise a StepError if ``changed``, names of parameters that are freed, is not empty."""
         if changed:
@@ -293,14 +279,6 @@ class Unit:
         self._is_unsharded = True
 
     # -- gradients -------------------------------------------------------------------------------
-
-    def claim_gradient(
-        self, flat: FlatParameters, position: int, *, in_slot: bool
-    ) -> tuple[Tensor, bool] | None:
-        """Where to compute the gradient of a parameter; see `Gradients.claim`."""
-        if flat.gradients is None or not self.expects_gradients:
-            return None
-        return flat.gradients.claim(position, in_slot=in_slot)
 
     def accept(self, flat: FlatParameters, position: int) -> None:
         """Take the gradient that autograd has put on a dense parameter."""

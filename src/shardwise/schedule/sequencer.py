@@ -159,15 +159,13 @@ class Sequencer:
     # -- forward ---------------------------------------------------------------------------------
 
     def enter(self, unit: int, *, grad: bool, recomputed: bool = False) -> tuple[Call, list[Event]]:
-        """Begin a unit's forward.
+        """Begin the forward of a unit, by its index in the plan; ``grad``: autograd records it.
 
-        Args:
-            unit: index in the plan.
-            grad: whether autograd records it.
-            recomputed: whether it runs inside backward, as with activation checkpointing.
+        It is ``recomputed`` if it runs inside backward, as with activation checkpointing.
         """
         forward_pass = self._pass(grad=grad, recomputed=recomputed)
-        call = Call(unit, forward_pass, entered=self._advance_tick())
+        self.tick += 1
+        call = Call(unit, forward_pass, entered=self.tick)
         forward_pass.append(call)
         self._stack.append(call)
         if self._status[unit].reservation is Reservation.PREFETCH:
@@ -187,8 +185,8 @@ class Sequencer:
         """End a unit's forward; `enter` returned ``call``."""
         while self._stack.pop() is not call:  # above it: calls whose `enter` raised
             pass
-        call.exited = self._advance_tick()
-        call.outcome = outcome
+        self.tick += 1
+        call.exited, call.outcome = self.tick, outcome
         if call.forward_pass.grad and not call.forward_pass.recomputed:
             self._status[call.unit].calls_left += 1  # even if detached: it may be recomputed
         if not self._stays_after_forward(call):
@@ -210,13 +208,10 @@ class Sequencer:
     def before_backward(
         self, call: Call, task: int, *, reduces: bool = True, is_recorded: bool = False
     ) -> list[Event]:
-        """Gradients have reached the output of ``call``, in autograd's graph task ``task``.
+        """Gradients have reached the output of an unfinished ``call``, in graph task ``task``.
 
-        Args:
-            call: a call that backward has not finished.
-            task: id of the graph task.
-            reduces: whether parameters receive gradients.
-            is_recorded: whether autograd records this backward, for another backward through it.
+        It ``reduces`` if parameters receive gradients. It ``is_recorded`` if autograd records this
+        backward, for another backward through it.
         """
         backwards = self._backwards.setdefault(task, {})
         if call.forward_pass not in backwards:
@@ -562,10 +557,6 @@ class Sequencer:
     def _flush(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-    def _advance_tick(self) -> int:
-        self.tick += 1
-        return self.tick
 
 
 def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:

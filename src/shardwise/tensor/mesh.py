@@ -30,6 +30,7 @@ __all__ = [
 # Variables that torchrun, SLURM's srun, Open MPI and MPICH set to the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 Communicators = Literal["separate", "shared"]
+_MAX_KNOWN = 1024  # groups of ranks
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # The groups created for meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
@@ -149,31 +150,35 @@ class DataParallelMesh:
         return self.leaves or self.num_ranks
 
     def axis_bytes(self, works: Iterable[Work], inner_ranks: int = 1) -> AxisBytes:
-        """The bytes that this rank sends in collectives of these ranks.
+        """The bytes that this rank sends in ``works``, collectives of these ranks.
 
-        Args:
-            works: the collectives.
-            inner_ranks: number of neighboring ranks in a subgroup of the row.
+        A subgroup of the row has ``inner_ranks`` neighboring ranks.
         """
         in_row = elsewhere = in_subgroup = 0
-        row, inner = self._nearby(self.row.size), self._nearby(inner_ranks)
         for ranks, num_bytes in (sent for work in works for sent in work.sent):
-            near = row.count(ranks)
+            near = self._num_near(ranks, self.row.size)
             in_row += (near - 1) * num_bytes
             elsewhere += (len(ranks) - near) * num_bytes
             if inner_ranks > 1:
-                in_subgroup += (inner.count(ranks) - 1) * num_bytes
+                in_subgroup += (self._num_near(ranks, inner_ranks) - 1) * num_bytes
         return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
 
-    def _nearby(self, size: int) -> "_Nearby":
-        """Counts ranks among the ``size`` neighbors of this rank in the row."""
-        if size not in self._nearby_by_size:
-            groups = (self.world, self.row, self.column, self.shards)
-            self._nearby_by_size[size] = _Nearby(frozenset(self.subgroup(size).ranks), groups)
-        return self._nearby_by_size[size]
+    def _num_near(self, ranks: tuple[int, ...], size: int) -> int:
+        """How many of ``ranks`` are among the ``size`` neighbors of this rank in the row.
+
+        Groups may have thousands of ranks, and are the same objects in every step.
+        """
+        key = id(ranks), size
+        known = self._known_near.get(key)
+        if known is None:
+            if len(self._known_near) >= _MAX_KNOWN:
+                self._known_near.clear()
+            near = len(frozenset(self.subgroup(size).ranks).intersection(ranks))
+            known = self._known_near[key] = near, ranks  # which keep their id
+        return known[0]
 
     @cached_property
-    def _nearby_by_size(self) -> "dict[int, _Nearby]":
+    def _known_near(self) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
         return {}
 
     def subgroup(self, size: int) -> RankGroup:
@@ -235,21 +240,6 @@ class DataParallelMesh:
     def backend(self, device_type: str) -> str | None:
         """The backend for tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
         return backend_of(self.group, device_type)
-
-
-class _Nearby:
-    """Counts how many ranks of a group are in a set; known groups may have thousands of ranks."""
-
-    def __init__(self, ranks: frozenset[int], groups: Iterable[RankGroup]) -> None:
-        self._ranks = ranks
-        self._by_id = {id(group.ranks): self._num_near(group.ranks) for group in groups}
-
-    def count(self, ranks: tuple[int, ...]) -> int:
-        near = self._by_id.get(id(ranks))
-        return self._num_near(ranks) if near is None else near  # None: for example, a subgroup
-
-    def _num_near(self, ranks: tuple[int, ...]) -> int:
-        return len(self._ranks.intersection(ranks))
 
 
 def resolve_mesh(

@@ -247,18 +247,12 @@ class Sharding(ABC):
         num_owned = self.layout.num_owned(self.extent, self.mesh.rank)
         return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
-    def rebind(self, tensor: Tensor, local: Tensor) -> None:
-        """Make ``tensor`` use ``local``, of the same shape and dtype, as its local tensor."""
-        assert isinstance(tensor, DTensor)
-        before = tensor._local_tensor
-        assert (local.shape, local.dtype) == (before.shape, before.dtype)
-        tensor._local_tensor = local
-
     def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:
         """Return the local tensor of a parameter that replaces the one with ``local``."""
+        assert isinstance(replacement, DTensor)
         with torch.no_grad():
             local.copy_(local_of(replacement))
-        self.rebind(replacement, local)
+        replacement._local_tensor = local
         return local
 
     def matches(self, other: "Sharding") -> bool:

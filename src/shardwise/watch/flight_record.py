@@ -29,11 +29,8 @@ def write_flight_record(
 ) -> None:
     """Write the ``collectives`` of one queue, oldest first.
 
-    Args:
-        path: ends with the rank.
-        backend: such as "nccl".
-        members: the global rank of each rank.
-        collectives: each with its state: "completed", "started" or "scheduled".
+    Each has a state: "completed", "started" or "scheduled". ``path`` ends with the rank, and
+    ``members`` are the global ranks.
     """
     groups = {one.ranks: [members[rank] for rank in one.ranks] for one, _ in collectives}
     names = {ranks: ",".join(map(str, group)) for ranks, group in groups.items()}

@@ -112,7 +112,7 @@ class Comparison:
     def _differs(self, monitor: Monitor, history: History, place: _Place, epoch: int) -> bool:
         queue, ranks, other = place
         beat = monitor.heartbeat(other)
-        if beat is None or beat.report.epoch != epoch or len(beat.marks) <= queue:
+        if beat is None or beat.epoch != epoch or len(beat.marks) <= queue:
             return False
         mark = beat.marks[queue].get(ranks)
         return mark is not None and history.differs(ranks, mark)

@@ -30,13 +30,11 @@ from shardwise._private import default_store
 from shardwise.comm.communicator import POLL_SECONDS, Place
 from shardwise.comm.groups import becomes_true
 from shardwise.errors import PeerLost, PeerSilent, StepError
-from shardwise.watch.plain_data import decode, encode
 from shardwise.watch.status import LookCounter, Report, table, verdict
-from shardwise.watch.store import BoundedStore
+from shardwise.watch.store import BoundedStore, decode, encode
 
 __all__ = [
     "ENDED_NORMALLY",
-    "Heartbeat",
     "Monitor",
     "Patience",
     "connect_to_store",
@@ -82,16 +80,6 @@ def connect_to_store(patience: Patience) -> BoundedStore:
     """
     store = default_store().clone()  # type: ignore[attr-defined]
     return BoundedStore(store, patience.store_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The status that a rank publishes every two seconds."""
-
-    count: int
-    report: Report
-    # The `History.marks` of each queue of a device; exchanges on the host compare tags instead.
-    marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
 
 @dataclass(slots=True)
@@ -167,14 +155,14 @@ class Monitor:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
 
-    def beat(self, heartbeat: Heartbeat) -> None:
+    def beat(self, heartbeat: Report) -> None:
         """Publish ``heartbeat``, look for a failure, and check that the next rank beats, too.
 
         Silence is measured in heartbeats of this rank, which end when its own process is stopped or
         the store is slow.
         """
         self._set(self._beats[self._rank], heartbeat)
-        self.failure(heartbeat.report.epoch)
+        self.failure(heartbeat.epoch)
         beat = self._store.peek(self._beats[self._next]).decode(errors="replace")
         seconds = self._counter.look(beat) * self._patience.beat_seconds
         # No counter: the rank has not started yet.
@@ -285,18 +273,15 @@ class Monitor:
         return becomes_true(lambda: self.failure(epoch) is not None, seconds)
 
     def check_heartbeats(self, where: str = "") -> None:
-        """Check that no rank is silent. Call it regularly during a wait.
-
-        Args:
-            where: position of this rank, for the error.
+        """Check that no rank is silent. Call it regularly during a wait, for the error ``where``.
 
         Raises:
             PeerSilent: names a rank whose counter has not changed for ``silent_seconds``.
             PeerLost: that rank has ended normally.
         """
         if (silence := self._silence()) is not None:
-            last = self._message(Heartbeat, silence.beat.encode())
-            if last is not None and (ended := _ended_normally({silence.rank: last.report})):
+            last = self._message(Report, silence.beat.encode())
+            if last is not None and (ended := _ended_normally({silence.rank: last})):
                 raise PeerLost(ended)
             raise PeerSilent(
                 f"rank {self._rank} lost rank {silence.rank}: its process gave "
@@ -312,9 +297,9 @@ class Monitor:
         beat = self._store.peek(self._beats[silence.rank]).decode(errors="replace")
         return silence if beat == silence.beat else None
 
-    def heartbeat(self, rank: int) -> Heartbeat | None:
+    def heartbeat(self, rank: int) -> Report | None:
         """Return the last heartbeat of ``rank``."""
-        return self._message(Heartbeat, self._store.peek(self._beats[rank]))
+        return self._message(Report, self._store.peek(self._beats[rank]))
 
     def table(self, remarks: Mapping[int, str] = MappingProxyType({})) -> str:
         """Describe why ranks have ended, and where each was at its last heartbeat."""
@@ -328,8 +313,8 @@ class Monitor:
         return ended + table(reports, remarks)
 
     def _heartbeats(self) -> dict[int, Report]:
-        found = (self._message(Heartbeat, one) for one in self._store.read(self._beats))
-        return {rank: beat.report for rank, beat in enumerate(found) if beat is not None}
+        found = (self._message(Report, one) for one in self._store.read(self._beats))
+        return {rank: beat for rank, beat in enumerate(found) if beat is not None}
 
     def swap_histories(self, rank: int, own: _T) -> _T | None:
         """Publish ``own``, a dataclass; return what ``rank`` has published, or None."""
@@ -354,8 +339,7 @@ class Monitor:
             message = decode(kind, content)
         except ValueError:
             return None
-        named = message.report if isinstance(message, Heartbeat) else message
-        is_foreign = isinstance(named, Report) and not named.fits(self._size)
+        is_foreign = isinstance(message, Report) and not message.fits(self._size)
         return None if is_foreign else message
 
 
@@ -379,7 +363,7 @@ def _no_sign_of_life(silence: _Silence) -> str:
     return f"no sign of life for {silence.seconds:.0f} s"
 
 
-def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | None]) -> str:
+def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Report | None]) -> str:
     """Describe the ``ranks`` that a rank waits for; ``beats`` are heartbeats of some of them."""
     if not ranks:
         return "; all ranks have begun it, so the network or a device is slow"
@@ -389,8 +373,8 @@ def describe_elsewhere(ranks: Sequence[int], beats: Mapping[int, Heartbeat | Non
         if beat is None:
             text += "has not begun"
             continue
-        python = " < ".join(beat.report.python) or "unknown"
-        text += f"is alive in step {beat.report.step}, {beat.report.where}, Python at {python}"
+        python = " < ".join(beat.python) or "unknown"
+        text += f"is alive in step {beat.step}, {beat.where}, Python at {python}"
     return text if len(beats) == len(ranks) else f"{text}; and for {len(ranks) - len(beats)} more"
 
 
@@ -421,7 +405,7 @@ def _beat(
     step, where = known.place.step, known.place.where
     report = Report(0, 0, step, where, (), error=text)
     with contextlib.suppress(PeerLost):
-        store.set(key, encode(Heartbeat(0, report)))
+        store.set(key, encode(report))
 
 
 def _has_item(queue: "SimpleQueue[None]", seconds: float) -> bool:

@@ -23,7 +23,6 @@ from shardwise.errors import PeerAborted, PeerLost, PeerSilent, StepError
 from shardwise.watch.flight_record import PREFIX_VARIABLE, write_flight_record
 from shardwise.watch.history import Comparison, History
 from shardwise.watch.monitor import (
-    Heartbeat,
     Monitor,
     Patience,
     connect_to_store,
@@ -180,7 +179,10 @@ class RankWatch(Watch):
     def failed(self, error: BaseException) -> None:
         self.raise_found()
         if isinstance(error, PeerLost):
-            raise self._end_lost(self._explained(error))
+            lost = self._explained(error)
+            with self._locked():  # the heartbeat thread may have ended the step
+                found, self._error = self._error, None
+                raise found or (lost if self.is_broken else self._end_step(lost))
 
     def check_peers(self) -> None:
         self._monitor.check_heartbeats()
@@ -297,12 +299,6 @@ class RankWatch(Watch):
                 run_together([queue.stop for queue in self._queues])
         return agreed
 
-    def _end_lost(self, error: StepError) -> StepError:
-        """End the step after a lost connection, unless the heartbeat thread has ended it."""
-        with self._locked():
-            found, self._error = self._error, None
-            return found or (error if self.is_broken else self._end_step(error))
-
     def _write_flight_records(self) -> None:
         parent, prefix = self._parent(), os.environ.get(PREFIX_VARIABLE)
         if not prefix:
@@ -329,7 +325,7 @@ class RankWatch(Watch):
         if self.is_broken:
             marks = ()  # aborted collectives count as ended
         try:
-            monitor.beat(Heartbeat(count, report, marks))
+            monitor.beat(replace(report, count=count, marks=marks))
         finally:  # a device may wait for other ranks even if the store cannot be reached
             with self._locked():
                 if not self.is_broken:

@@ -55,6 +55,10 @@ class Report:
     python: tuple[str, ...] = ()  # calls, innermost first
     blocked_with: tuple[int, ...] = ()  # the ranks of a torch collective that this one is in
     is_host_busy: bool = False  # its main thread runs, while its device waits
+    # In a heartbeat: its number, and the `History.marks` of each queue of a device. (Exchanges on
+    # the host compare tags instead.)
+    count: int = 0
+    marks: tuple[Mapping[tuple[int, ...], tuple[int, int]], ...] = ()
 
     @property
     def is_stuck(self) -> bool:
@@ -84,9 +88,7 @@ class Report:
 def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     """Return the error to raise on every rank, or None if the ranks may still go on.
 
-    Args:
-        reports: the reports of all ranks.
-        epoch: reports of other epochs are ignored.
+    ``reports`` are those of all ranks; those of other epochs are ignored.
     """
     current = {rank: r for rank, r in enumerate(reports) if r is not None and r.epoch == epoch}
     if len({len(report.queues) for report in current.values()}) > 1:

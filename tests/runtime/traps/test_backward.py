@@ -159,10 +159,10 @@ def test_memory_that_was_given_back_is_used_by_nobody() -> None:
     """
     free = Pool.free
 
-    def free_spoilt(pool: Pool, storage: torch.UntypedStorage) -> None:
+    def free_spoilt(pool: Pool, storage: torch.UntypedStorage, **options: bool) -> None:
         spoilt = torch.empty(0, dtype=torch.uint8).set_(storage)
         spoilt.fill_(0xFF)  # every number is a NaN
-        free(pool, storage)
+        free(pool, storage, **options)
 
     # Other ranks may still use shared memory; the next test covers it.
     without_sharing = mock.patch.object(Host, "can_share", return_value=False)

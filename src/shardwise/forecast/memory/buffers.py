@@ -193,7 +193,7 @@ class MemoryReplay:
         unit = plan.units[index]
         match event.kind:
             case EventKind.GATHER if index not in self._in_subgroup:
-                ranks = unit.num_shards or plan.world_size
+                ranks = unit.options.world_size
                 self._gathers[index] = gather_scratch(unit, ranks, on_cpu=on_cpu)
             case EventKind.RESHARD_TO_SUBGROUP:
                 self._in_subgroup.add(index)

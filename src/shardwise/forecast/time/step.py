@@ -174,7 +174,7 @@ class _Step:
         """Predict a collective of a unit, whose flat buffers are sent one after the other."""
         unit, machine = self.plan.units[index], self.machine
         stride = self.configuration.tensor
-        size = unit.num_shards or self.plan.world_size
+        size = unit.options.world_size
         everyone = Group(size, stride)
         near = Group(unit.subgroup, stride) if unit.subgroup else everyone
         if kind is EventKind.REDUCE:
@@ -203,11 +203,11 @@ class _Step:
         decoding the reverse.
         """
         machine = self.machine
-        group = Group(unit.num_shards or self.plan.world_size, self.configuration.tensor)
-        if kind is EventKind.GATHER and unit.wire.gather is not None:
+        group = Group(unit.options.world_size, self.configuration.tensor)
+        if kind is EventKind.GATHER and unit.options.wire.gather is not None:
             exact, coded = unit.gathered_bytes, unit_gather_bytes(unit, group.size)
             seconds = machine.all_gather_seconds(coded, group)
-        elif kind is EventKind.REDUCE and unit.wire.reduce is not None:
+        elif kind is EventKind.REDUCE and unit.options.wire.reduce is not None:
             exact, coded = unit.gradient_bytes, 0
             seconds = 0.0
             replicas = Group(self.plan.replicas, group.stride * group.size)

@@ -50,7 +50,7 @@ def sent_bytes(plan: Plan) -> AxisBytes:
 
 def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
     """Count a gather of a unit's shards; with two levels, they are in several rows."""
-    num_shards = unit.num_shards or plan.world_size
+    num_shards = unit.options.world_size
     row, slot = row_of(plan, unit), _slot_bytes(unit)
     inner = slot * (unit.inner_ranks - 1)
     return AxisBytes(slot * (row - 1), slot * (num_shards - row), subgroup=inner)

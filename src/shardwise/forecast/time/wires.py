@@ -43,7 +43,7 @@ class _Hop:
 
 def row_of(plan: Plan, unit: UnitPlan | None = None) -> int:
     """Return the number of ranks in a row of the mesh."""
-    num_shards = plan.world_size if unit is None else unit.num_shards or plan.world_size
+    num_shards = plan.world_size if unit is None else unit.options.world_size
     return num_shards // plan.replicas if plan.strategy.is_two_level else num_shards
 
 
@@ -113,7 +113,7 @@ def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on
     peak = value = 0  # value: bytes of the sum so far; at first it is the reduce buffer
     itemsize = layout.cast.reduce_itemsize  # bytes of an element to encode
     sum_itemsize = max(4, itemsize) if itemsize != _DOUBLE else _DOUBLE
-    keeps_rounding = unit.wire.error_feedback  # only in the first hop
+    keeps_rounding = unit.options.wire.error_feedback  # only in the first hop
     for hop in _hops(plan, unit, layout):
         size, ranks = hop.elements, hop.ranks
         if hop.gathers:
@@ -140,7 +140,7 @@ def _sum_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks, *, on
 def _hops(plan: Plan, unit: UnitPlan, layout: Layout) -> Iterator[_Hop]:
     """Yield the exchanges of `QuantizedSums`: first along the row, then along the column."""
     size, is_two_level = layout.num_elements, plan.strategy.is_two_level
-    near = unit.wire.ranks_per_host  # ranks of the first stage
+    near = unit.options.wire.ranks_per_host  # ranks of the first stage
     for is_in_row, ranks in ((True, row_of(plan, unit)), (False, plan.replicas)):
         if ranks == 1:
             continue
