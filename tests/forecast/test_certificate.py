@@ -52,6 +52,14 @@ def workload_of(depth: int) -> Workload:
     return Workload(units, (*forward, *backward), len(forward), sequences=1, tokens=8)
 
 
+def without_activations(depth: int) -> Workload:
+    bare = (
+        replace(one, start_bytes=0, peak_bytes=0, end_bytes=0)
+        for one in workload_of(depth).segments
+    )
+    return replace(workload_of(depth), segments=tuple(bare), tokens=0)
+
+
 def certificate_of(configuration: Configuration, depth: int = 5, stage: int = 0) -> Certificate:
     plan = plan_of(model_of(depth), configuration)
     return memory_certificate(plan, workload_of(depth), configuration, stage=stage)
@@ -87,12 +95,8 @@ def test_a_wire_takes_memory_to_encode_and_decode() -> None:
 
 def test_without_activations_the_peak_is_that_of_the_plan() -> None:
     plan = plan_of(model_of(5), CONFIGURATION)
-    bare = [
-        replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
-    ]
-    workload = replace(workload_of(5), segments=tuple(bare), tokens=0)
     configuration = replace(CONFIGURATION, optimizer="sgd")
-    certificate = memory_certificate(plan, workload, configuration)
+    certificate = memory_certificate(plan, without_activations(5), configuration)
     assert certificate.peak_bytes == memory_certificate(plan, None, configuration).peak_bytes
 
 
@@ -153,6 +157,16 @@ def test_chunks_keep_more_micro_batches() -> None:
 def test_gathers_and_reductions_reserve_separate_memory() -> None:
     certificate = certificate_of(CONFIGURATION)
     assert certificate.device_bytes > certificate.reserved_bytes > certificate.peak_bytes
+
+
+def test_fsdp1_keeps_the_blocks_in_which_it_sharded_the_largest_unit() -> None:
+    small = replace(CONFIGURATION, optimizer="sgd", stack="fsdp1")
+    plan, unit = plan_of(model_of(2), small), 4 * BLOCK
+    reserved = memory_certificate(plan, without_activations(2), small).reserved_bytes
+    streams = 2 * unit + 2 * unit  # of two gathers and two reductions
+    assert reserved == plan.shard_bytes + 3 * unit + streams
+    deep = [certificate_of(replace(small, stack=stack), 50) for stack in ("shardwise", "fsdp1")]
+    assert deep[0].reserved_bytes == deep[1].reserved_bytes, "activations use the blocks"
 
 
 def test_thousands_of_ranks_take_no_longer() -> None:

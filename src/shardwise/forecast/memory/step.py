@@ -170,7 +170,8 @@ def memory_certificate(
     timeline = tuple(replay.run())
     reserve = 0
     if not on_cpu and workload is not None:
-        reserve = _stream_bytes(timeline) + _split_bytes(plan, workload, timeline)
+        loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
+        reserve = _stream_bytes(timeline, loaded) + _split_bytes(plan, workload, timeline)
     memory = replay.memory
     return Certificate(
         timeline=timeline,
@@ -470,16 +471,31 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     return 2 * largest
 
 
-def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
+def _stream_bytes(timeline: tuple[Moment, ...], loaded_bytes: int) -> int:
     """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions run on separate streams, so each kind reserves its own peak.
+    Gathers and reductions run on separate streams, so each kind reserves its own peak. The stream
+    of compute has at least what loading the model left to it: the shards and ``loaded_bytes``.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
     rest = max(m.total - sum(own) for m, own in zip(timeline, by_stream, strict=True))
+    rest = max(rest, timeline[0].parameters + loaded_bytes)
     kept: int = rest + sum(max(sizes) for sizes in zip(*by_stream, strict=True))
     return kept - max(moment.total for moment in timeline)
+
+
+def _loaded_bytes(plan: Plan) -> int:
+    """Return the free blocks that FSDP1 leaves when it shards a model that rank 0 broadcasts.
+
+    A unit is then there three times: its parameters as moved to the device, flattened for the
+    broadcast, and as a flat parameter (`_init_param_handle_from_module` in torch's
+    fsdp/_init_utils.py, with ``sync_module_states=True``). The next unit uses the same blocks.
+    """
+    return 3 * max(
+        sum(layout.shard_bytes * layout.world_size for layout in unit.layouts)
+        for unit in plan.units
+    )
 
 
 def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -> int:
