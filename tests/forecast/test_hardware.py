@@ -33,6 +33,9 @@ def test_clusters_are_parsed(
         ("64", "expected COUNTxNAME"),
         ("64xH100:fast", "expected COUNTxNAME"),
         ("64xH10", "'H10' is not known; did you mean 'H100'"),
+        ("8xRTX4080", "did you mean 'RTX-4090'"),
+        ("8xH100SMX-80GB", "did you mean 'H100-SXM-80GB'"),
+        ("8xmi300", "did you mean 'MI300X'"),
         ("0xH100", "0 devices"),
         ("8xH100/0", "0 per node"),
     ],
@@ -42,18 +45,9 @@ def test_invalid_clusters_are_refused(text: str, message: str) -> None:
         parse_cluster(text)
 
 
-@pytest.mark.parametrize("name", ["RTX4090", "rtx 4090", "RTX_4090", "rtx-4090", "4090"])
+@pytest.mark.parametrize("name", ["RTX4090", "rtx 4090", "RTX_4090", "4090"])
 def test_case_and_separators_of_a_name_do_not_matter(name: str) -> None:
     assert parse_cluster(f"8x{name}").accelerator.name == "RTX-4090"
-
-
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [("RTX4080", "RTX-4090"), ("H100SMX-80GB", "H100-SXM-80GB"), ("mi300", "MI300X")],
-)
-def test_a_near_miss_is_suggested(name: str, suggestion: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{suggestion}'"):
-        parse_cluster(f"8x{name}")
 
 
 def test_data_sheets_are_consistent() -> None:

@@ -38,25 +38,19 @@ ROW: dict[str, Any] = {
     "gpu": "A100-SXM-80GB",
     "gpus": 64,
     "gpus_per_node": 8,
-    "interconnect": {"intra_node": "NVLink3", "inter_node_gbps_per_node": 1600, "note": None},
+    "interconnect": {"intra_node": "NVLink3", "inter_node_gbps_per_node": 1600},
     "micro_batch": 4,
     "grad_accumulation": 2,
     "global_batch": 512,
     "precision": "bf16 mixed (fp32 sharded params, fp32 reduce)",
     "optimizer": "adamw",
     "activation_checkpointing": "none",
-    "activation_checkpointing_detail": None,
-    "offload": None,
     "compile": False,
     "attention": "flash",
-    "adapter": None,
     "outcome": "ok",
     "measured": {
-        "tflops_per_gpu": None,
         "mfu": 0.5,
-        "hfu": None,
         "tokens_per_s_per_gpu": 100_000,
-        "step_s": None,
         "peak_mem_gib": 10.0,
     },
     "definition": {
@@ -65,10 +59,8 @@ ROW: dict[str, Any] = {
         "attention_flops": "full (non-causal)",
         "peak_tflops_used": 312,
         "memory_metric": "peak allocated",
-        "note": None,
     },
     "config_complete": True,
-    "notes": None,
 }
 
 

@@ -167,16 +167,3 @@ def test_the_committed_rows_have_sources_and_are_predicted_or_have_a_reason() ->
         except UnscoredError as error:
             reasons.add(str(error))
     assert reasons
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"gpus": None}, "the number of GPUs is not published"),
-    ],
-)
-def test_rows_that_are_not_predicted_say_why(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnscoredError, match=reason):
-        configuration_of(read(tmp_path, changes))
