@@ -36,10 +36,9 @@ BASE = Configuration(shard_size=2, micro_batch=4, sequence=64, compute_dtype=tor
 TOLERANCE = 0.05
 
 
-LORA, QLORA, DORA = (
-    {"adapters": Adapters(rank=8, **options)}
-    for options in ({}, {"quantized": True}, {"dora": True})
-)
+LORA = {"adapters": Adapters(rank=8)}
+QLORA = {"adapters": Adapters(rank=8, quantized=True)}
+DORA = {"adapters": Adapters(rank=8, dora=True)}
 thorough = pytest.mark.thorough
 
 

@@ -159,17 +159,13 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
         ({"model": None}, r"model None: expected a name, a torch\.nn\.Module or a function"),
-        ({"cluster": "8xH10"}, "did you mean 'H100'"),
         ({"cluster": None}, "cluster 'None': expected COUNTxNAME"),
         ({"cluster": "16xH100:0"}, "0 Gbit/s per node: expected more than 0"),
         ({"micro_batches": [0]}, r"micro_batches\[0\]=0: expected an integer of 1 or more"),
         ({"tensor": "aut"}, "tensor='aut': expected an integer of 1 or more, or \"auto\""),
         ({"offload": ["disk"]}, "offload='disk': expected one of none, optimizer, parameters"),
-        ({"strategies": "fsdq"}, "strategy='fsdq': .* did you mean 'fsdp'"),
         ({"wire": "gathr=int8"}, "--wire gathr=int8: .* did you mean 'gather'"),
-        ({"optimizer": "adamx"}, "optimizer='adamx': .* did you mean 'adam'"),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:

@@ -17,11 +17,9 @@ from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Checkpointing, Configuration
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Block, Shape, build
-from shardwise.forecast.time.replay import Costs, Part, Program, replay
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Kind, Workload
-from shardwise.plan.plan import make_plan
 from shardwise.schedule.events import COMPUTE, EventKind
 from shardwise.train import model as trained
 
@@ -236,16 +234,6 @@ def test_segments_are_the_events_of_the_engine(shape: Shape, mode: str) -> None:
     recorded = [one for one in sw.ledger(model).events() if one.kind in COMPUTE]
     traced = trace_of(shape, mode)
     assert compute_events(traced) == [(event.kind, event.unit) for event in recorded]
-    plan = make_plan(build(shape), world_size=2, units=Block)
-    parts = tuple(Part(segment.kind, segment.unit, 1.0) for segment in traced.segments)
-    found = replay(
-        plan.units, [Program((parts,))], Costs(lambda _kind, _unit: 0.0), prefetch=plan.prefetch
-    )
-    assert [
-        (timed.event.kind, timed.event.unit)
-        for timed in found.events[0]
-        if timed.event.kind in COMPUTE
-    ] == compute_events(traced)
 
 
 # -- errors --------------------------------------------------------------------------------------

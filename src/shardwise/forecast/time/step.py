@@ -395,19 +395,10 @@ class _Pricing:
         )
 
     def _collective_seconds(self, operation: Operation) -> float:
-        group = self._groups[operation.axis]
         size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))
-        return self._collectives[operation.name](size, group)
-
-    @property
-    def _collectives(self) -> Mapping[str, Callable[[float, Group], float]]:
-        machine = self._machine
-        return {
-            "all_reduce": machine.all_reduce_seconds,
-            "all_gather": machine.all_gather_seconds,
-            "reduce_scatter": machine.reduce_scatter_seconds,
-            "all_to_all": machine.all_to_all_seconds,
-        }
+        predict: Callable[[float, Group], float]  # such as `all_gather_seconds`
+        predict = getattr(self._machine, f"{operation.name}_seconds")
+        return predict(size, self._groups[operation.axis])
 
 
 def fused_bytes(run: Sequence[Operation], reads: Mapping[int, int]) -> int:
