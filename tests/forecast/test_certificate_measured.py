@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import profile
 
 import shardwise as sw
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.step import memory_certificate
+from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.adapted import adapt
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape, build
@@ -23,7 +24,7 @@ from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.optim.owner_optimizer import local_part
 from shardwise.runtime.module import handle_of
-from tests.forecast.peaks import forecast_peak, measured_peak
+from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
 
@@ -52,6 +53,32 @@ def real(shape: Shape, configuration: Configuration) -> nn.Module:
         adapt(model, configuration.adapters, base=torch.float32, trained=torch.float32)
     checkpoint_blocks(model, configuration.checkpointing)
     return model
+
+
+def measured_peak(model: nn.Module, optimizer: Optimizer, *batch: Tensor) -> int:
+    """Return the bytes that the third step allocates.
+
+    Shards, states and gathered units keep their memory from step to step.
+    """
+
+    def step() -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with profile(profile_memory=True) as profiled:
+        step()
+    return peak_of(profiled)
+
+
+def forecast_peak(certificate: Certificate) -> int:
+    """Return the bytes that `measured_peak` should find."""
+    return max(
+        moment.activations + moment.communication + moment.gradients + moment.temporaries
+        for moment in certificate.timeline
+    )
 
 
 @needs_swap
