@@ -16,7 +16,7 @@ from shardwise.forecast.machines.hardware import parse_cluster
 from shardwise.forecast.machines.machine import Machine
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape, build
-from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.fit import MODES, Fit, Search, choose, fit
 from shardwise.train.model import GPT, gpt_shape
 

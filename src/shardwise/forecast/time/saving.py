@@ -27,7 +27,7 @@ from shardwise.checkpoint.collect import collect
 from shardwise.checkpoint.format import MAX_FILE_BYTES, Spec, index_of
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.errors import PlanError
-from shardwise.forecast.trace.meta import on_meta
+from shardwise.forecast.trace.blocks import on_meta
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
