@@ -97,8 +97,7 @@ class Certificate:
     def range_bytes(self) -> tuple[int, int]:
         """The range of bytes that the device must hold, of which `device_bytes` is the likely one.
 
-        An allocator that runs out of memory frees its reserve, so the lower end has none. The
-        shares are those within which three of four published peaks are (docs/forecast.md).
+        An allocator that runs out of memory frees its reserve, so the lower end has none.
         """
         low = round((1 - _BELOW) * self.peak_bytes) + self.overhead_bytes
         return low, round((1 + _ABOVE) * self.device_bytes)
@@ -293,9 +292,9 @@ class _StepReplay:
                 yield self._moment(describe(event, self._labels), 0)
         else:
             yield from self._run_pass(self._workload, self._pass)
-        self.memory.check_end()
-        self._device_steps.finish()
         memory = self.memory
+        memory.check_end()
+        self._device_steps.finish()
         if memory.earlier_peak:  # of a micro-batch whose gradients are added to those before
             yield self._kept(
                 label="end of an earlier backward",
