@@ -16,7 +16,7 @@ from shardwise.forecast.machines.machine import Group, Machine, SegmentCost
 from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, replay
-from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, unit_gather_bytes
+from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, slot_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Level
@@ -205,7 +205,7 @@ class _Step:
         machine = self.machine
         group = Group(unit.num_shards or self.plan.world_size, self.configuration.tensor)
         if kind is EventKind.GATHER and unit.wire.gather is not None:
-            exact, coded = unit.gathered_bytes, unit_gather_bytes(unit, group.size)
+            exact, coded = unit.gathered_bytes, group.size * slot_bytes(unit)
             seconds = machine.all_gather_seconds(coded, group)
         elif kind is EventKind.REDUCE and unit.wire.reduce is not None:
             exact, coded = unit.gradient_bytes, 0
