@@ -26,7 +26,7 @@ from shardwise.forecast.models.adapted import (
 )
 from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.forecast.models.transformer import Shape, build
-from shardwise.forecast.planned import call_of, plan_of
+from shardwise.forecast.planned import call_of
 from shardwise.train.config import Config, ModelConfig, ShardConfig
 from shardwise.train.planned import config_of, toml_of
 
@@ -184,20 +184,6 @@ def test_only_adapters_have_gradients_and_states(kind: str) -> None:
     assert max(one.gradients for one in found.memory.timeline) == 4 * trained
     whole = Forecaster(model, machine_of("1xH100")).forecast(replace(configuration, adapters=None))
     assert 0.6 < found.step.model_flops / whole.step.model_flops < 0.95
-
-
-def test_a_unit_gathers_the_codes_of_its_weights() -> None:
-    """Half a byte for each weight, and two bytes for each element of adapters and norms."""
-    adapters = KINDS["QLoRA"]
-    configuration = Configuration(shard_size=8, sequence=64, adapters=adapters)
-    plan = plan_of(Model("tiny", TINY).build(configuration), configuration)
-    whole = dict(build(TINY).named_parameters()).items()
-    weights = sum(p.numel() for n, p in whole if is_weight(n, p)) // TINY.layers
-    norms = 2 * TINY.hidden
-    trained = Model("tiny", TINY).num_trained(adapters) // TINY.layers
-    assert plan.units[1].gathered_bytes == pytest.approx(
-        weights // 2 + 2 * norms + 2 * trained, rel=0.01
-    )
 
 
 def test_a_cache_of_forecasts_tells_adapters_apart() -> None:

@@ -7,6 +7,7 @@ from shardwise.forecast.machines.hardware import (
     accelerators,
     parse_cluster,
 )
+from shardwise.forecast.machines.machine import Constants
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_data_sheets_are_consistent() -> None:
         assert device.achievable_flops is None or device.achievable_flops < device.peak_flops
         assert 1e11 < device.memory_bandwidth < 1e13
         assert device.memory_bytes > 14 << 30
+        assert 0 < Constants.of(device.generation).matmul <= 1
 
 
 @pytest.mark.parametrize(
