@@ -328,6 +328,10 @@ def _lines(score: Score) -> Iterable[str]:
     yield from _unscored(score.predictions)
 
 
+def _is_adapted_or_float8(one: Prediction) -> bool:
+    return one.row.adapter is not None or is_float8(one.row)
+
+
 _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("all core rows", lambda one: one.counts),
     ("of these, fitted on", lambda one: one.counts and not is_held_out(one.row)),
@@ -336,6 +340,8 @@ _PARTS: Sequence[tuple[str, Callable[[Prediction], bool]]] = (
     ("extended rows", lambda one: one.row.scope == "extended" and one.row.config_complete),
     ("of these, adapters", lambda one: one.row.adapter is not None),
     ("of these, 8-bit products", lambda one: is_float8(one.row)),
+    ("adapters or 8-bit products", _is_adapted_or_float8),
+    ("of these, held out", lambda one: _is_adapted_or_float8(one) and is_held_out(one.row)),
     ("incomplete rows", lambda one: not one.row.config_complete),
 )
 

@@ -19,25 +19,12 @@ from shardwise.forecast.models.transformer import Shape, build
 _MB = 10**6
 _FLOAT32 = Configuration(compute_dtype=torch.float32)
 BATCH, TIME = 4, 64
-MODELS = {
-    "llama": (Shape(arch="llama", layers=6, hidden=384, heads=6, vocab=4000, ffn=1024), 345 * _MB),
-    "tied": (
-        Shape(
-            arch="gpt",
-            layers=4,
-            hidden=512,
-            heads=8,
-            vocab=8000,
-            positions=TIME,
-            tied_embeddings=True,
-        ),
-        450 * _MB,
-    ),
-    "deep": (
-        Shape(arch="gpt", layers=12, hidden=320, heads=5, vocab=2000, has_bias=True),
-        385 * _MB,
-    ),
-}
+LLAMA = Shape(arch="llama", layers=6, hidden=384, heads=6, vocab=4000, ffn=1024)
+TIED = Shape(
+    arch="gpt", layers=4, hidden=512, heads=8, vocab=8000, positions=TIME, tied_embeddings=True
+)
+DEEP = Shape(arch="gpt", layers=12, hidden=320, heads=5, vocab=2000, has_bias=True)
+MODELS = {"llama": (LLAMA, 345 * _MB), "tied": (TIED, 450 * _MB), "deep": (DEEP, 385 * _MB)}
 
 
 def resident(field: str) -> int:

@@ -1,12 +1,6 @@
-"""The memory that a step allocates, measured and forecast."""
+"""The memory that PyTorch allocates in a profile."""
 
 from typing import Any
-
-import torch
-from torch import nn
-from torch.profiler import profile
-
-from shardwise.forecast.memory.step import Certificate
 
 
 def peak_of(profiled: Any) -> int:
@@ -17,29 +11,3 @@ def peak_of(profiled: Any) -> int:
         allocated += event.nbytes()
         peak = max(peak, allocated)
     return peak
-
-
-def measured_peak(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: torch.Tensor) -> int:
-    """Return the bytes that the third step allocates.
-
-    Shards, states and gathered units keep their memory from step to step.
-    """
-
-    def step() -> None:
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    with profile(profile_memory=True) as profiled:
-        step()
-    return peak_of(profiled)
-
-
-def forecast_peak(certificate: Certificate) -> int:
-    """Return the bytes that `measured_peak` should find."""
-    return max(
-        moment.activations + moment.communication + moment.gradients + moment.temporaries
-        for moment in certificate.timeline
-    )

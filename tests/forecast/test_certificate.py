@@ -16,6 +16,7 @@ from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
 
 BLOCK = 16 * 16  # elements of one block
+UNIT = 4 * BLOCK  # its bytes
 KEPT = 1000  # bytes that a block's forward leaves for its backward
 CONFIGURATION = Configuration(
     shard_size=4, sequence=8, compute_dtype=torch.float32, optimizer="adamw"
@@ -50,6 +51,14 @@ def workload_of(depth: int) -> Workload:
     ]
     units = ("", *(f"layers.{n}" for n in range(depth)))
     return Workload(units, (*forward, *backward), len(forward), sequences=1, tokens=8)
+
+
+def without_activations(depth: int) -> Workload:
+    bare = (
+        replace(one, start_bytes=0, peak_bytes=0, end_bytes=0)
+        for one in workload_of(depth).segments
+    )
+    return replace(workload_of(depth), segments=tuple(bare), tokens=0)
 
 
 def certificate_of(configuration: Configuration, depth: int = 5, stage: int = 0) -> Certificate:
@@ -87,12 +96,8 @@ def test_a_wire_takes_memory_to_encode_and_decode() -> None:
 
 def test_without_activations_the_peak_is_that_of_the_plan() -> None:
     plan = plan_of(model_of(5), CONFIGURATION)
-    bare = [
-        replace(one, start_bytes=0, peak_bytes=0, end_bytes=0) for one in workload_of(5).segments
-    ]
-    workload = replace(workload_of(5), segments=tuple(bare), tokens=0)
     configuration = replace(CONFIGURATION, optimizer="sgd")
-    certificate = memory_certificate(plan, workload, configuration)
+    certificate = memory_certificate(plan, without_activations(5), configuration)
     assert certificate.peak_bytes == memory_certificate(plan, None, configuration).peak_bytes
 
 
@@ -155,7 +160,60 @@ def test_gathers_and_reductions_reserve_separate_memory() -> None:
     assert certificate.device_bytes > certificate.reserved_bytes > certificate.peak_bytes
 
 
+def test_fsdp1_keeps_the_blocks_in_which_it_sharded_the_largest_unit() -> None:
+    small = replace(CONFIGURATION, optimizer="sgd", stack="fsdp1")
+    plan = plan_of(model_of(2), small)
+    reserved = memory_certificate(plan, without_activations(2), small).reserved_bytes
+    streams = 2 * UNIT + 2 * UNIT  # of two gathers and two reductions
+    assert reserved == plan.shard_bytes + 3 * UNIT + streams
+    deep = [certificate_of(replace(small, stack=stack), 50) for stack in ("shardwise", "fsdp1")]
+    assert deep[0].reserved_bytes == deep[1].reserved_bytes, "activations use the blocks"
+
+
 def test_thousands_of_ranks_take_no_longer() -> None:
     certificate = certificate_of(replace(CONFIGURATION, strategy="hsdp", replicas=1 << 12))
     assert certificate.peak_bytes == certificate_of(CONFIGURATION).peak_bytes
     assert set(certificate.peak.by_category()) == set(CATEGORIES)
+
+
+# -- parameters and gradients alone, which tests/runtime/test_step_memory.py measures --------------
+
+
+def step_memory(depth: int, *, on_cpu: bool = False, **options: Any) -> Certificate:
+    plan = plan_of(model_of(depth), replace(CONFIGURATION, **{"shard_size": 2} | options))
+    return memory_certificate(plan, None, Configuration(optimizer="sgd"), on_cpu=on_cpu)
+
+
+def test_the_peak_is_two_units_and_the_buffers_of_two_reductions() -> None:
+    memory = step_memory(5)
+    assert memory.transient_bytes == 2 * UNIT + 2 * UNIT
+    # At the last gather of backward, when the gradients of three units have been reduced.
+    assert memory.peak.label == "gather layers.0"
+    shards = 3 * UNIT // 2
+    assert memory.peak_bytes == memory.between_steps_bytes + memory.transient_bytes + shards
+
+
+def test_a_sum_in_another_dtype_is_cast_directly_to_the_gradients() -> None:
+    memory = step_memory(2, strategy="ddp", replicas=2, reduce_dtype=torch.bfloat16)
+    assert memory.peak.label == "reduce layers.0"
+    # Parameters, the reduce buffers in bfloat16, and gradients.
+    assert memory.peak_bytes == 2 * UNIT + 2 * UNIT // 2 + 2 * UNIT
+
+
+def test_a_root_that_is_largest_peaks_while_its_gradients_wait() -> None:
+    model = model_of(2)
+    model.head = nn.Linear(16, 16 * 100, bias=False)
+    plan = plan_of(model, replace(CONFIGURATION, shard_size=2))
+    memory = memory_certificate(plan, None, Configuration(optimizer="sgd"))
+    # The root and a block are gathered, with whole gradients of both and of the block before.
+    assert memory.peak.label == "backward layers.0"
+    assert memory.transient_bytes == (2 * 100 + 3) * UNIT
+
+
+def test_a_cpu_keeps_reduce_buffers_as_gradients() -> None:
+    kept, freed = (
+        step_memory(5, strategy="ddp", replicas=4, on_cpu=on_cpu) for on_cpu in (True, False)
+    )
+    assert kept.between_steps_bytes == kept.gradient_bytes + 5 * UNIT == 2 * 5 * UNIT
+    assert kept.peak_bytes == freed.peak_bytes == 2 * 5 * UNIT
+    assert step_memory(5, on_cpu=True).timeline == step_memory(5).timeline, "shards are not kept"

@@ -135,16 +135,17 @@ def test_a_model_without_blocks_is_one_unit() -> None:
     assert "units=" not in found.code
 
 
-def test_frozen_parameters_of_peft_have_no_gradients_and_no_states() -> None:
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_only_what_peft_adds_has_states(options: dict[str, Any]) -> None:
     with torch.device("meta"):
         base = LlamaForCausalLM(llama_config(vocab_size=300))
-    whole = sw.estimate(base, **SMALL, strategies=["fsdp"], checkpointing=["none"])
-    lora: Any = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    whole = sw.estimate(base, **SMALL, strategies="fsdp", checkpointing=["none"])
+    lora: Any = LoraConfig(r=4, target_modules=r".*\.(q|v)_proj", use_rslora=True, **options)
     adapted: Any = get_peft_model(base, lora)
-    found = sw.estimate(adapted, **SMALL, strategies=["fsdp"], checkpointing=["none"])
+    found = sw.estimate(adapted, **SMALL, strategies="fsdp", checkpointing=["none"])
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert found.memory["optimizer"] == pytest.approx(2 * 4 * trained / 2, rel=0.02)
-    assert found.memory["optimizer"] < whole.memory["optimizer"] / 5
+    assert found.memory["optimizer"] < whole.memory["optimizer"] / 2
     assert found.step.model_flops < whole.step.model_flops
 
 
@@ -158,17 +159,13 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
         ({"model": None}, r"model None: expected a name, a torch\.nn\.Module or a function"),
-        ({"cluster": "8xH10"}, "did you mean 'H100'"),
         ({"cluster": None}, "cluster 'None': expected COUNTxNAME"),
         ({"cluster": "16xH100:0"}, "0 Gbit/s per node: expected more than 0"),
         ({"micro_batches": [0]}, r"micro_batches\[0\]=0: expected an integer of 1 or more"),
         ({"tensor": "aut"}, "tensor='aut': expected an integer of 1 or more, or \"auto\""),
         ({"offload": ["disk"]}, "offload='disk': expected one of none, optimizer, parameters"),
-        ({"strategies": "fsdq"}, "strategy='fsdq': .* did you mean 'fsdp'"),
         ({"wire": "gathr=int8"}, "--wire gathr=int8: .* did you mean 'gather'"),
-        ({"optimizer": "adamx"}, "optimizer='adamx': .* did you mean 'adam'"),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
@@ -186,17 +183,6 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_way_out() -> None:
             Images().requires_grad_(requires_grad=False),
             **options, inputs=lambda batch, _: torch.empty(batch, 3, 16, 16),
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
-def test_what_peft_adds_is_counted(options: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        base = LlamaForCausalLM(llama_config(vocab_size=300))
-    lora: Any = LoraConfig(r=4, target_modules=r".*\.(q|v)_proj", use_rslora=True, **options)
-    adapted: Any = get_peft_model(base, lora)
-    found = sw.estimate(adapted, **SMALL, strategies="fsdp", checkpointing=["none"])
-    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert found.memory["optimizer"] == pytest.approx(2 * 4 * trained / 2, rel=0.02)
 
 
 def test_a_cpu_keeps_nothing_on_a_host(tmp_path: Path) -> None:
@@ -237,13 +223,8 @@ def test_micro_batches_of_a_reproducible_model() -> None:
     """A rank holds a sum of whole gradients for each bit of the micro-batches before the last."""
     found = sw.estimate("gpt2", **SMALL | {"global_batch": 16}, reproducible=16)
     configuration = found.configuration
-    assert (
-        configuration.accumulation * configuration.data_parallel,
-        configuration.micro_batch,
-    ) == (
-        16,
-        1,
-    )
+    assert configuration.accumulation * configuration.data_parallel == 16
+    assert configuration.micro_batch == 1
     assert "reproducible=16" in found.code
     fewer = replace(configuration, reproducible=4, accumulation=2)
     held = [

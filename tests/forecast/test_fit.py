@@ -1,16 +1,12 @@
 """Compares `sw.fit` with an exhaustive search, and with the memory of real steps."""
 
-import gc
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import profile
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
@@ -20,11 +16,9 @@ from shardwise.forecast.machines.hardware import parse_cluster
 from shardwise.forecast.machines.machine import Machine
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape, build
-from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.fit import MODES, Fit, Search, choose, fit
 from shardwise.train.model import GPT, gpt_shape
-from tests.forecast.peaks import peak_of
-from tests.ranks import on_ranks
 
 LLAMA = Shape(arch="llama", layers=4, hidden=64, heads=4, vocab=500, ffn=128)
 TIED = Shape(
@@ -151,51 +145,6 @@ def test_a_budget_covers_what_the_first_use_imports() -> None:
     grown, predicted = map(int, done.stdout.split())
     assert grown > 80_000_000, "of which imports are 65 MB or more"
     assert abs(predicted / grown - 1) < 0.1
-
-
-@on_ranks(2)
-@pytest.mark.thorough
-@pytest.mark.parametrize("share", [0.1, 0.6])
-def test_a_step_stays_within_the_budget(share: float) -> None:
-    search = search_of(Model("llama", LLAMA))
-    sizes = [
-        search.num_bytes(search.recomputing(one, mode, count))
-        for one in search.bases(BASE)
-        for mode in MODES
-        for count in (0, search.num_blocks)
-    ]
-    budget = int(min(sizes) + share * (max(sizes) - min(sizes)))
-    torch.manual_seed(0)
-    model: Any = build(LLAMA).to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    # Only tensors; `test_hard_limit` includes the memory of libraries.
-    with mock.patch("shardwise.forecast.search.fit._overhead_bytes", return_value=0):
-        fitted = fit(
-            model, budget=budget, batch=4, sequence=32, configuration=replace(BASE, shard_size=1)
-        )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(4, 32, dtype=torch.long)
-
-    def step() -> None:
-        for part in torch.split(tokens, fitted.configuration.micro_batch):
-            model(part, part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    gc.collect()
-    with profile(profile_memory=True) as profiled:
-        step()
-    # Shards, states and gathered units keep their memory from step to step.
-    most = max(
-        fitted.certificate.timeline,
-        key=lambda one: one.activations + one.communication + one.gradients + one.temporaries,
-    )
-    others = most.parameters + most.optimizer + most.gathered
-    assert peak_of(profiled) + others <= 1.03 * budget
-    assert fitted.num_bytes <= budget
 
 
 def test_units_are_the_repeated_blocks() -> None:

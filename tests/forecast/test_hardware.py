@@ -7,6 +7,7 @@ from shardwise.forecast.machines.hardware import (
     accelerators,
     parse_cluster,
 )
+from shardwise.forecast.machines.machine import Constants
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,9 @@ def test_clusters_are_parsed(
         ("64", "expected COUNTxNAME"),
         ("64xH100:fast", "expected COUNTxNAME"),
         ("64xH10", "'H10' is not known; did you mean 'H100'"),
+        ("8xRTX4080", "did you mean 'RTX-4090'"),
+        ("8xH100SMX-80GB", "did you mean 'H100-SXM-80GB'"),
+        ("8xmi300", "did you mean 'MI300X'"),
         ("0xH100", "0 devices"),
         ("8xH100/0", "0 per node"),
     ],
@@ -42,18 +46,9 @@ def test_invalid_clusters_are_refused(text: str, message: str) -> None:
         parse_cluster(text)
 
 
-@pytest.mark.parametrize("name", ["RTX4090", "rtx 4090", "RTX_4090", "rtx-4090", "4090"])
+@pytest.mark.parametrize("name", ["RTX4090", "rtx 4090", "RTX_4090", "4090"])
 def test_case_and_separators_of_a_name_do_not_matter(name: str) -> None:
     assert parse_cluster(f"8x{name}").accelerator.name == "RTX-4090"
-
-
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [("RTX4080", "RTX-4090"), ("H100SMX-80GB", "H100-SXM-80GB"), ("mi300", "MI300X")],
-)
-def test_a_near_miss_is_suggested(name: str, suggestion: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{suggestion}'"):
-        parse_cluster(f"8x{name}")
 
 
 def test_data_sheets_are_consistent() -> None:
@@ -65,6 +60,7 @@ def test_data_sheets_are_consistent() -> None:
         assert device.achievable_flops is None or device.achievable_flops < device.peak_flops
         assert 1e11 < device.memory_bandwidth < 1e13
         assert device.memory_bytes > 14 << 30
+        assert 0 < Constants.of(device.generation).matmul <= 1
 
 
 @pytest.mark.parametrize(

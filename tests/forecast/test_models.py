@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model, resolve_model, workload_of
-from shardwise.forecast.models.transformer import Shape
-from shardwise.forecast.planned import plan_of, precision_of
+from shardwise.forecast.models.transformer import Shape, build
+from shardwise.forecast.planned import call_of, plan_of, precision_of
+from shardwise.forecast.trace.recomputing import modes_by_name
 from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import choose_units
@@ -59,13 +63,17 @@ def test_a_workload_has_the_units_of_the_plan(name: str, mode: Any) -> None:
     assert len(forwards) == len(plan.units) + model.layers * (mode == "full")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_trace_of_a_few_blocks_equals_that_of_all(name: str, mode: Any, autocast: bool) -> None:
-    configuration = replace(SMALL, checkpointing=mode, autocast=autocast)
-    model = Model(name, SHAPES[name])
+thorough = pytest.mark.thorough
+MIXED = ("full", "none", "selective", "none", "selective", "full")
+TRAINED = {
+    "the last blocks": ("layers.4", "layers.5", "norm", "head"),
+    "the head": ("head",),
+    "one block": ("layers.3",),
+    "the first block": ("layers.0", "embedding"),
+}
+
+
+def assert_traced_as_a_whole(model: Model, configuration: Configuration) -> None:
     module = model.build(configuration)
     units = choose_units(module, "auto")
     whole = trace(
@@ -73,14 +81,61 @@ def test_a_trace_of_a_few_blocks_equals_that_of_all(name: str, mode: Any, autoca
         [torch.zeros(2, 16, dtype=torch.long)] * 2,
         units=units,
         precision=precision_of(configuration),
-        autocast=torch.bfloat16 if autocast else None,
-        checkpointing=dict.fromkeys(units[1:], mode),
+        autocast=torch.bfloat16 if configuration.autocast else None,
+        checkpointing=modes_by_name(configuration.checkpointing, units[1:]),
     )
     found = workload_of(model, configuration)
-    assert found.units == whole.units
+    assert (found.units, found.forward_segments) == (whole.units, whole.forward_segments)
     for one, other in zip(found.segments, whole.segments, strict=True):
         assert replace(one, operations=()) == replace(other, operations=())
-        assert [each.name for each in one.operations] == [each.name for each in other.operations]
+        assert [(op.name, op.flops) for op in one.operations] == [
+            (op.name, op.flops) for op in other.operations
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "autocast"),
+    [
+        ("gpt", "selective", True),
+        ("gpt", MIXED, False),
+        ("t5", "full", False),
+        ("experts", "none", False),
+        *(
+            pytest.param(*case, marks=thorough)
+            for case in product(SHAPES, ("none", "full", "selective"), (False, True))
+        ),
+    ],
+)
+def test_a_trace_of_a_few_blocks_equals_that_of_all(name: str, mode: Any, autocast: bool) -> None:
+    configuration = replace(SMALL, checkpointing=mode, autocast=autocast)
+    assert_traced_as_a_whole(Model(name, SHAPES[name]), configuration)
+
+
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=thorough)])
+def test_a_partly_frozen_model_is_traced_as_a_whole(mode: Any, trained: tuple[str, ...]) -> None:
+    def partly_frozen() -> nn.Module:
+        module = build(replace(SHAPES["gpt"], dropout=0.0))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+        return module
+
+    model = Model("partly frozen", factory=partly_frozen, keeps_dtypes=True)
+    configuration = replace(SMALL, checkpointing=mode)
+    assert_traced_as_a_whole(model, configuration)
+    on_two = replace(configuration, shard_size=2)
+    assert Forecaster(model, machine_of("2xH100")).forecast(on_two).step.seconds > 0
+
+
+def test_parameters_in_16_bits_stay_in_16_bits() -> None:
+    model = Model("half", factory=lambda: build(SHAPES["gpt"]).bfloat16(), keeps_dtypes=True)
+    assert model.master_dtype == torch.bfloat16
+    configuration = replace(SMALL, master_dtype=model.master_dtype)
+    start = Forecaster(model, machine_of("1xH100")).memory(configuration).memory.timeline[0]
+    size = 2 * model.num_parameters
+    assert (start.parameters, start.optimizer) == (size, 2 * size)
+    assert 'master_dtype="keep"' in call_of(configuration)
+    assert Model("float32", SHAPES["gpt"]).master_dtype == torch.float32
 
 
 def flops(workload: Workload) -> int:
@@ -104,22 +159,6 @@ def test_experts_compute_for_the_tokens_that_they_get() -> None:
     assert flops(workload_of(Model("", sparse), SMALL)) - router == flops(
         workload_of(Model("", dense), SMALL)
     )
-
-
-def test_a_fused_loss_keeps_only_logits() -> None:
-    llama = Shape(arch="llama", layers=2, hidden=8, heads=2, vocab=1_000)
-    peaks = {
-        loss: max(
-            segment.peak_bytes
-            for segment in workload_of(Model("", replace(llama, loss=loss)), SMALL).segments
-        )
-        for loss in ("float32", "compute", "fused")
-    }
-    logits = 2 * 32 * 1_000  # in bfloat16
-    assert peaks["fused"] // logits == 2  # with their gradient
-    # Logarithms of probabilities, their gradient, and that of the logits.
-    assert peaks["compute"] // logits == 3
-    assert peaks["float32"] // logits == 3 * 2
 
 
 # -- other models --------------------------------------------------------------------------------
@@ -212,13 +251,16 @@ def test_losses_differ_in_the_copies_of_their_logits() -> None:
     """In units of float32 logits: what a step has at its peak, beyond the fused linear loss."""
     shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=16_384, ffn=64)
     configuration = Configuration(micro_batch=2, sequence=256)
-    peaks = {}
+    peaks, keeps = {}, {}
     for loss in ("float32", "compute", "shifted", "fused", "fused_linear"):
         model = Model(loss, replace(shape, loss=loss))
         peaks[loss] = max(one.peak_bytes for one in workload_of(model, configuration).segments)
+        kept = [one.end_bytes for one in workload_of(model, configuration).segments]
+        keeps[loss] = kept[1] - kept[0]
     logits = 4 * 2 * 256 * shape.vocab
     gradient = 2 * 64 * shape.vocab  # of the head's weight
     assert peaks["shifted"] == pytest.approx(peaks["float32"] + 2 * logits, rel=0.02)
     assert peaks["compute"] < peaks["float32"] - logits / 2
     assert peaks["fused"] < peaks["compute"]
     assert peaks["fused_linear"] < logits / 4 + 3 * gradient
+    assert keeps["fused_linear"] == keeps["fused"] - 2 * 2 * 256 * shape.ffn, "of the fused gate"

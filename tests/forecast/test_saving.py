@@ -70,23 +70,27 @@ def test_planned_ranges_and_files_are_those_of_a_save(
     name: str, ranks: int, strategy: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     found = run_on(ranks, _save_and_load, name, strategy, options, tmp_path / "x")
-    offload = options.get("offload_policy")
-    kept = {key: value for key, value in options.items() if key != "offload_policy"}
-    planned = plan_of(name, ranks, strategy, **kept, **({"offload": offload} if offload else {}))
-    _compare(planned, found, tmp_path / "x")
+    given = {key.removesuffix("_policy"): value for key, value in options.items()}
+    _compare(plan_of(name, ranks, strategy, **given), found, tmp_path / "x")
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
-def test_replicas_divide_large_shards(strategy: str, tmp_path: Path) -> None:
-    found = run_on(4, _save_wide, strategy, 0, tmp_path / "x")
-    _compare(_planned_wide(strategy, "element"), found, tmp_path / "x")
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.thorough)])
-def test_tensors_that_are_gathered_are_cut_evenly(strategy: str, tmp_path: Path) -> None:
-    found = run_on(4, _save_wide, strategy, 1, tmp_path / "x")
-    planned = _planned_wide(strategy, Dim(1))
-    assert planned.gathered == ["0.weight", "1.weight"]
+@pytest.mark.parametrize(
+    ("strategy", "dim"),
+    [
+        ("hsdp", 0),
+        ("fsdp", 1),
+        pytest.param("ddp", 0, marks=pytest.mark.thorough),
+        pytest.param("hsdp", 1, marks=pytest.mark.thorough),
+    ],
+)
+def test_replicas_divide_large_shards_and_all_ranks_what_is_gathered(
+    strategy: str, dim: int, tmp_path: Path
+) -> None:
+    found = run_on(4, _save_wide, strategy, dim, tmp_path / "x")
+    model = _wide()
+    plan = _plan(model, 4, strategy, units=nn.Linear, granularity=_granularity(dim))
+    planned = save_plan(model, plan)
+    assert planned.gathered == ["0.weight", "1.weight"] * dim
     _compare(planned, found, tmp_path / "x")
 
 
@@ -188,17 +192,15 @@ def _load(name: str, strategy: str, path: Path) -> int:
 
 
 def _save_wide(strategy: str, dim: int, path: Path) -> tuple[list[FileRange], int]:
-    granularity: Granularity = Dim(dim) if dim else "element"
     model = sw.fully_shard(
-        _wide(), units=nn.Linear, granularity=granularity, **options_for(strategy)
+        _wide(), units=nn.Linear, granularity=_granularity(dim), **options_for(strategy)
     )
     ranges = _written(lambda: sw.save(path, model=model))
     return ranges, sw.load(path, model=model).bytes_read
 
 
-def _planned_wide(strategy: str, granularity: Any) -> CheckpointPlan:
-    model = _wide()
-    return save_plan(model, _plan(model, 4, strategy, units=nn.Linear, granularity=granularity))
+def _granularity(dim: int) -> Granularity:
+    return Dim(dim) if dim else "element"
 
 
 def _wide() -> nn.Module:

@@ -13,10 +13,11 @@ from shardwise.forecast.machines.hardware import Cluster, parse_cluster
 from shardwise.forecast.machines.machine import Machine
 from shardwise.forecast.memory.step import Certificate, Moment
 from shardwise.forecast.search.candidates import Goal, Objective, configurations
-from shardwise.forecast.search.scaling import scaling_curves
+from shardwise.forecast.search.scaling import Gather, scaling_curves
 from shardwise.forecast.search.search import Ranking, frontier, search
 from shardwise.forecast.time.replay import Replayed
 from shardwise.forecast.time.step import StepTime
+from shardwise.forecast.view.text import scaling_text
 
 GB = 10**9
 CLUSTER = parse_cluster("64xH100")
@@ -233,6 +234,8 @@ def test_scaling_curves_have_a_bend() -> None:
     assert over_all.gathers[-1].seconds > over_all.gathers[0].seconds
     assert over_all.gathers[-1].latency_seconds < over_all.gathers[-1].seconds
     assert len({one.seconds for one in hybrid.gathers}) == 1
+    alone = replace(hybrid, gathers=(Gather(GB, 0.0, 0.0),) * len(hybrid.gathers))
+    assert scaling_text([alone])[0].endswith("Nothing is gathered.")
 
 
 def test_what_is_close_is_to_be_measured() -> None:

@@ -1,7 +1,5 @@
 """Compares traces with PyTorch: its FLOP counter, and the tensors that autograd saves."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
 
@@ -19,11 +17,9 @@ from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Checkpointing, Configuration
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Block, Shape, build
-from shardwise.forecast.time.replay import Costs, Part, Program, replay
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Kind, Workload
-from shardwise.plan.plan import make_plan
 from shardwise.schedule.events import COMPUTE, EventKind
 from shardwise.train import model as trained
 
@@ -238,55 +234,6 @@ def test_segments_are_the_events_of_the_engine(shape: Shape, mode: str) -> None:
     recorded = [one for one in sw.ledger(model).events() if one.kind in COMPUTE]
     traced = trace_of(shape, mode)
     assert compute_events(traced) == [(event.kind, event.unit) for event in recorded]
-    plan = make_plan(build(shape), world_size=2, units=Block)
-    parts = tuple(Part(segment.kind, segment.unit, 1.0) for segment in traced.segments)
-    found = replay(
-        plan.units, [Program((parts,))], Costs(lambda _kind, _unit: 0.0), prefetch=plan.prefetch
-    )
-    assert [
-        (timed.event.kind, timed.event.unit)
-        for timed in found.events[0]
-        if timed.event.kind in COMPUTE
-    ] == compute_events(traced)
-
-
-# -- models of many blocks -----------------------------------------------------------------------
-
-
-def of_depth(shape: Shape, layers: int) -> Callable[[dict[str, str]], Workload]:
-    model = build(replace(shape, layers=layers))
-    units = [f"layers.{number}" for number in range(layers)]
-    return lambda modes: trace(model, tokens(), units=units, checkpointing=modes)
-
-
-@CASES
-def test_a_trace_of_three_blocks_repeats_to_more(shape: Shape, mode: str) -> None:
-    deep = of_depth(shape, 5)({f"layers.{number}": mode for number in range(5)})
-    assert_same(trace_of(shape, mode).repeated("layers", [0, 1, 1, 1, 2]), deep)
-
-
-@SHAPES
-def test_blocks_with_different_checkpointing_are_repeated_in_any_order(shape: Shape) -> None:
-    modes = ["full", "none", "selective", "none", "selective", "full"]
-    deep = of_depth(shape, 6)({f"layers.{number}": mode for number, mode in enumerate(modes)})
-    source = of_depth(shape, 4)(
-        dict(zip([*UNITS, "layers.3"], modes[:3] + modes[-1:], strict=True))
-    )
-    assert_same(source.repeated("layers", [0, 1, 2, 1, 2, 3]), deep)
-
-
-def assert_same(found: Workload, expected: Workload) -> None:
-    assert found.units == expected.units
-    assert found.forward_segments == expected.forward_segments
-    for one, other in zip(found.segments, expected.segments, strict=True):
-        assert (one.kind, one.unit) == (other.kind, other.unit)
-        assert (one.start_bytes, one.peak_bytes, one.end_bytes) == (
-            other.start_bytes,
-            other.peak_bytes,
-            other.end_bytes,
-        )
-        assert [each.name for each in one.operations] == [each.name for each in other.operations]
-        assert [each.flops for each in one.operations] == [each.flops for each in other.operations]
 
 
 # -- errors --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
@@ -13,10 +12,8 @@ from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.options import parse_outer, parse_wire
-from shardwise.forecast.planned import call_of, plan_of
+from shardwise.forecast.planned import plan_of
 from shardwise.forecast.time.traffic import sent_bytes
-from shardwise.runtime.module import handle_of
-from tests.ranks import on_ranks
 
 SHAPE = Shape(arch="llama", layers=4, hidden=1024, heads=8, vocab=8000, ffn=2816)
 BASE = Configuration(shard_size=16, sequence=512, micro_batch=1)
@@ -106,14 +103,3 @@ def test_a_search_divides_the_ranks_and_the_batch_over_replicas() -> None:
     assert "row = sw.Outer(every=8)" in found.code
     with pytest.raises(ConfigError, match="replicas=3: expected a divisor of 16 ranks"):
         sw.estimate("gpt2", cluster="16xH100", outer="replicas=3")
-
-
-@on_ranks(2)
-def test_the_call_has_the_wire() -> None:
-    configuration = Configuration(shard_size=2, compute_dtype=torch.float32, wire=WIRE)
-    names = {"sw": sw, "torch": torch, "model": torch.nn.Sequential(
-        torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
-    )}  # fmt: skip
-    expected = plan_of(names["model"], configuration)  # type: ignore[arg-type]
-    exec(call_of(configuration), names)
-    assert handle_of(names["model"]).runtime.plan == expected  # type: ignore[arg-type]

@@ -132,26 +132,25 @@ NULL = {
 
 
 @pytest.mark.parametrize("field", NULL)
-def test_a_null_is_not_published_and_its_assumption_is_said(field: str, tmp_path: Path) -> None:
-    row = read(tmp_path, {field: None})
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_what_is_not_published_is_assumed_and_said(
+    field: str, is_missing: bool, tmp_path: Path
+) -> None:
+    given = row_with({field: None})
+    if is_missing:
+        section, _, name = field.rpartition(".")
+        del (given[section] if section else given)[name]
+    [row] = read_rows(write(tmp_path, given))
     assert configuration_of(row) == configuration_of(read(tmp_path, {}))
     [assumption] = assumptions_of(row)
     assert assumption.startswith(NULL[field])
-
-
-def test_a_field_that_is_missing_is_null(tmp_path: Path) -> None:
-    row = row_with({})
-    del row["optimizer"], row["strategy"]["shard_group"], row["strategy"]["tp"]
-    [found] = read_rows(write(tmp_path, row))
-    assert configuration_of(found) == configuration_of(read(tmp_path, {}))
-    assert len(assumptions_of(found)) == 2
-    assert not assumptions_of(read(tmp_path, {}))
 
 
 def test_a_batch_that_is_not_published_has_one_sequence(tmp_path: Path) -> None:
     row = read(tmp_path, {"micro_batch": None, "global_batch": None})
     assert configuration_of(row).micro_batch == 1
     assert assumptions_of(row) == ["a micro-batch has 1 sequence"]
+    assert not assumptions_of(read(tmp_path, {}))
 
 
 def test_the_committed_rows_have_sources_and_are_predicted_or_have_a_reason() -> None:
@@ -167,16 +166,3 @@ def test_the_committed_rows_have_sources_and_are_predicted_or_have_a_reason() ->
         except UnscoredError as error:
             reasons.add(str(error))
     assert reasons
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"gpus": None}, "the number of GPUs is not published"),
-    ],
-)
-def test_rows_that_are_not_predicted_say_why(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnscoredError, match=reason):
-        configuration_of(read(tmp_path, changes))

@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.features import host_step
 from shardwise.features.device_step import DeviceSteps, _local
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.device_step import DeviceStepReplay
+from shardwise.forecast.memory.buffers import DeviceStepReplay
 from shardwise.forecast.memory.step import memory_certificate
 from shardwise.forecast.states import stepped_bytes
 from shardwise.plan.plan import Plan

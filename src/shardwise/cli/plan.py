@@ -164,7 +164,7 @@ def plan(
 
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
     from shardwise.forecast.machines.find import machine_of  # noqa: PLC0415
-    from shardwise.forecast.numbers import number_of  # noqa: PLC0415
+    from shardwise.forecast.options import number_of  # noqa: PLC0415
     from shardwise.forecast.search.candidates import Goal  # noqa: PLC0415
     from shardwise.forecast.time.saving import Storage  # noqa: PLC0415
     from shardwise.forecast.view import terminal  # noqa: PLC0415

@@ -1,6 +1,8 @@
 """The training configuration: everything that a forecast needs besides model and machine."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -150,62 +152,57 @@ class Configuration:
     def __post_init__(self) -> None:
         resolve_strategy(self.strategy)
         optimizer_spec(self.optimizer, self.optimizer_options)
+        for problem in chain(self._invalid_values(), self._mesh_problems(), self._contradictions()):
+            raise PlanError(problem)
+
+    def _invalid_values(self) -> Iterator[str]:
         for name in _INTEGERS:
             value, least = getattr(self, name), int(name not in _MAY_BE_ZERO)
             if not isinstance(value, int) or value < least:
-                raise PlanError(f"{name}={value!r}: expected an integer of {least} or more")
+                yield f"{name}={value!r}: expected an integer of {least} or more"
+        for name, kind in _CHOICES.items():
+            given, choices = getattr(self, name), get_args(kind)
+            for value in given if isinstance(given, tuple) else (given,):
+                if value not in choices:
+                    allowed = ", ".join(map(repr, choices))
+                    hint = did_you_mean(value, choices)
+                    yield f"{name}={value!r}: expected one of {allowed}{hint}"
+
+    def _mesh_problems(self) -> Iterator[str]:
         if self.data_parallel % self.expert:
-            raise PlanError(
+            yield (
                 f"expert={self.expert}: expected a divisor of the {self.data_parallel} "
                 "data-parallel ranks (shard_size x replicas)"
             )
         if (self.outer is None) != (self.outer_replicas == 1):
-            raise PlanError(
+            yield (
                 f"outer_replicas={self.outer_replicas}: expected 2 or more with outer=Outer(...), "
                 "and 1 without"
             )
         if self.chunks > 1 and self.pipeline == 1:
-            raise PlanError(
-                f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
-            )
-        for name, kind in _CHOICES.items():
-            given = getattr(self, name)
-            for value in given if isinstance(given, tuple) else (given,):
-                if value not in get_args(kind):
-                    allowed = ", ".join(map(repr, get_args(kind)))
-                    hint = did_you_mean(value, get_args(kind))
-                    raise PlanError(f"{name}={value!r}: expected one of {allowed}{hint}")
-        self._check_offload()
-        self._check_layers()
+            yield f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
 
-    def _check_offload(self) -> None:
-        """Raise a PlanError if nothing could step on the device."""
-        if self.offload_step == "host":
-            return
-        if self.offload == "none":
-            raise PlanError(
-                "offload_step='device' without offload: expected offload='optimizer' or "
-                "'parameters'"
-            )
-        if not self.states.steps_units:
-            raise PlanError(
-                f"offload_step='device': {self.optimizer} works on whole matrices, not on units; "
-                "expected 'host'"
-            )
-        if self.tensor > 1:
-            raise PlanError(
-                f"offload_step='device' with tensor={self.tensor}: divided parameters are cut by "
-                "a dim, which the step on the device does not support; expected 'host'"
-            )
-
-    def _check_layers(self) -> None:
-        """Raise a PlanError if adapters or 8-bit products do not go with other settings."""
+    def _contradictions(self) -> Iterator[str]:
+        if self.offload_step == "device":
+            if self.offload == "none":
+                yield (
+                    "offload_step='device' without offload: expected offload='optimizer' or "
+                    "'parameters'"
+                )
+            if not self.states.steps_units:
+                yield (
+                    f"offload_step='device': {self.optimizer} works on whole matrices, not on "
+                    "units; expected 'host'"
+                )
+            if self.tensor > 1:
+                yield (
+                    f"offload_step='device' with tensor={self.tensor}: divided parameters are cut "
+                    "by a dim, which the step on the device does not support; expected 'host'"
+                )
         if self.float8_gather and self.float8 not in ("tensorwise", "delayed"):
-            raise PlanError(
-                f"float8_gather=True: expected scales per tensor, got float8={self.float8!r}"
-            )
+            yield f"float8_gather=True: expected scales per tensor, got float8={self.float8!r}"
         if self.adapters is not None and self.tensor > 1:
-            raise PlanError(f"tensor={self.tensor}: adapters of divided layers are not modelled")
+            yield f"tensor={self.tensor}: adapters of divided layers are not modelled"
 
     @property
     def parameter_dtype(self) -> torch.dtype:

@@ -153,11 +153,7 @@ def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
         "use_dora": adapters.dora,
         "target_modules": targets if isinstance(targets, str) else list(targets),
     }
-    lines = "".join(
-        f"    {name}={_quoted(value) if name == 'target_modules' else value},\n"
-        for name, value in options.items()
-        if value
-    )
+    lines = "".join(f"    {name}={_quoted(value)},\n" for name, value in options.items() if value)
     note = "# Load the base with 4-bit weights: NF4, with double quantization.\n"
     cast = "" if adapters.quantized else f"model.to({configuration.compute_dtype})\n"
     note = note if adapters.quantized else ""

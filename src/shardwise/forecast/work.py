@@ -100,53 +100,48 @@ class Workload:
             stack: name of the module that contains the blocks, such as "layers".
             blocks: for each block of the result, the number of a block of this workload.
         """
-        return _Repetition(self, stack, blocks).result()
-
-
-class _Repetition:
-    """One call of `Workload.repeated`."""
-
-    def __init__(self, source: Workload, stack: str, blocks: Sequence[int]) -> None:
-        self._source, self._stack, self._blocks = source, stack, blocks
-        self._block_of = [_block_of(name, stack) for name in source.units]
-        found = sorted({block for block in self._block_of if block is not None})
+        block_of = [_block_of(name, stack) for name in self.units]
+        found = sorted({block for block in block_of if block is not None})
         if found != list(range(len(found))) or not found:
             raise ValueError(f"{stack!r}: expected units {stack}.0, {stack}.1, ..., got {found}")
-        self._index = {name: index for index, name in enumerate(self._names())}
-
-    def result(self) -> Workload:
-        source = self._source
-        places = list(range(len(self._blocks)))
-        forward, added = self._pass(source.segments[: source.forward_segments], places, 0)
-        backwards = source.segments[source.forward_segments :]
-        backward, _ = self._pass(backwards, places[::-1], added)
+        repetition = _Repetition(stack, blocks, block_of)
+        places = range(len(blocks))
+        forward, added = repetition.of_pass(self.segments[: self.forward_segments], places, 0)
+        backward = self.segments[self.forward_segments :]
         return replace(
-            source,
-            units=tuple(self._index),
-            segments=(*forward, *backward),
+            self,
+            units=tuple(repetition.names(self.units)),
+            segments=(*forward, *repetition.of_pass(backward, places[::-1], added)[0]),
             forward_segments=len(forward),
         )
 
-    def _names(self) -> Iterator[str]:
-        """Yield the names of the result's units; all blocks follow where the first one was."""
-        in_blocks = [unit for unit, block in enumerate(self._block_of) if block is not None]
-        for unit, block_of_unit in enumerate(self._block_of):
-            if block_of_unit is None:
-                yield self._name(unit, -1)
-            elif unit == in_blocks[0]:
-                for place, block in enumerate(self._blocks):
-                    for inner in in_blocks:
-                        if self._block_of[inner] == block:
-                            yield self._name(inner, place)
 
-    def _name(self, unit: int, place: int) -> str:
-        """Return the name of a source unit's copy in the block at ``place`` of the result."""
-        name, block = self._source.units[unit], self._block_of[unit]
-        if block is None:
-            return name
-        return f"{self._stack}.{place}{name.removeprefix(f'{self._stack}.{block}')}"
+class _Repetition:
+    """One call of `Workload.repeated`; ``block_of`` has the block of each unit of the source."""
 
-    def _pass(
+    def __init__(self, stack: str, blocks: Sequence[int], block_of: Sequence[int | None]) -> None:
+        self._stack, self._blocks, self._block_of = stack, blocks, block_of
+        inner = [unit for unit, block in enumerate(block_of) if block is not None]
+        outer = [(-1, unit) for unit, block in enumerate(block_of) if block is None]
+        copies = [
+            (place, unit)
+            for place, block in enumerate(blocks)
+            for unit in inner
+            if block_of[unit] == block
+        ]
+        # Pairs of a place (-1: not in a block) and a unit of the source, in the order of the
+        # result's units: all blocks follow where the first one was.
+        before = [pair for pair in outer if pair[1] < inner[0]]
+        self._units = [*before, *copies, *outer[len(before) :]]
+        self._index = {pair: index for index, pair in enumerate(self._units)}
+
+    def names(self, source: Sequence[str]) -> Iterator[str]:
+        """Yield the names of the result's units."""
+        for place, unit in self._units:
+            inner = source[unit].removeprefix(f"{self._stack}.{self._block_of[unit]}")
+            yield source[unit] if place < 0 else f"{self._stack}.{place}{inner}"
+
+    def of_pass(
         self, segments: Sequence[Segment], places: Sequence[int], added: int
     ) -> tuple[list[Segment], int]:
         """Repeat the segments of one pass, which starts ``added`` bytes higher than the source.
@@ -162,7 +157,12 @@ class _Repetition:
         if not in_blocks:
             return [self._moved(segment, -1, added) for segment in segments], added
         first, last = in_blocks[0], in_blocks[-1]
-        runs = self._runs(segments[first : last + 1])
+        runs: dict[int, list[Segment]] = {}
+        for segment in segments[first : last + 1]:
+            block = self._block_of[segment.unit]
+            if block is None:
+                raise ValueError(f"{self._stack!r}: other units run between its blocks")
+            runs.setdefault(block, []).append(segment)
         # No gradient reaches frozen blocks before the first one that is trained.
         order = [(place, runs[block]) for place in places if (block := self._blocks[place]) in runs]
         result = [self._moved(segment, -1, added) for segment in segments[:first]]
@@ -174,17 +174,8 @@ class _Repetition:
         result += [self._moved(segment, -1, offset) for segment in segments[last + 1 :]]
         return result, offset
 
-    def _runs(self, segments: Sequence[Segment]) -> dict[int, list[Segment]]:
-        runs: dict[int, list[Segment]] = {}
-        for segment in segments:
-            block = self._block_of[segment.unit]
-            if block is None:
-                raise ValueError(f"{self._stack!r}: other units run between its blocks")
-            runs.setdefault(block, []).append(segment)
-        return runs
-
     def _moved(self, segment: Segment, place: int, num_bytes: int) -> Segment:
-        return segment.shifted(self._index[self._name(segment.unit, place)], num_bytes)
+        return segment.shifted(self._index[place, segment.unit], num_bytes)
 
 
 def _block_of(unit: str, stack: str) -> int | None:

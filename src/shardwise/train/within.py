@@ -8,7 +8,7 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.forecast.machines.find import local_machine
 from shardwise.forecast.models.model import Model
-from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.fit import Search, choose
 from shardwise.train.build import build_model
 from shardwise.train.config import Config

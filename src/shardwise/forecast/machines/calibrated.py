@@ -180,10 +180,6 @@ class Calibration(_Strict):
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.model_dump(), indent=1) + "\n", encoding="utf-8")
 
-    @property
-    def device(self) -> Accelerator:
-        return Accelerator(**self.accelerator)  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True)
 class CalibratedMachine(Machine):
@@ -225,7 +221,7 @@ class CalibratedMachine(Machine):
     @classmethod
     def measured_on(cls, calibration: Calibration, ranks: int) -> "CalibratedMachine":
         """Return the machine with one of the measured numbers of ranks."""
-        device = calibration.device
+        device = Accelerator(**calibration.accelerator)  # type: ignore[arg-type]
         on_cpu, measured = calibration.cores > 0, calibration.ranks[ranks]
         constants = replace(
             Constants.of(_GENERATION),

@@ -167,22 +167,20 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 
 def _accelerator(entry: dict[str, Any]) -> Accelerator:
-    achievable, usable = entry["achievable_tflops"], entry["usable_gib"]
-    fp8 = entry["peak_fp8_tflops"]
+    def scaled(key: str, unit: float) -> Any:
+        return None if entry[key] is None else entry[key] * unit
+
+    same = ("name", "generation", "multiprocessors", "watts", "devices_per_node")
     return Accelerator(
-        name=entry["name"],
+        **{key: entry[key] for key in same},
         aliases=tuple(entry["aliases"]),
-        generation=entry["generation"],
-        peak_flops=entry["peak_tflops"] * _TERA,
-        peak_fp8_flops=None if fp8 is None else fp8 * _TERA,
-        fp32_flops=entry["fp32_tflops"] * _TERA,
-        achievable_flops=None if achievable is None else achievable * _TERA,
-        multiprocessors=entry["multiprocessors"],
-        memory_bytes=int(entry["memory_gb"] * _USABLE * _GIB if usable is None else usable * _GIB),
-        memory_bandwidth=entry["memory_gb_per_s"] * _GIGA,
-        link_bandwidth=entry["link_gb_per_s"] * _GIGA,
-        host_bandwidth=entry["host_gb_per_s"] * _GIGA,
-        watts=entry["watts"],
-        devices_per_node=entry["devices_per_node"],
-        node_bandwidth=entry["node_gbps"] * _GIGA / _BITS,
+        peak_flops=scaled("peak_tflops", _TERA),
+        peak_fp8_flops=scaled("peak_fp8_tflops", _TERA),
+        fp32_flops=scaled("fp32_tflops", _TERA),
+        achievable_flops=scaled("achievable_tflops", _TERA),
+        memory_bytes=int(scaled("usable_gib", _GIB) or entry["memory_gb"] * _USABLE * _GIB),
+        memory_bandwidth=scaled("memory_gb_per_s", _GIGA),
+        link_bandwidth=scaled("link_gb_per_s", _GIGA),
+        host_bandwidth=scaled("host_gb_per_s", _GIGA),
+        node_bandwidth=scaled("node_gbps", _GIGA) / _BITS,
     )

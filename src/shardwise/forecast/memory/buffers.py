@@ -1,27 +1,21 @@
-"""Memory of parameters and gradients on one rank, between steps and at the peak of a step.
-
-The figures come from a replay of `schedule`, which the engine also runs. For two blocks in a root::
-
-    between steps   shards
-    forward         + root, block 0, block 1
-    backward        + root, two blocks, and for each of two reductions: its buffer and output
-                    + gradient shards of the units reduced so far
-                    + gradients of the root, which wait until its own backward ends
-    update          + gradient shards
+"""Memory of parameters and gradients on one rank, event by event.
 
 With offload, shards and their gradients stay on the host from step to step, and reduced gradients
-leave the device one unit later, unless they are stepped on the device. Activations, other tensors
-that autograd keeps, optimizer states and the model's buffers are not included.
+leave the device one unit later, unless they are stepped on the device.
 """
 
 from dataclasses import dataclass, replace
 
+from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.wires import gather_scratch, reduce_scratch
+from shardwise.plan.layout import Layout
+from shardwise.plan.offload import MAX_STEPPED_UNITS, SteppedUnits
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind
 
-__all__ = ["MemoryReplay", "ReplayOptions"]
+__all__ = ["DeviceStepReplay", "MemoryReplay", "ReplayOptions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,7 @@ class MemoryReplay:
         reducing: bytes of gradients before their reduction and of reduce buffers.
         accumulated: bytes of whole gradients from earlier backwards of the step.
         host: bytes of shards and gradients on the host, without staging buffers.
-        peak: the most bytes allocated so far.
+        staging: the most bytes of staging buffers on the host.
         transient: the most bytes of memory that is allocated and freed in a step, without gradient
             shards.
         total_peak: the most bytes so far on device and host together.
@@ -69,7 +63,9 @@ class MemoryReplay:
     def __init__(self, plan: Plan, options: ReplayOptions) -> None:
         self._plan = plan
         self._options = options
-        self._pending = _PendingOffload(0, 0)
+        # Bytes of reduced gradients that are copied to the host while the next unit is reduced, and
+        # of their staging buffer there, if they are accumulated or not kept.
+        self._leaving = self._staged = 0
         self._arrived: dict[int, int] = {}  # bytes of gradients on the host that are not stepped
         self._new_shards = 0  # bytes of gradient shards allocated in this step
         kept = [unit.shard_bytes + _kept_gradients(unit, options) for unit in plan.units]
@@ -92,12 +88,12 @@ class MemoryReplay:
         self._reductions: dict[int, int] = {}
         self._in_subgroup = set[int]()
         self.event_peak = self.allocated
-        self.peak = max(self.event_peak, self.earlier_peak)
-        self.transient = self.peak - self.base
+        peak = max(self.event_peak, self.earlier_peak)
+        self.transient = peak - self.base
         reduced = sum(u.gradient_shard_bytes for u in plan.units)
         self.gradients = reduced * (not options.steps_in_backward) + owned
-        self.staging = 0  # the most bytes of staging buffers on the host
-        self.total_peak = self.peak + self.host
+        self.staging = 0
+        self.total_peak = peak + self.host
 
     @property
     def earlier_peak(self) -> int:
@@ -143,11 +139,10 @@ class MemoryReplay:
         """Bytes of gradient shards on the device now."""
         return self._kept_gradients + self._new_shards
 
-    def apply(self, event: Event) -> bool:
-        """Apply an event; return whether it raises the peak."""
+    def apply(self, event: Event) -> None:
         unit, options = self._plan.units[event.unit], self._options
         gradients = _gradient_bytes(unit, options)
-        before, self.event_peak = self.peak, 0
+        self.event_peak = 0
         self._encode(event)
         match event.kind:
             case EventKind.RESHARD_TO_SUBGROUP | EventKind.FREE_SUBGROUP if (
@@ -185,7 +180,6 @@ class MemoryReplay:
                 self._add_shards(-unit.gradient_shard_bytes, unit)
                 self._end_offload(event.unit)
         self._update_peak()
-        return self.peak > before
 
     def _encode(self, event: Event) -> None:
         """Allocate or free the scratch memory of a quantized wire."""
@@ -211,35 +205,37 @@ class MemoryReplay:
     def _update_peak(self) -> None:
         allocated = self.allocated
         self.event_peak = max(self.event_peak, allocated)
-        self.peak = max(self.peak, allocated)
         # With steps in backward, gradient shards come from the pool of transient memory.
         kept = self.base + self._new_shards * (not self._options.steps_in_backward)
         self.transient = max(self.transient, allocated - kept)
-        staging = self._pending.host + sum(self._arrived.values())
+        staging = self._staged + sum(self._arrived.values())
         self.staging = max(self.staging, staging)
         self.total_peak = max(self.total_peak, allocated + self.host + staging)
 
     def check_end(self) -> None:
         left = self._carried + self.accumulated
-        remaining = self.base + left + self._pending.device + self._new_shards
+        remaining = self.base + left + self._leaving + self._new_shards
         assert self.allocated == remaining, "a step frees everything but shards"
 
     def _begin_offload(self, index: int) -> None:
         """Copy the gradients of a unit to the host; those of the one before have arrived."""
-        unit, options = self._plan.units[index], self._options
-        self._offload(_pending_offload(unit, options))
-        if options.steps_in_backward and unit.offloads_gradients:
+        unit = self._plan.units[index]
+        self._offload(unit.trainable_layouts if unit.offloads_gradients else ())
+        if self._options.steps_in_backward and unit.offloads_gradients:
             self._arrived[index] = unit.gradient_shard_bytes
 
     def _end_offload(self, index: int) -> None:
         """Free the gradients of a unit that was stepped."""
         if index == next(reversed(self._arrived), index):  # its copy was the last one
-            self._offload(_PendingOffload(0, 0))
+            self._offload(())
         self._arrived.pop(index, None)
 
-    def _offload(self, following: "_PendingOffload") -> None:
-        self.reducing += following.device - self._pending.device
-        self._pending = following
+    def _offload(self, layouts: tuple[Layout, ...]) -> None:
+        self.reducing -= self._leaving
+        self._leaving = sum(one.shard_elements * one.cast.reduce_itemsize for one in layouts)
+        self.reducing += self._leaving
+        is_staged = self._options.accumulates and not self._options.steps_in_backward
+        self._staged = is_staged * sum(one.shard_bytes for one in layouts)
 
     def _add_shards(self, num_bytes: int, unit: UnitPlan) -> None:
         """Allocate new gradient shards on the device, or free them."""
@@ -290,24 +286,6 @@ def _permanent_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     return _in_place_bytes(unit, options) if options.on_cpu else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingOffload:
-    """Bytes of reduced gradients that are copied to the host while the next unit is reduced."""
-
-    device: int
-    host: int  # staging buffer, if the gradients are accumulated or not kept
-
-
-def _pending_offload(unit: UnitPlan, options: ReplayOptions) -> _PendingOffload:
-    layouts = unit.trainable_layouts if unit.offloads_gradients else ()
-    return _PendingOffload(
-        sum(layout.shard_elements * layout.cast.reduce_itemsize for layout in layouts),
-        sum(layout.shard_bytes for layout in layouts)
-        if options.accumulates and not options.steps_in_backward
-        else 0,
-    )
-
-
 def _output_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
     """Return the bytes of reduction outputs that are not the gradients themselves."""
     return sum(
@@ -316,3 +294,44 @@ def _output_bytes(unit: UnitPlan, options: ReplayOptions) -> int:
         else layout.shard_bytes * options.accumulates
         for layout in unit.trainable_layouts
     )
+
+
+class DeviceStepReplay:
+    """Counts the bytes of shards and states as `features.device_step` copies them.
+
+    Attributes:
+        update_bytes: the most bytes if units are stepped after backward.
+    """
+
+    def __init__(self, plan: Plan, configuration: Configuration) -> None:
+        self._sizes = [
+            stepped_bytes(unit, configuration) if unit.steps_on_device else 0 for unit in plan.units
+        ]
+        self._on_device: SteppedUnits[int] = SteppedUnits(drop=id)
+        self._steps_in_backward = configuration.step_in_backward
+        sizes = [size for size in self._sizes if size] * (not self._steps_in_backward)
+        windows = (sizes[i : i + MAX_STEPPED_UNITS] for i in range(len(sizes)))
+        self.update_bytes = max(map(sum, windows), default=0)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes on the device now, in a backward that steps units."""
+        return sum(self._sizes[index] for index in self._on_device)
+
+    def apply(self, event: Event) -> None:
+        """Copy or step a unit, if units are stepped in backward."""
+        index = event.unit
+        if not self._steps_in_backward or not self._sizes[index]:
+            return
+        units = self._on_device
+        if event.kind is EventKind.REDUCE and units.takes_ahead(index):
+            units.make_room()
+            units.ahead[index] = index
+        elif event.kind is EventKind.STEP:
+            if units.ahead.pop(index, None) is None:
+                units.make_room()
+            units.leaving.append(index)
+
+    def finish(self) -> None:
+        """End the backward."""
+        self._on_device.clear()

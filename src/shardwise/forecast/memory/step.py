@@ -22,13 +22,12 @@ backward.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.memory.buffers import MemoryReplay, ReplayOptions
-from shardwise.forecast.memory.device_step import DeviceStepReplay
+from shardwise.forecast.memory.buffers import DeviceStepReplay, MemoryReplay, ReplayOptions
 from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches
 from shardwise.forecast.work import Kind, Segment, Workload
@@ -98,8 +97,7 @@ class Certificate:
     def range_bytes(self) -> tuple[int, int]:
         """The range of bytes that the device must hold, of which `device_bytes` is the likely one.
 
-        An allocator that runs out of memory frees its reserve, so the lower end has none. The
-        shares are those within which three of four published peaks are (docs/forecast.md).
+        An allocator that runs out of memory frees its reserve, so the lower end has none.
         """
         low = round((1 - _BELOW) * self.peak_bytes) + self.overhead_bytes
         return low, round((1 + _ABOVE) * self.device_bytes)
@@ -170,7 +168,8 @@ def memory_certificate(
     timeline = tuple(replay.run())
     reserve = 0
     if not on_cpu and workload is not None:
-        reserve = _stream_bytes(timeline) + _split_bytes(plan, workload, timeline)
+        loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
+        reserve = _stream_bytes(timeline, loaded) + _split_bytes(plan, workload, timeline)
     memory = replay.memory
     return Certificate(
         timeline=timeline,
@@ -204,7 +203,7 @@ class _StepReplay:
         holds_wholes = configuration.accumulate == "whole" or configuration.reproducible > 0
         holds = accumulates and (configuration.pipeline > 1 or holds_wholes)
         num_unreduced = holds * (configuration.accumulation - 1)
-        self._memory = MemoryReplay(
+        self.memory = MemoryReplay(
             plan,
             ReplayOptions(
                 accumulates and not holds,
@@ -221,14 +220,17 @@ class _StepReplay:
         if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
             self._optimizer += 2 * _trained_bytes(plan, offloaded=False)
             self._offloaded_states += 2 * _trained_bytes(plan, offloaded=True)
-        self._parameters = self._memory.base - self._memory.gradient_shards
-        self._waiting_activations, self._buffers = 0, buffer_bytes
+        self._parameters = self.memory.base - self.memory.gradient_shards
+        self._waiting_activations = 0
         self._pass: _Activations | None = None
         if workload is not None:
             self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
             waiting = self._pass.device_bytes * self._waiting_passes(stage)
             self._waiting_activations = round(waiting)
-            self._buffers += 2 * _LABEL_BYTES * workload.tokens
+            buffer_bytes += 2 * _LABEL_BYTES * workload.tokens
+        self._kept = partial(
+            Moment, parameters=self._parameters, optimizer=self._optimizer, buffers=buffer_bytes
+        )
         # fsdp2 copies an all-gather's output to the parameters, and keeps the output until the next
         # all-gather ends (`AllGatherState` in torch's _fully_shard/_fsdp_param_group.py).
         gathered = (unit.gathered_bytes for unit in plan.units if unit.reshard)
@@ -250,11 +252,6 @@ class _StepReplay:
         return self._parameters + self._optimizer
 
     @property
-    def memory(self) -> MemoryReplay:
-        """The parameters and gradients that were replayed."""
-        return self._memory
-
-    @property
     def offloaded(self) -> Moment:
         """Peak bytes on the host."""
         units = (unit for unit in self._plan.units if unit.offload is not None)
@@ -262,8 +259,8 @@ class _StepReplay:
         return Moment(
             label="host",
             parameters=shards,
-            gradients=self._memory.host - shards,
-            communication=self._memory.staging,
+            gradients=self.memory.host - shards,
+            communication=self.memory.staging,
             optimizer=self._offloaded_states,
             activations=0 if self._pass is None else self._pass.host_bytes,
         )
@@ -288,23 +285,31 @@ class _StepReplay:
 
     def run(self) -> Iterator[Moment]:
         """Yield the moments of the update."""
-        if self._workload is None or self._pass is None:
-            yield from self._run_schedule()
+        if self._workload is None or self._pass is None:  # a backward without activations
+            steps_in_backward = self._configuration.step_in_backward
+            for event in schedule(self._plan, steps_in_backward=steps_in_backward):
+                self._apply(event)
+                yield self._moment(describe(event, self._labels), 0)
         else:
             yield from self._run_pass(self._workload, self._pass)
-        self._memory.check_end()
+        memory = self.memory
+        memory.check_end()
         self._device_steps.finish()
-        if self._memory.earlier_peak:
-            yield self._earlier_backward()
-        yield self._update()
-
-    def _run_schedule(self) -> Iterator[Moment]:
-        """Yield the moments of a backward without activations."""
-        steps_in_backward = self._configuration.step_in_backward
-        for event in schedule(self._plan, steps_in_backward=steps_in_backward):
-            self._memory.apply(event)
-            self._device_steps.apply(event)
-            yield self._moment(describe(event, self._labels), 0)
+        if memory.earlier_peak:  # of a micro-batch whose gradients are added to those before
+            yield self._kept(
+                label="end of an earlier backward",
+                gradients=memory.gradient_shards,
+                communication=memory.earlier_peak - memory.base,
+                activations=self._waiting_activations,
+            )
+        yield self._kept(
+            label="update",
+            gathered=memory.gathered,
+            gradients=memory.gradient_shards,
+            communication=memory.accumulated + memory.reducing + memory.encoding,
+            optimizer=self._optimizer + self._device_steps.update_bytes,
+            temporaries=_update_bytes(self._plan, self._configuration),
+        )
 
     def _run_pass(self, workload: Workload, activations: "_Activations") -> Iterator[Moment]:
         """Yield the moments of a forward and backward."""
@@ -318,12 +323,12 @@ class _StepReplay:
         ):
             late = 0  # bytes of gradients that exist only at the end of the segment
             for event in events:
-                before = self._memory.reducing
+                before = self.memory.reducing
                 self._apply(event)
                 if event.kind not in COMPUTE:
                     yield self._moment(describe(event, self._labels), self._activations)
                 elif plan.units[event.unit].has_child_units:
-                    late = self._memory.reducing - self._traced_gradients - before
+                    late = self.memory.reducing - self._traced_gradients - before
             if index >= 0:
                 peak, self._activations = activations.bytes_of(index)
                 label = f"{segments[index].kind.value} {self._labels[segments[index].unit]}"
@@ -334,10 +339,10 @@ class _StepReplay:
                     self._traced_gradients = 0
 
     def _apply(self, event: Event) -> None:
-        self._memory.apply(event)
+        self.memory.apply(event)
         self._device_steps.apply(event)
-        unit = self._plan.units[event.unit]
-        if event.kind is EventKind.BACKWARD and unit.has_child_units:
+        unit, is_traced = self._plan.units[event.unit], self._workload is not None
+        if is_traced and event.kind is EventKind.BACKWARD and unit.has_child_units:
             sizes = [
                 (len(one.parameter.names), one.parameter.num_elements * lay.cast.compute_itemsize)
                 for lay in unit.trainable_layouts
@@ -348,44 +353,16 @@ class _StepReplay:
             self._traced_gradients += sum((once & self._embedding_gradients).elements())
 
     def _moment(self, label: str, activations: int, late: int = 0) -> Moment:
-        memory = self._memory
+        memory = self.memory
         within = max(0, memory.event_peak - memory.allocated)  # peak within the last event
         gradients = memory.reducing - self._traced_gradients - late
-        return Moment(
+        return self._kept(
             label=label,
-            parameters=self._parameters,
             gathered=memory.gathered + self._copies * bool(memory.gathered),
             gradients=memory.gradient_shards,
             communication=memory.accumulated + gradients + memory.encoding + within,
             optimizer=self._optimizer + self._device_steps.allocated,
             activations=activations + self._waiting_activations,
-            buffers=self._buffers,
-        )
-
-    def _earlier_backward(self) -> Moment:
-        """The end of an earlier micro-batch, whose gradients are added to those before."""
-        return Moment(
-            label="end of an earlier backward",
-            parameters=self._parameters,
-            gathered=0,
-            gradients=self._memory.gradient_shards,
-            communication=self._memory.earlier_peak - self._memory.base,
-            optimizer=self._optimizer,
-            activations=self._waiting_activations,
-            buffers=self._buffers,
-        )
-
-    def _update(self) -> Moment:
-        memory = self._memory
-        return Moment(
-            label="update",
-            parameters=self._parameters,
-            gathered=memory.gathered,
-            gradients=memory.gradient_shards,
-            communication=memory.accumulated + memory.reducing + memory.encoding,
-            optimizer=self._optimizer + self._device_steps.update_bytes,
-            temporaries=_update_bytes(self._plan, self._configuration),
-            buffers=self._buffers,
         )
 
 
@@ -470,16 +447,31 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
     return 2 * largest
 
 
-def _stream_bytes(timeline: tuple[Moment, ...]) -> int:
+def _stream_bytes(timeline: tuple[Moment, ...], loaded_bytes: int) -> int:
     """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions run on separate streams, so each kind reserves its own peak.
+    Gathers and reductions run on separate streams, so each kind reserves its own peak. The stream
+    of compute has at least what loading the model left to it: the shards and ``loaded_bytes``.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
     rest = max(m.total - sum(own) for m, own in zip(timeline, by_stream, strict=True))
+    rest = max(rest, timeline[0].parameters + loaded_bytes)
     kept: int = rest + sum(max(sizes) for sizes in zip(*by_stream, strict=True))
     return kept - max(moment.total for moment in timeline)
+
+
+def _loaded_bytes(plan: Plan) -> int:
+    """Return the free blocks that FSDP1 leaves when it shards a model that rank 0 broadcasts.
+
+    A unit is then there three times: its parameters as moved to the device, flattened for the
+    broadcast, and as a flat parameter (`_init_param_handle_from_module` in torch's
+    fsdp/_init_utils.py, with ``sync_module_states=True``). The next unit uses the same blocks.
+    """
+    return 3 * max(
+        sum(layout.shard_bytes * layout.world_size for layout in unit.layouts)
+        for unit in plan.units
+    )
 
 
 def _split_bytes(plan: Plan, workload: Workload, timeline: tuple[Moment, ...]) -> int:

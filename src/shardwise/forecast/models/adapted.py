@@ -188,23 +188,14 @@ def quantize_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = weight.numel()
     if size % 2:
         raise ConfigError(f"{counted(size, 'weight')}: expected an even number to quantize")
-    num_scales = -(-size // _BLOCK)
-    shapes = size // 2, num_scales, -(-num_scales // _OUTER_BLOCK)
-    if weight.is_meta:
-        dtypes = (torch.uint8, torch.uint8, torch.float32)
-        codes, scales, outer = (
-            torch.empty(n, dtype=dtype, device="meta")
-            for n, dtype in zip(shapes, dtypes, strict=True)
-        )
-        return codes, scales, outer
-    flat = F.pad(weight.flatten().float(), (0, num_scales * _BLOCK - size)).view(-1, _BLOCK)
+    flat = F.pad(weight.flatten().float(), (0, -size % _BLOCK)).view(-1, _BLOCK)
     largest = flat.abs().amax(1)  # [scales]
-    padded = F.pad(largest, (0, shapes[2] * _OUTER_BLOCK - num_scales)).view(-1, _OUTER_BLOCK)
+    padded = F.pad(largest, (0, -len(largest) % _OUTER_BLOCK)).view(-1, _OUTER_BLOCK)
     outer = padded.amax(1)  # [outer]
     scales = (padded / outer.clamp(min=1e-30)[:, None] * 255).round().to(torch.uint8)
-    scales = scales.flatten()[:num_scales]
+    scales = scales.flatten()[: len(largest)]
     decoded = _scales(scales, outer)
-    levels = torch.tensor(_LEVELS)
+    levels = torch.tensor(_LEVELS, device=weight.device)
     middles = (levels[1:] + levels[:-1]) / 2
     indices = torch.bucketize(flat / decoded.clamp(min=1e-30)[:, None], middles)
     pairs = indices.to(torch.uint8).flatten()[:size].view(-1, 2)

@@ -23,8 +23,7 @@ from shardwise.forecast.models.hugging_face import read_hugging_face
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Shape, Transformer, build
 from shardwise.forecast.planned import precision_of
-from shardwise.forecast.trace.blocks import find_stacks, sample_of, with_blocks
-from shardwise.forecast.trace.meta import on_meta
+from shardwise.forecast.trace.blocks import find_stacks, on_meta, sample_of, with_blocks
 from shardwise.forecast.trace.recomputing import modes_by_name
 from shardwise.forecast.trace.tracing import trace
 from shardwise.forecast.work import Workload

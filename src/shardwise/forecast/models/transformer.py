@@ -302,7 +302,7 @@ def _mlp(shape: Shape, part: ModelPart) -> nn.Module:
     if shape.experts:
         return Experts(shape, width, part)
     if shape.arch == "llama":
-        return SwiGLU(shape.hidden, width)
+        return SwiGLU(shape, width)
     return MLP(shape, width, part)
 
 
@@ -324,14 +324,35 @@ def _gelu_unfused(x: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        self.gate, self.up = (_Linear(hidden, width, bias=False) for _ in range(2))
-        self.down = _Linear(width, hidden, bias=False)
+        self.gate, self.up = (_Linear(shape.hidden, width, bias=False) for _ in range(2))
+        self.down = _Linear(width, shape.hidden, bias=False)
+        self.is_fused = shape.loss == "fused_linear"  # which has Liger's kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.is_fused:
+            inner = _FusedGate.apply(self.gate(x), self.up(x))  # type: ignore[no-untyped-call]
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        output: Tensor = self.down(inner)
         return output
+
+
+class _FusedGate(torch.autograd.Function):
+    """Has the memory of Liger's kernel, which overwrites its inputs with their gradients.
+
+    Source: LigerSiLUMulFunction in liger_kernel/ops/swiglu.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one.mul_(gradient) for one in ctx.saved_tensors)
 
 
 class Experts(nn.Module):

@@ -31,22 +31,14 @@ _AUTO_CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What to train, and the choices that a search may try.
+    """What to train, and the choices that a search may try, as in `sw.estimate`.
 
     Args:
-        global_batch: sequences per step, over all ranks.
         settings: sequence length, dtypes, optimizer and everything else that candidates share.
         objective: ``"tokens/s"`` ranks candidates by speed, ``"memory"`` by peak memory, and
             ``"cost"`` by the price of a token on all or a part of the cluster.
-        tensor: ranks that compute one layer together; "auto" tries powers of two within a node.
-        pipeline: number of stages.
-        chunks: parts of the model on each stage; "auto" tries 1, 2 and 4.
-        context: ranks that share a sequence.
-        expert: data-parallel ranks that share the experts.
-        strategies: names of the strategies to try; empty: all presets.
-        micro_batches: sequences in one forward of a rank; empty: powers of two.
-        checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
-        offload: what may be kept on the host if a candidate does not fit otherwise.
+        tensor: "auto" tries powers of two within a node, here and for the other degrees.
+        chunks: "auto" tries 1, 2 and 4.
     """
 
     global_batch: int

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import torch
@@ -28,11 +27,10 @@ from shardwise.forecast.memory.process import (
     set_mmap_threshold,
 )
 from shardwise.forecast.memory.step import Certificate
-from shardwise.forecast.models.model import Model
-from shardwise.forecast.numbers import bytes_of
+from shardwise.forecast.models.model import Model, model_of
+from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.applying import apply_to
 from shardwise.forecast.trace.blocks import find_stacks
-from shardwise.forecast.trace.meta import on_meta
 from shardwise.forecast.work import Workload
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.strategy import PRESETS
@@ -127,8 +125,7 @@ def fit(
     base = replace(given, shard_size=num_ranks, micro_batch=batch, sequence=sequence)
     machine = machine_of(cluster) if cluster else local_machine(num_ranks)
     on_cpu = not torch.cuda.is_available()
-    copied = Model(type(model).__name__, factory=partial(on_meta, model), keeps_dtypes=True)
-    search = Search(copied, machine, on_cpu)
+    search = Search(model_of(model), machine, on_cpu)
     if on_cpu:
         search.overhead_bytes = _overhead_bytes(search, base)
     fitted = choose(search, base, bytes_of(budget))

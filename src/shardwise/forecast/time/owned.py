@@ -11,9 +11,8 @@ Hidden matrices are those of the units without child units; AdamW updates all ot
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from shardwise.forecast.machines.machine import Group, Machine
 from shardwise.forecast.states import hidden_matrices
@@ -22,9 +21,6 @@ from shardwise.optim.matrices import Matrices, Product
 from shardwise.optim.ownership import BATCH_BYTES
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["PlannedOwners"]
 
@@ -50,16 +46,19 @@ class PlannedOwners:
     @cached_property
     def products(self) -> tuple[tuple[Product, ...], ...]:
         """The matrix products that update each parameter."""
-        if self.optimizer == "muon":
-            return tuple(tuple(one.orthogonalization(_MUON_STEPS)) for one in self._matrices)
         return tuple(
-            tuple(one.preconditioning(_SOAP_FREQUENCY, _SOAP_LARGEST)) for one in self._matrices
+            tuple(
+                one.orthogonalization(_MUON_STEPS)
+                if self.optimizer == "muon"
+                else one.preconditioning(_SOAP_FREQUENCY, _SOAP_LARGEST)
+            )
+            for one in self._matrices
         )
 
     @cached_property
     def _matrices(self) -> tuple[Matrices, ...]:
-        specs = (extent.parameter for _, extent in hidden_matrices(self.plan))
-        return tuple(Matrices(spec.name, spec.shape) for spec in specs)
+        found = (extent.parameter for _, extent in hidden_matrices(self.plan))
+        return tuple(Matrices(one.name, one.shape) for one in found)
 
     def seconds(self, machine: Machine, stride: int = 1) -> float:
         """Predict how long the exchange and the work of the slowest owner take.
@@ -83,7 +82,7 @@ class PlannedOwners:
         between = (num_batches - 1) * (collect + give_back)
         return collect + max(*(load.seconds for load in loads), between) + give_back
 
-    def exchanged_bytes(self, loads: "Sequence[Load]") -> tuple[int, int]:
+    def exchanged_bytes(self, loads: "list[Load]") -> tuple[int, int]:
         """Predict the bytes to owners and back, as the maximum that one rank sends or receives."""
         sums = [(sum(load.collected for load in loads), self.plan.world_size)]
         sums += [(sum(load.returned for load in loads), self.plan.num_ranks)]
@@ -136,13 +135,7 @@ class Load:
     returned: int = 0  # elements that it sends back
 
     def __add__(self, other: "Load") -> "Load":
-        return Load(
-            self.seconds + other.seconds,
-            self.num_jobs + other.num_jobs,
-            self.elements + other.elements,
-            self.collected + other.collected,
-            self.returned + other.returned,
-        )
+        return Load(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def num_batches(self, itemsize: int) -> int:
         """Return the number of batches in which an owner works, as `OwnedJobs.batches` does."""

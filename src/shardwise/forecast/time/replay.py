@@ -8,6 +8,7 @@ units in the same order, but their compute may take different times.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from shardwise.plan.options import UnitSettings
@@ -104,15 +105,11 @@ def replay(
     running = [(rank, rank.run()) for rank in ranks]
     while running:  # each rank runs until it waits for a collective that is not launched everywhere
         running = [(rank, run) for rank, run in running if next(run, "ended") != "ended"]
-    gathered = peak = 0
-    for _, _, events in order:
-        for event in events:
-            gathered += event.gathered_change
-            peak = max(peak, gathered)
+    changes = (event.gathered_change for _, _, events in order for event in events)
     return Replayed(
         seconds=max(rank.now for rank in ranks),
         exposed_seconds=tuple(rank.exposed for rank in ranks),
-        peak_gathered_bytes=peak,
+        peak_gathered_bytes=max(accumulate(changes, initial=0)),
         events=tuple(tuple(rank.finished()) for rank in ranks),
     )
 

@@ -10,7 +10,7 @@ Each rank writes its own ranges of files that depend only on the model and the o
 A load on another number of ranks reads the same files. Plan it with the `Plan` of those ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -27,7 +27,7 @@ from shardwise.checkpoint.collect import collect
 from shardwise.checkpoint.format import MAX_FILE_BYTES, Spec, index_of
 from shardwise.checkpoint.manifest import MANIFEST, Component, Manifest, tensor_ids
 from shardwise.errors import PlanError
-from shardwise.forecast.trace.meta import on_meta
+from shardwise.forecast.trace.blocks import on_meta
 from shardwise.plan.chunks import ChunkedLayout
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
@@ -122,7 +122,19 @@ class CheckpointPlan:
         self.files = [file for part in components.values() for file in part.files]
         self.other_files = _other_files(components)
         self._ranks = _Ranks(plan)
-        self._entries = list(self._entries_of(components, owners, _extents_of(plan)))
+        extents, ids = _extents_of(plan), tensor_ids(components)
+        self._entries = [
+            _Entry(
+                spec=spec,
+                number=ids[name, spec.name],
+                file=self.files.index(file),
+                offset=file.offsets[spec.name],
+                place=extents.get(owners.get((name, spec.name), "")),
+            )
+            for name, component in components.items()
+            for file in component.files
+            for spec in file.specs
+        ]
 
     @property
     def tensor_bytes(self) -> int:
@@ -219,25 +231,6 @@ class CheckpointPlan:
             num_blocks,
             max(by_file, default=0),
         )
-
-    def _entries_of(
-        self,
-        components: Mapping[str, Component],
-        owners: Mapping[tuple[str, str], str],
-        extents: Mapping[str, _Place],
-    ) -> Iterator[_Entry]:
-        ids = tensor_ids(components)
-        number_of = {file.name: number for number, file in enumerate(self.files)}
-        for name, component in components.items():
-            for file in component.files:
-                for spec in file.specs:
-                    yield _Entry(
-                        spec=spec,
-                        number=ids[name, spec.name],
-                        file=number_of[file.name],
-                        offset=file.offsets[spec.name],
-                        place=extents.get(owners.get((name, spec.name), "")),
-                    )
 
 
 class _Ranks:

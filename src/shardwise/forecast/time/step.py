@@ -16,7 +16,7 @@ from shardwise.forecast.machines.machine import Group, Machine, SegmentCost
 from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, replay
-from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, unit_gather_bytes
+from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, slot_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Level
@@ -205,7 +205,7 @@ class _Step:
         machine = self.machine
         group = Group(unit.options.world_size, self.configuration.tensor)
         if kind is EventKind.GATHER and unit.options.wire.gather is not None:
-            exact, coded = unit.gathered_bytes, unit_gather_bytes(unit, group.size)
+            exact, coded = unit.gathered_bytes, group.size * slot_bytes(unit)
             seconds = machine.all_gather_seconds(coded, group)
         elif kind is EventKind.REDUCE and unit.options.wire.reduce is not None:
             exact, coded = unit.gradient_bytes, 0
@@ -395,19 +395,10 @@ class _Pricing:
         )
 
     def _collective_seconds(self, operation: Operation) -> float:
-        group = self._groups[operation.axis]
         size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))
-        return self._collectives[operation.name](size, group)
-
-    @property
-    def _collectives(self) -> Mapping[str, Callable[[float, Group], float]]:
-        machine = self._machine
-        return {
-            "all_reduce": machine.all_reduce_seconds,
-            "all_gather": machine.all_gather_seconds,
-            "reduce_scatter": machine.reduce_scatter_seconds,
-            "all_to_all": machine.all_to_all_seconds,
-        }
+        predict: Callable[[float, Group], float]  # such as `all_gather_seconds`
+        predict = getattr(self._machine, f"{operation.name}_seconds")
+        return predict(size, self._groups[operation.axis])
 
 
 def fused_bytes(run: Sequence[Operation], reads: Mapping[int, int]) -> int:

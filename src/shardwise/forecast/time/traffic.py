@@ -6,7 +6,7 @@ other rank of the group. On a ring of GPUs, each rank sends the same number of b
 """
 
 from shardwise.comm.api import all_reduce_bytes
-from shardwise.forecast.time.wires import reduced_bytes, row_of
+from shardwise.forecast.time.wires import reduced_bytes, row_of, slot_bytes
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
@@ -39,7 +39,7 @@ def sent_bytes(plan: Plan) -> AxisBytes:
             case EventKind.RESHARD_TO_SUBGROUP:
                 in_subgroup.add(event.unit)
                 if unit.two_level_gather:
-                    total += AxisBytes(replicate=_slot_bytes(unit) * (replicas - 1))
+                    total += AxisBytes(replicate=slot_bytes(unit) * (replicas - 1))
             case EventKind.FREE_SUBGROUP:
                 in_subgroup.discard(event.unit)
             case EventKind.REDUCE:
@@ -51,19 +51,9 @@ def sent_bytes(plan: Plan) -> AxisBytes:
 def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
     """Count a gather of a unit's shards; with two levels, they are in several rows."""
     num_shards = unit.options.world_size
-    row, slot = row_of(plan, unit), _slot_bytes(unit)
+    row, slot = row_of(plan, unit), slot_bytes(unit)
     inner = slot * (unit.inner_ranks - 1)
     return AxisBytes(slot * (row - 1), slot * (num_shards - row), subgroup=inner)
-
-
-def _slot_bytes(unit: UnitPlan) -> int:
-    """Return the bytes that one rank's shards of a unit take when they are sent."""
-    slots = 0
-    for layout in unit.layouts:
-        if layout.needs_gather:
-            exact, blocks = layout.gathered_bytes // layout.world_size, unit.gather_blocks(layout)
-            slots += exact if blocks is None else blocks.num_bytes(layout.shard_elements)
-    return slots
 
 
 def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:

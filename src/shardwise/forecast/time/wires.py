@@ -19,7 +19,7 @@ __all__ = [
     "reduce_scratch",
     "reduced_bytes",
     "row_of",
-    "unit_gather_bytes",
+    "slot_bytes",
 ]
 
 _DOUBLE = 8  # bytes of a float64; float64 addends are summed in float64
@@ -59,14 +59,13 @@ def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) ->
     return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
 
 
-def unit_gather_bytes(unit: UnitPlan, ranks: int) -> int:
-    """Return the bytes that a unit's gather over ``ranks`` leaves on each: codes, or numbers."""
+def slot_bytes(unit: UnitPlan) -> int:
+    """Return the bytes that one rank's shards of a unit take when they are sent."""
     found = 0
     for layout in unit.layouts:
         if layout.needs_gather:
-            blocks = unit.gather_blocks(layout)
-            coded = 0 if blocks is None else ranks * blocks.num_bytes(layout.shard_elements)
-            found += coded if blocks is not None else layout.gathered_bytes
+            exact, blocks = layout.gathered_bytes // layout.world_size, unit.gather_blocks(layout)
+            found += exact if blocks is None else blocks.num_bytes(layout.shard_elements)
     return found
 
 

@@ -10,10 +10,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import or_
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["Stack", "find_stacks", "sample_of", "with_blocks"]
+__all__ = ["Stack", "find_stacks", "on_meta", "sample_of", "with_blocks"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -95,4 +98,16 @@ def with_blocks(module: nn.Module, chosen: Mapping[str, Sequence[int]]) -> nn.Mo
         fewer = copy.copy(stack)
         fewer._modules = {str(index): blocks[number] for index, number in enumerate(numbers)}
         memo[id(stack)] = fewer
+    return copy.deepcopy(module, memo)
+
+
+def on_meta(module: nn.Module, dtypes: Mapping[str, str] = MappingProxyType({})) -> nn.Module:
+    """Copy ``module`` to the meta device, with new dtypes for the named parameters."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        dtype = getattr(torch, dtypes[name]) if name in dtypes else parameter.dtype
+        meta = torch.empty_like(parameter, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)

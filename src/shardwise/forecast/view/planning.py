@@ -13,7 +13,6 @@ from shardwise.forecast.search.scaling import Curve, scaling_curves
 from shardwise.forecast.search.search import Progress, Ranking, frontier, search
 from shardwise.forecast.view.simulated import recording_of
 from shardwise.forecast.view.text import Budget, describe, missing_text, peak_text, with_device_word
-from shardwise.plan.plan import Plan
 from shardwise.plan.spelling import counted
 from shardwise.recording.format import RankRecording
 
@@ -24,11 +23,8 @@ __all__ = ["Planned", "make_planned"]
 class Planned:
     """The result of `shardwise plan`."""
 
-    model: str
-    num_parameters: int
-    num_trained: int
+    forecaster: Forecaster  # on the winner's cluster
     ranking: Ranking
-    plan: Plan  # the winner's plan
     curves: list[Curve]
     config: str  # TOML for `shardwise train`; "" if it cannot train in this way
     config_problem: str  # why it cannot
@@ -45,30 +41,33 @@ class Planned:
     @cached_property
     def recording(self) -> RankRecording:
         """The winner's predicted step, as a recording."""
-        return recording_of(self.winner, self.plan)
+        plan = self.forecaster.plan(self.winner.configuration)
+        return recording_of(self.winner, plan)
 
     @property
     def title(self) -> str:
         """Model and cluster, such as ``llama-3-8b on 64 x H100-SXM-80GB``."""
         cluster = self.winner.cluster
-        return f"{self.model} on {cluster.num_devices} x {cluster.accelerator.name}"
+        name = self.forecaster.model.name
+        return f"{name} on {cluster.num_devices} x {cluster.accelerator.name}"
 
-    @property
+    @cached_property
     def facts(self) -> list[str]:
         """The inputs of the search."""
-        goal = self.ranking.goal
+        goal, model = self.ranking.goal, self.forecaster.model
+        num_trained = model.num_trained(goal.settings.adapters)
         cluster = self.winner.cluster
         network = cluster.node_bandwidth * 8 / 1e9
         place = f"{counted(cluster.devices_per_node, 'GPU')} per node, {network:,.0f} Gbit/s"
         place += " between nodes"
         if cluster.num_nodes == 1:
             place = with_device_word(cluster, f"{counted(cluster.num_devices, 'GPU')} of one node")
-        trained = f", {_amount(self.num_trained)} of them trained"
+        trained = f", {_amount(num_trained)} of them trained"
         sequences, tokens = goal.global_batch, goal.settings.sequence
         return [
-            f"{_amount(self.num_parameters)} parameters"
+            f"{_amount(model.num_parameters)} parameters"
             + f", {goal.settings.adapters}" * (goal.settings.adapters is not None)
-            + trained * (self.num_trained < self.num_parameters),
+            + trained * (num_trained < model.num_parameters),
             place,
             f"{counted(sequences, 'sequence')} of {counted(tokens, 'token')} per step",
             f"{goal.settings.optimizer}",
@@ -87,7 +86,7 @@ class Planned:
         has_host = winner.cluster.device_word == "GPU"
         ways += ["--offload"] if has_host and self.ranking.goal.offload == ("none",) else []
         text = (
-            f"{self.model} does not fit: the smallest of "
+            f"{self.forecaster.model.name} does not fit: the smallest of "
             f"{counted(self.ranking.num_compared, 'configuration')} "
             f"({describe(winner.configuration)}) needs {missing_text(winner)}, "
             f"{peak_text(winner)}; use {', '.join(ways[:-1])} or {ways[-1]}"
@@ -133,14 +132,5 @@ def make_planned(
     except ConfigError as error:
         problem = str(error)
     on_winner = forecaster.with_devices(ranking.winner.cluster.num_devices)
-    return Planned(
-        model=forecaster.model.name,
-        num_parameters=forecaster.model.num_parameters,
-        num_trained=forecaster.model.num_trained(goal.settings.adapters),
-        ranking=ranking,
-        plan=on_winner.plan(winner),
-        curves=scaling_curves(on_winner, winner, progress) if scaling else [],
-        config=config,
-        config_problem=problem,
-        budget=budget,
-    )
+    curves = scaling_curves(on_winner, winner, progress) if scaling else []
+    return Planned(on_winner, ranking, curves, config, problem, budget)

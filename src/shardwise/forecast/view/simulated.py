@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from shardwise.forecast.forecast import Forecast
 from shardwise.forecast.time.replay import TimedEvent
@@ -90,11 +90,8 @@ def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterat
 
 
 def _totals(events: list[TimedEvent], ended: float) -> StepTotals:
+    changes = (one.event.gathered_change for one in events)
     collectives = [one for one in events if one.event.kind in _COLLECTIVES and one.span]
-    gathered = peak = 0
-    for one in events:
-        gathered += one.event.gathered_change
-        peak = max(peak, gathered)
     return StepTotals(
         step=events[0].step,
         began=events[0].began,
@@ -103,5 +100,5 @@ def _totals(events: list[TimedEvent], ended: float) -> StepTotals:
         exposed_seconds=sum(e.ended - e.began for e in events if e.event.kind in WAITS),
         communication_seconds=sum(e.span[1] - e.span[0] for e in collectives if e.span),
         communication_bytes=sum(one.event.bytes for one in collectives),
-        peak_gathered_bytes=peak,
+        peak_gathered_bytes=max(accumulate(changes, initial=0)),
     )

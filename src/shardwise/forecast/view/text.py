@@ -248,7 +248,7 @@ def _bend(curve: Curve) -> str:
 def _gathers(curve: Curve) -> str:
     """Describe how the time to gather a block grows along a curve."""
     first, last = curve.gathers[0], curve.gathers[-1]
-    if not last.num_bytes:
+    if not last.seconds:  # whole parameters, or shards of one rank
         return "Nothing is gathered."
     times = [
         f"{seconds_text(gather.seconds)} on {counted(point.cluster.num_devices, 'GPU')}"
