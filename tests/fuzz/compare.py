@@ -361,8 +361,9 @@ class Comparison:
             expected = expected.reshape(-1)[part.run.start : part.run.stop]
             found = local_of(found).reshape(-1)
         exact = torch.complex128 if expected.is_complex() else torch.float64
-        error = (_local(found).to(exact) - expected.detach().to(exact)).norm().item()
-        scale = max(1.0, expected.detach().to(exact).norm().item())
+        expected = expected.detach().to(exact)
+        error = (_local(found).to(expected.device, exact) - expected).norm().item()
+        scale = max(1.0, expected.norm().item())
         if not error <= self.tolerance * scale:
             self.report_problem(f"{what}: off by {error:.2e} of {scale:.2e}")
 

@@ -12,7 +12,7 @@ simulated device runs jobs of other streams late and checks the order of every a
 - the accelerator API of torch on a real device, and that no thread of the engine changes or leaves
   the current device;
 - the caching allocator: live and reserved memory against the certificate, out of memory on purpose
-  and the step after it, ``expandable_segments``;
+  and the step after it;
 - that a steady step never makes the host wait (``set_sync_debug_mode``), and how many kernels and
   allocator calls it takes;
 - time: per step, per unit on the host, MFU, beside FSDP2;

@@ -27,6 +27,7 @@ from tests.gpu.registry import Context, check
 
 FAKE = "fake group"
 TOLERANCE = 0.05
+MOST_TIMED = 64  # ranks: torch's fake group copies a gathered buffer once for each of them
 ROUNDS, STEPS = 2, 3
 INIT_STD = 0.02
 SHAPES = {
@@ -87,6 +88,10 @@ def measure(context: Context, name: str, num_ranks: int) -> None:
                 key: statistics.median(turn[key] for turn in turns[engine] if key in turn)
                 for key in turns[engine][0]
             }
+            if num_ranks > MOST_TIMED:
+                rows = {key: value for key, value in rows.items() if "seconds" not in key}
+                context.report(engine, rows)
+                continue
             tokens = configuration.micro_batch * configuration.sequence
             rows["tokens_per_second"] = tokens / rows["seconds"]
             # FLOP of the model: without recomputation and attention.
@@ -99,16 +104,13 @@ def measure(context: Context, name: str, num_ranks: int) -> None:
 def assert_as_certified(
     context: Context, certificate: Certificate, found: dict[str, float]
 ) -> None:
-    wrong = []
-    for what, key, certified in (
-        ("live", "allocated_peak", certificate.peak_bytes),
-        ("reserved", "reserved_peak", certificate.reserved_bytes),
-    ):
-        ratio = found[key] / certified
-        context.report(f"{what} memory / certified", ratio)
-        if abs(ratio - 1) > TOLERANCE:
-            wrong.append(f"{what} memory is {ratio:.3f} of the certified")
-    assert not wrong, "; ".join(wrong)
+    live = found["allocated_peak"] / certificate.peak_bytes
+    reserved = found["reserved_peak"] / certificate.reserved_bytes
+    context.report("live memory / certified", live)
+    context.report("reserved memory / certified", reserved)
+    assert abs(live - 1) <= TOLERANCE, f"live memory is {live:.3f} of the certified"
+    # The reserve of the first step, which is over here, is not needed any more.
+    assert reserved <= 1 + TOLERANCE, f"reserved memory is {reserved:.3f} of the certified"
 
 
 class Work:
@@ -146,23 +148,27 @@ class Work:
         model = build(self._shape)
         modes = self._modes(model)
         model.to_empty(device=self.device)
+        if self._shape.tied_embeddings:  # `to_empty` unties parameters of the meta device
+            model.head.weight = model.embedding.weight  # type: ignore[union-attr]
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=INIT_STD)
         checkpoint_blocks(model, modes)
         shard(model, [model.get_submodule(name) for name in modes], self.precision, self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step() -> Tensor:
-            loss: Tensor = model(self._tokens, self._tokens)
+        def step(tokens: Tensor = self._tokens) -> Tensor:
+            loss: Tensor = model(tokens, tokens)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             return loss
 
         figures = step_figures(step, STEPS, self.device)
+        few = self._tokens[:1, :16]  # with more, the host may wait for a full queue of the device
+        step(few)
         synchronize(self.device)
         began = time.perf_counter()
-        step()
+        step(few)
         figures["host_seconds_per_unit"] = (time.perf_counter() - began) / (len(modes) + 1)
         synchronize(self.device)
         if profiles:

@@ -26,6 +26,15 @@ def staged_on(ranks: int, **more: Any) -> dict[str, Any]:
     return {"ranks": ranks, "group": "staged", "seconds": 50.0, **more}
 
 
+MONITORED = {"ranks": 2, "group": "monitored", "seconds": 50.0}
+
+
+@check(RANKS, "one rank raises in forward", MONITORED, {"where": "forward"})
+@check(RANKS, "one rank raises in backward", MONITORED, {"where": "backward"})
+def _one_rank_raises(context: Context, where: str) -> None:
+    raise_on_one_rank(context, where)
+
+
 @check(RANKS, "collectives of the backend", staged_on(4, kinds=("cuda", "cpu")))
 def _collectives(context: Context) -> None:
     """The backend itself: each operation against its result."""
@@ -105,15 +114,6 @@ def _wires(context: Context) -> None:
 def digest(model: nn.Module) -> int:
     parts = [local_of(p).detach().cpu().reshape(-1).view(torch.uint8) for p in model.parameters()]
     return zlib.crc32(b"".join(bytes(part.tolist()) for part in parts))
-
-
-MONITORED = {"ranks": 2, "group": "monitored", "seconds": 50.0}
-
-
-@check(RANKS, "one rank raises in forward", MONITORED, {"where": "forward"})
-@check(RANKS, "one rank raises in backward", MONITORED, {"where": "backward"})
-def _one_rank_raises(context: Context, where: str) -> None:
-    raise_on_one_rank(context, where)
 
 
 def raise_on_one_rank(context: Context, where: str) -> None:

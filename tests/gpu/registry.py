@@ -15,9 +15,9 @@ __all__ = ["CHECKS", "SECTIONS", "Check", "Context", "check"]
 SECTIONS = {
     "one rank": (110, 4),
     "ranks": (75, 3),
-    "fuzz": (80, 2),
-    "no waits": (45, 1),
-    "fake group": (190, 1),
+    "fuzz": (60, 2),
+    "no waits": (45, 4),
+    "fake group": (160, 1),
     "cards": (180, 1),
 }
 EVERYWHERE = ("cuda", "cpu", "simulated")

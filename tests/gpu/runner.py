@@ -42,6 +42,7 @@ BODIES = (
 # What the first step of a model would import otherwise, in every process.
 PRELOADED = ("shardwise.api", "torch._dynamo", "torch.distributed.tensor")
 LOOPBACK = "127.0.0.1"
+NO_TIME = "the time of the section is over"
 GRACE_SECONDS = 12.0  # for the other ranks of a check, once one has failed
 TAIL = 2500  # characters of output in the results
 FAKE_RANKS = 8
@@ -147,11 +148,11 @@ def _run_section(
         while todo or running:
             while todo and len(running) < jobs:
                 check = todo.pop(0)
-                if time.monotonic() >= end:
-                    results.add(check, "skipped", reason="the time of the section is over")
+                left = end - time.monotonic()
+                if left < check.seconds / 3:
+                    results.add(check, "skipped", reason=NO_TIME)
                     continue
-                seconds = min(check.seconds, end - time.monotonic() + GRACE_SECONDS)
-                running.append(_Running(check, kind, port, seconds))
+                running.append(_Running(check, kind, port, left + GRACE_SECONDS))
             wait([rank.pipe for one in running for rank in one.waiting], timeout=0.2)
             for one in list(running):
                 if one.is_over():
@@ -208,8 +209,9 @@ class _Rank:
 class _Running:
     """The processes of a check."""
 
-    def __init__(self, check: Check, kind: str, port: int, seconds: float) -> None:
-        self.check = check
+    def __init__(self, check: Check, kind: str, port: int, left: float) -> None:
+        self.check, seconds = check, min(check.seconds, left)
+        self._is_cut = left < check.seconds  # by the end of its section
         self._began = time.monotonic()
         self._end = self._began + seconds
         ranks = 2 if kind == "simulated" and check.group == "fake" else check.ranks
@@ -241,7 +243,9 @@ class _Running:
         seconds = time.monotonic() - self._began
         if any(rank.is_over and rank.error for rank in self.ranks):
             return "FAILED", seconds
-        return ("HUNG" if self.waiting else "ok"), seconds
+        if not self.waiting:
+            return "ok", seconds
+        return ("skipped" if self._is_cut else "HUNG"), seconds
 
     def more(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -249,7 +253,8 @@ class _Running:
             found["figures"] = self.ranks[0].figures
         errors = {}
         for number, rank in enumerate(self.ranks):
-            error = rank.error if rank.is_over else "no answer before the deadline"
+            late = NO_TIME if self._is_cut else "no answer before the deadline"
+            error = rank.error if rank.is_over else late
             if error:
                 errors[str(number)] = f"{error}\n{rank.tail()}".strip()
         if errors:

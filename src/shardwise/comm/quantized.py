@@ -63,6 +63,7 @@ class QuantizedSums:
         self.residual: Tensor | None = None  # error of the first hop, in the shape of its rows
 
     def reduce(self, collectives: Collectives, reduction: Reduction, label: str) -> Work:
+        """As `Collectives.reduce`."""
         if all(stage.group.size == 1 for stage in reduction.stages):
             return collectives.reduce(reduction, label)
         return collectives.relay(list(_Sum(self, reduction).steps()), label)

@@ -49,9 +49,10 @@ class HeldMemory(MemoryNotes):
 
     def note(self, error: BaseException, where: str) -> None:
         """Add a table of the memory to ``error``, once, if it is an out-of-memory error."""
+        if not is_out_of_memory(error):
+            return
         notes = getattr(error, "__notes__", ())
-        is_noted = any(note.startswith("out of memory in ") for note in notes)
-        if is_out_of_memory(error) and not is_noted:
+        if not any(note.startswith("out of memory in ") for note in notes):
             error.add_note(self._table or self.table(where))
             self._num_failures = num_allocation_failures(self._pools.device)
 

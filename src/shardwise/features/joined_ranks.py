@@ -280,7 +280,7 @@ class JoinedRanks(CallRecorder):
         if first in FORWARDS or num < n:
             self.all_compute = num == n
         if num < n and not are_equal(n, *total.recordings):
-            self.forget_recordings()
+            self.share_recordings(has_them=action is first)
         found = self._shared(action, first, shared, total) if first in SHARES else []
         self.refuse_others()
         value = round(total.values[first] / num)

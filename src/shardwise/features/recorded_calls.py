@@ -1,5 +1,6 @@
 """Records the calls of units, so that a rank without batches can repeat those of another rank."""
 
+import json
 import zlib
 from collections.abc import Iterator
 from enum import IntEnum
@@ -32,8 +33,8 @@ _Ops = list[list[int]]
 class CallRecorder(CallObserver):
     """Records the last forward and backward of each kind.
 
-    Where nothing is recorded yet, as in a first step, or ranks have recorded different calls, those
-    that compute tell the shadows each `Op` before they perform it.
+    Where nothing is recorded yet, as in a first step, ranks that compute tell the shadows each `Op`
+    before they perform it.
     """
 
     def __init__(self, exchange: Exchange, scheduler: Scheduler) -> None:
@@ -62,9 +63,15 @@ class CallRecorder(CallObserver):
             self._digest = zlib.crc32(repr(sorted(self._recordings.items())).encode()) % MODULUS
         return self._digest
 
-    def forget_recordings(self) -> None:
-        """Tell shadows each `Op` of the next forward and backward again. All ranks call this."""
-        self._recordings, self._digest = {}, None
+    def share_recordings(self, *, has_them: bool) -> None:
+        """Give all ranks the recordings of the first rank that ``has_them``."""
+        exchange = self.exchange
+        is_candidate = has_them * (exchange.num_ranks - exchange.rank)
+        is_sender = exchange.maxima([is_candidate]) == [exchange.num_ranks - exchange.rank]
+        text = json.dumps(self._recordings).encode() if is_sender else b""
+        [size] = exchange.maxima([len(text)])
+        text = bytes(exchange.maxima(list(text or bytes(size))))
+        self._recordings, self._digest = json.loads(text), None
 
     def begin_forward(self, unit: int, *, grad: bool) -> None:
         """All ranks begin an outermost forward, of ``unit``."""

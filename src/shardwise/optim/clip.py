@@ -79,22 +79,26 @@ def clip_grad_norm_(
 
 def _total_norm(parameters: Iterable[Tensor], order: float) -> Tensor:
     """The norm of all gradients over all ranks."""
-    chunks = defaultdict(list)  # by the model's mesh
+    chunks = defaultdict(list)  # by the model's mesh and the device, in the same order on all ranks
     others: list[Tensor] = []
     for parameter in parameters:
         gradient, sharding = parameter.grad, sharding_of(parameter)
         if _is_torch_dtensor(gradient) and sharding is not None and not sharding.tensor_parallel:
             # Our own collective ends if another rank raises; that of torch's DTensors does not.
-            chunks[sharding.mesh].append(gradient.to_local())
+            chunks[sharding.mesh, gradient.device].append(gradient.to_local())
         elif gradient is not None:
             others.append(gradient)
-    norms = [norm for mesh, some in chunks.items() for norm in norms_across(some, mesh, order)]
+    norms = [norm for (mesh, _), some in chunks.items() for norm in norms_across(some, mesh, order)]
     for some in _by_mesh(others).values():
         norm = torch.nn.utils.get_total_norm(some, order, foreach=True)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+    if len(norms) == 1:
+        return norms[0]
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), order)
+    return total
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:

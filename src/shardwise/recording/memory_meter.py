@@ -109,9 +109,8 @@ class SavedTensors:
     """Counts the storages that autograd saves in some forwards, as long as they live."""
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
-        self._excluded = {
-            storage_id(tensor.untyped_storage()) for tensor in excluded
-        }  # counted elsewhere
+        # Counted elsewhere.
+        self._excluded = {storage_id(tensor.untyped_storage()) for tensor in excluded}
         self._alive: dict[int, int] = {}  # bytes by storage
         self._hooks = contextlib.ExitStack()
 
@@ -130,7 +129,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Unmoved:
         storage = tensor.untyped_storage()
-        identity = storage_id(tensor.untyped_storage())
+        identity = storage_id(storage)
         if identity not in self._excluded and identity not in self._alive:
             self._alive[identity] = storage.nbytes()
             weakref.finalize(storage, self._alive.pop, identity).atexit = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise._private import AllgatherOptions, AllreduceOptions
 from shardwise.comm.communicator import POLL_SECONDS, communicator
-from shardwise.comm.device import ThreadStream, make_current
+from shardwise.comm.device import ThreadStream, device_of, make_current
 from shardwise.comm.groups import backends_of
 from shardwise.errors import PackageMissing, PeerLost, PlanError, StepError
 from shardwise.replicas.attendance import Attendance
@@ -142,7 +142,8 @@ class ReplicaGroup:
         kind = zlib.crc32(self._description.encode())
         extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
         self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
-        rows = self._all_gather(torch.tensor(self._row, device=self._device))
+        own = torch.tensor(self._row, device="cpu").to(self._device, non_blocking=True)
+        rows = self._all_gather(own)
         if rows is not None:
             table, quorum = torch.stack(rows), self.manager._quorum_id
             # A replica that joins makes a new one. The host waits for a device only then.
@@ -194,10 +195,13 @@ class ReplicaGroup:
     def gather(self, own: Tensor) -> Gather:
         """Begin to exchange ``own`` [n] with all replicas."""
         rows: list[list[Tensor] | None] = []
+        here = device_of(self._device)
+        stream = here.current_stream()  # which writes `own` and reads the result
 
         def gather() -> None:
             make_current(self._device)
-            rows.append(self._all_gather(own.to(self._device)))
+            with here.use(stream):
+                rows.append(self._all_gather(own.to(self._device)))
 
         work = self._gathering.submit(gather)
 

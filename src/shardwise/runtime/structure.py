@@ -93,6 +93,6 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         modules += [
             child
-            for child in module._modules.values()
+            for child in dict.fromkeys(module._modules.values())
             if child is not None and HANDLE not in vars(child)
         ]

@@ -30,7 +30,6 @@ __all__ = [
 # Variables that torchrun, SLURM's srun, Open MPI and MPICH set to the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 Communicators = Literal["separate", "shared"]
-_MAX_KNOWN = 1024  # groups of ranks
 _GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # The groups created for meshes that have no process group of all their ranks.
 _groups_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByRanks]" = (
@@ -166,19 +165,18 @@ class DataParallelMesh:
     def _num_near(self, ranks: tuple[int, ...], size: int) -> int:
         """How many of ``ranks`` are among the ``size`` neighbors of this rank in the row.
 
-        Groups may have thousands of ranks, and are the same objects in every step.
+        The groups of the mesh may have thousands of ranks, and are counted once.
         """
-        key = id(ranks), size
-        known = self._known_near.get(key)
-        if known is None:
-            if len(self._known_near) >= _MAX_KNOWN:
-                self._known_near.clear()
-            near = len(frozenset(self.subgroup(size).ranks).intersection(ranks))
-            known = self._known_near[key] = near, ranks  # which keep their id
-        return known[0]
+        if size not in self._near:
+            near = frozenset(self.subgroup(size).ranks)
+            own = (self.world.ranks, self.row.ranks, self.column.ranks, self.shards.ranks)
+            self._near[size] = near, {id(group): len(near.intersection(group)) for group in own}
+        near, counted = self._near[size]
+        known = counted.get(id(ranks))
+        return len(near.intersection(ranks)) if known is None else known
 
     @cached_property
-    def _known_near(self) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
+    def _near(self) -> dict[int, tuple[frozenset[int], dict[int, int]]]:
         return {}
 
     def subgroup(self, size: int) -> RankGroup:

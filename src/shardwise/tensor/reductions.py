@@ -1,6 +1,6 @@
 """Reductions of sharded tensors: norms, sums and extremes.
 
-Every function here is a collective: all ranks of the mesh must call it.
+Every public function here is a collective: all ranks of the mesh must call it.
 """
 
 import math

@@ -250,8 +250,10 @@ class Sharding(ABC):
     def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:
         """Return the local tensor of a parameter that replaces the one with ``local``."""
         assert isinstance(replacement, DTensor)
+        before = local_of(replacement)
+        assert (before.shape, before.dtype) == (local.shape, local.dtype)
         with torch.no_grad():
-            local.copy_(local_of(replacement))
+            local.copy_(before)
         replacement._local_tensor = local
         return local
 

@@ -32,6 +32,7 @@ from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
+from shardwise.plan.wire import UNQUANTIZED
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
 from shardwise.schedule.sequencer import schedule
 
@@ -168,8 +169,11 @@ def memory_certificate(
     timeline = tuple(replay.run())
     reserve = 0
     if not on_cpu and workload is not None:
-        loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
-        reserve = _stream_bytes(timeline, loaded) + _split_bytes(plan, workload, timeline)
+        reserve = _split_bytes(plan, workload, timeline)
+        # Without a quantized wire, buffers of shardwise are allocated on the stream of compute.
+        if configuration.stack != "shardwise" or configuration.wire != UNQUANTIZED:
+            loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
+            reserve += _stream_bytes(timeline, loaded)
     memory = replay.memory
     return Certificate(
         timeline=timeline,
