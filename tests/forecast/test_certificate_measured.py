@@ -18,7 +18,7 @@ from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.states import state_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
-from shardwise.optim.owner_optimizer import local_part
+from shardwise.tensor.sharding import local_of
 from tests.forecast.peaks import forecast_peak, measured_peak
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
@@ -108,7 +108,7 @@ def test_states_take_what_is_certified(name: str) -> None:
     model(tokens, tokens).backward()
     optimizer.step()
     states = [
-        local_part(value).nbytes
+        local_of(value).nbytes
         for state in optimizer.state.values()
         for key, value in state.items()
         if key != "step"

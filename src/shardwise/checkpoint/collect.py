@@ -42,12 +42,7 @@ _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_kinds(action: str, model: object, optimizer: object) -> None:
-    """Raise if ``model`` or ``optimizer`` is of another kind, such as a state dict or a name.
-
-    Raises:
-        CheckpointError: states what to pass.
-        StepError: the model is inside `sw.join`.
-    """
+    """Raise if ``model`` or ``optimizer`` is of another kind, or the model inside `sw.join`."""
     if model is not None and not isinstance(model, nn.Module):
         raise CheckpointError(
             f"{action}: model={type(model).__name__}(...): expected a torch.nn.Module; pass the "
@@ -70,10 +65,8 @@ def collect(
 ) -> tuple[Component, dict[str, Tensor]]:
     """The component of ``value``, which was passed to `save` as ``name``, and its tensors by name.
 
-    With ``is_plan``, tensors may be on the meta device.
-
-    Raises:
-        CheckpointError: ``value`` cannot be saved; names the component and the key.
+    With ``is_plan``, tensors may be on the meta device. A CheckpointError names the key of what
+    cannot be saved.
     """
     _check_name(name)
     tensors: dict[str, Tensor] = {}
@@ -103,11 +96,7 @@ def collect(
 
 
 def _check_name(name: str) -> None:
-    """Raise if the component name ``name`` cannot be part of a file name.
-
-    Raises:
-        CheckpointError: names the component.
-    """
+    """Raise a CheckpointError if the component ``name`` cannot be part of a file name."""
     is_valid = re.fullmatch(r"[^\x00-\x1f/\\.][^\x00-\x1f/\\]*", name)
     if not is_valid or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
         raise CheckpointError(
@@ -117,10 +106,9 @@ def _check_name(name: str) -> None:
 
 
 def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
-    """Raise if ``tensor`` has no dense elements on this rank; ``is_plan`` allows meta tensors.
+    """Raise a CheckpointError if ``tensor`` has no dense elements on this rank.
 
-    Raises:
-        CheckpointError: names the tensor.
+    ``is_plan`` allows meta tensors.
     """
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(
@@ -128,7 +116,7 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
             "rank has its elements; pass its full_tensor()"
         )
     if keeps_its_class(tensor):
-        kind = type(local_of(tensor) if isinstance(tensor, DTensor) else tensor).__name__
+        kind = type(local_of(tensor)).__name__
         raise CheckpointError(
             f"{key}: a {kind} cannot be saved, because its elements are not in one tensor; save "
             "the trained parameters with torch.distributed.checkpoint"
@@ -190,10 +178,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The parameters of ``optimizer`` by their names in ``model``, in the order of the groups.
 
-    The names are those of `tensors_of`, without the prefixes of wrappers in the model.
-
-    Raises:
-        CheckpointError: a parameter is not in the model.
+    The names are those of `tensors_of`, without the prefixes of wrappers in the model. Raise a
+    CheckpointError if one is not in the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
@@ -225,12 +211,9 @@ def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
 
 
 def check_sharded(module: nn.Module) -> None:
-    """Raise if parameters are gathered, as during a step, or differ by rank under the same name.
+    """Raise a CheckpointError if parameters are gathered, as during a step, or differ by rank.
 
     The latter are experts that are not DTensors on the mesh of expert parallelism.
-
-    Raises:
-        CheckpointError: names one such parameter.
     """
     mesh = mesh_of(module.parameters())
     for name, parameter in module.named_parameters():

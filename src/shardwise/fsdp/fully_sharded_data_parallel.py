@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
-from torch.distributed.tensor import DTensor
 
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard
@@ -436,7 +435,7 @@ def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Ten
     """The unsharded parameters and buffers; the local tensors of tensor-parallel ones."""
     parameters = [p for p in module.parameters() if p not in ignored]
     states = [t for t in (*parameters, *module.buffers()) if sharding_of(t) is None]
-    return [local_of(t) if isinstance(t, DTensor) else t for t in states]
+    return [*map(local_of, states)]
 
 
 def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

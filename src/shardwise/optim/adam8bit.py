@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from shardwise.blockwise import Blocks
 from shardwise.errors import CheckpointError, PlanError
-from shardwise.optim.owner_optimizer import check_state_dict, local_part
+from shardwise.optim.owner_optimizer import check_state_dict
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
-from shardwise.tensor.sharding import Sharding, sharding_of
+from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
 __all__ = ["Adam8bit"]
 
@@ -181,7 +181,7 @@ class Adam8bit(Optimizer):
             self._initialize_state(parameter, group)
         state["step"] += 1
         assert parameter.grad is not None
-        local, gradient = local_part(parameter), local_part(parameter.grad).float()
+        local, gradient = local_of(parameter), local_of(parameter.grad).float()
         weights = local.float()
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         if not group["decoupled_weight_decay"]:
@@ -210,11 +210,11 @@ class Adam8bit(Optimizer):
             state[name] = torch.zeros_like(contiguous, dtype=dtype, requires_grad=False)
             if is_quantized:
                 state[f"{name}_scale"] = granules.scales()
-                self._write(granules, name, torch.zeros(()).expand(local_part(parameter).shape))
+                self._write(granules, name, torch.zeros(()).expand(local_of(parameter).shape))
 
     def _read(self, granules: "_Granules", name: str) -> Tensor:
         """This rank's elements of a state, in float32."""
-        codes = local_part(self.state[granules.parameter][name])
+        codes = local_of(self.state[granules.parameter][name])
         if codes.dtype is not torch.uint8:
             return codes
         blocks = Blocks(_QUANTIZED[name], granules.block)
@@ -223,7 +223,7 @@ class Adam8bit(Optimizer):
         return torch.cat([codes.new_empty(0, dtype=torch.float32), *numbers]).view(codes.shape)
 
     def _write(self, granules: "_Granules", name: str, numbers: Tensor) -> None:
-        if local_part(self.state[granules.parameter][name]).dtype is not torch.uint8:
+        if local_of(self.state[granules.parameter][name]).dtype is not torch.uint8:
             return  # `numbers` is the state itself
         blocks = Blocks(_QUANTIZED[name], granules.block)
         into = self._quantized_parts(granules, name)
@@ -235,8 +235,8 @@ class Adam8bit(Optimizer):
     def _quantized_parts(self, granules: "_Granules", name: str) -> list[tuple[Tensor, Tensor]]:
         """The codes and scales of a state, divided as by `_Granules.cut`."""
         state = self.state[granules.parameter]
-        codes = granules.cut(local_part(state[name]))
-        scales = granules.cut_scales(local_part(state[f"{name}_scale"]))
+        codes = granules.cut(local_of(state[name]))
+        scales = granules.cut_scales(local_of(state[f"{name}_scale"]))
         return list(zip(codes, scales, strict=True))
 
 
@@ -308,13 +308,13 @@ class _Granules:
         return self._cut(scales.reshape(-1), self._blocks_per_granule)
 
     def _cut(self, flat: Tensor, per_granule: int) -> list[Tensor]:
-        num_full = local_part(self.parameter).numel() // self._size * per_granule
+        num_full = local_of(self.parameter).numel() // self._size * per_granule
         parts = [flat[:num_full].view(-1, per_granule), flat[num_full:].view(1, -1)]
         return [part for part in parts if part.numel()]
 
     def scales(self) -> Tensor:
         """Zeros as scales: one for each block, on the rank that has the block."""
-        local = local_part(self.parameter)
+        local = local_of(self.parameter)
         num_blocks = self.num_blocks(local.numel())
         zeros = torch.zeros(num_blocks, dtype=torch.float32, device=local.device)
         sharding = self.sharding

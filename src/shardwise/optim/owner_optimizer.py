@@ -15,6 +15,7 @@ from shardwise.errors import CheckpointError, PlanError
 from shardwise.optim.exchange import MatrixExchange, Member, Steps
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.axes import NOTHING, AxisBytes
+from shardwise.runtime.optimizers import parameters_of
 from shardwise.tensor.sharding import ExtendedSharding, local_of, sharding_of
 
 __all__ = ["OwnerOptimizer"]
@@ -105,9 +106,8 @@ class OwnerOptimizer(Optimizer):
         check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
         devices = self._state_devices()
-        for key, parameter in zip(keys, parameters, strict=True):
+        for key, parameter in zip(keys, parameters_of(self), strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 loaded = self.state[parameter][name]
                 if isinstance(value, Tensor) and name != "step":
@@ -198,8 +198,7 @@ class OwnerOptimizer(Optimizer):
     def _matrices(self, parameter: Tensor, group: Group, name: str) -> Matrices:
         """The matrices of ``parameter``, which is called ``name`` if it is not sharded.
 
-        Raises:
-            PlanError: the parameter does not consist of real matrices that one rank may hold.
+        Raise a PlanError if it does not consist of real matrices that one rank may hold.
         """
         sharding = sharding_of(parameter)
         name = name if sharding is None else sharding.name
@@ -242,7 +241,7 @@ class OwnerOptimizer(Optimizer):
 
     def _apply(self, member: Member, update: Tensor) -> None:
         """Apply this rank's part of an update to its shard, with weight decay."""
-        local, lr = local_part(member.parameter), float(member.group["lr"])
+        local, lr = local_of(member.parameter), float(member.group["lr"])
         local.mul_(1 - lr * member.group["weight_decay"])
         update = update.reshape(local.shape).to(local.device)
         local.add_(update, alpha=-lr * self._scale(member))
@@ -288,11 +287,7 @@ class OwnerOptimizer(Optimizer):
 
 
 def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Check that ``state_dict`` fits ``optimizer`` and the shards of its parameters.
-
-    Raises:
-        CheckpointError: it is of another kind of optimizer, or has whole states for shards.
-    """
+    """Raise a CheckpointError if states are of another kind, or whole where shards are needed."""
     for number, group in enumerate(state_dict["param_groups"]):
         # torch adds "differentiable" to the defaults of an optimizer that has loaded a state dict.
         lacking = sorted(optimizer.defaults.keys() - group.keys() - {"differentiable"})
@@ -302,8 +297,9 @@ def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Non
                 f"the state_dict() of {type(optimizer).__name__}, got that of another optimizer"
             )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=False):  # torch compares their numbers
+    for key, parameter in zip(
+        keys, parameters_of(optimizer), strict=False
+    ):  # torch compares their numbers
         sharding = sharding_of(parameter)
         for name, value in state_dict["state"].get(key, {}).items():
             is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -313,11 +309,6 @@ def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Non
                     'each rank, expected a shard; load whole states with granularity="dim" and '
                     "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
                 )
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank stores."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _has_fused_kernel(parameter: Tensor) -> bool:

@@ -29,6 +29,7 @@ from shardwise.recording.steps import EndedSpan, EndedStep
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.optimizers import parameters_of
 from shardwise.schedule.events import COMPUTE
 
 __all__ = ["DefaultSteps", "Recorder", "record"]
@@ -289,7 +290,7 @@ def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
 def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Describe ``optimizer``, and whether it is fused, uses foreach or loops over its tensors."""
     groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     on_accelerator = all(is_accelerator(parameter.device) for parameter in parameters)
     if all(group.get("fused") for group in groups):
         implementation = "fused"

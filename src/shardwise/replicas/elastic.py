@@ -27,6 +27,7 @@ from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import mean_over_replicas, runtime_of_root
+from shardwise.runtime.optimizers import parameters_of
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
@@ -63,7 +64,7 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     """
     check_manager(manager, "sw.elastic")
     check_replica(model, optimizer, "sw.elastic")
-    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    known = set(map(id, parameters_of(optimizer)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
             raise PlanError(
@@ -89,11 +90,9 @@ class Elastic:
         self.group = ReplicaGroup(manager, self._state, self._state.description)
         self._runtime = self._state.runtime
         device = self._runtime.pools.device
-        self._stream: CommStream = (
-            DeviceStream(device)
-            if is_accelerator(device)
-            else ThreadStream("shardwise-replicas-mean")
-        )
+        self._stream: CommStream = ThreadStream("shardwise-replicas-mean")
+        if is_accelerator(device):
+            self._stream = DeviceStream(device)
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
         self._is_broken = self._has_voted = self._has_begun = False
@@ -104,9 +103,6 @@ class Elastic:
         """Copy the state of ``stateful`` to replicas that join, as it is before a step.
 
         A step that does not count restores it.
-
-        Raises:
-            PlanError: there is another object with this name.
         """
         self._state.register(name, stateful)
 

@@ -8,7 +8,6 @@ import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,22 +94,13 @@ class ReplicaGroup:
         manager.register_state_dict_fn("shardwise", self._take, self._give)
         _used.add(manager)
 
-    @cached_property
-    def _gathering(self) -> ThreadStream:
-        return ThreadStream("shardwise-replicas-gather")
-
     @property
     def step(self) -> int:
         """The number of steps that were committed."""
         return int(self.manager.current_step())
 
     def begin(self) -> None:
-        """Find the replicas of the next step, and take the state of another one if necessary.
-
-        Raises:
-            StepError: there is no quorum.
-            PeerLost: a rank of this replica was lost in an earlier step.
-        """
+        """Find the replicas of the next step, and take the state of another one if necessary."""
         if self._lost is not None:
             raise PeerLost(f"{self._lost}; restart this replica") from self._lost
         self._table, self.has_joined = None, False
@@ -125,10 +115,6 @@ class ReplicaGroup:
         Args:
             extra: up to 3 more columns; the first has to be equal in all replicas that count.
             counts: False if the values of this replica do not count, even if it takes part.
-
-        Raises:
-            StepError: there is no quorum.
-            PlanError: this replica does not run the program of most of those that count.
         """
         if self._table is not None:
             return self._table
@@ -142,7 +128,7 @@ class ReplicaGroup:
         kind = zlib.crc32(self._description.encode())
         extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
         self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
-        rows = self._all_gather(torch.tensor(self._row, device=self._device))
+        rows = self.gather(torch.tensor(self._row))()
         if rows is not None:
             table, quorum = torch.stack(rows), self.manager._quorum_id
             # A replica that joins makes a new one. The host waits for a device only then.
@@ -153,8 +139,7 @@ class ReplicaGroup:
     def _have_one_kind(self, rows: list[list[int]]) -> bool:
         """Whether all replicas run the same program; if not, the step fails.
 
-        Raises:
-            PlanError: this replica does not run the program of most of those that count.
+        Raise a PlanError if this one does not run the program of most of those that count.
         """
         kind = self._row[_KIND]
         others = [row for row in rows if row[_KIND] != kind]
@@ -170,10 +155,6 @@ class ReplicaGroup:
         if counted and 2 * counted.count(kind) <= len(counted):
             raise error
         return False
-
-    def counted(self) -> list[bool]:
-        """Which replicas count in this step, in the order of `gather`."""
-        return [] if self._table is None else self._table[:, _COUNTS].bool().tolist()
 
     def average(self, values: Tensor) -> None:
         """Replace ``values`` [n] by the mean over the replicas whose values count."""
@@ -193,28 +174,20 @@ class ReplicaGroup:
 
     def gather(self, own: Tensor) -> Gather:
         """Begin to exchange ``own`` [n] with all replicas."""
-        rows: list[list[Tensor] | None] = []
+        own = own.to(self._device)
+        rows: list[Tensor] = []
 
-        def gather() -> None:
-            make_current(self._device)
-            rows.append(self._all_gather(own.to(self._device)))
+        def gather(group: Any) -> Any:
+            rows.extend(torch.empty_like(own) for _ in range(group.size()))
+            return group.allgather([rows], [own], AllgatherOptions())
 
-        work = self._gathering.submit(gather)
-
-        def wait() -> list[Tensor] | None:
-            work.wait()
-            if work.error is not None:
-                raise work.error
-            return rows[0]
-
-        return wait
+        succeeded = self._begin(gather)
+        return lambda: rows if succeeded() else None
 
     def commit(self) -> bool:
         """Whether the step counts: the ranks of this replica vote.
 
-        Raises:
-            StepError: there is no quorum, or a rank of this replica does not vote.
-            PlanError: the replicas begin with different values.
+        Raise a PlanError if the replicas begin with different values.
         """
         table = self.meet()
         rows = [] if table is None else table.tolist()
@@ -282,11 +255,8 @@ class ReplicaGroup:
 
     def _give(self) -> dict[str, Any]:
         """On a thread of the manager, while units may compute."""
-        return {
-            "description": self._description,
-            "history": self.history,
-            "state": self._state.save(),
-        }
+        about = {"description": self._description, "history": self.history}
+        return {**about, "state": self._state.save()}
 
     def _take(self, given: dict[str, Any]) -> None:
         if given["description"] != self._description:
@@ -310,9 +280,7 @@ class ReplicaGroup:
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the manager, and see meanwhile that the other ranks of this replica are alive.
 
-        Raises:
-            PeerLost: one of them is not, so that there will be no answer.
-            StepError: the call has failed.
+        Otherwise there would be no answer. Raise a StepError if the call fails.
         """
         answers: list[Any] = []
 
@@ -341,30 +309,25 @@ class ReplicaGroup:
         options = AllreduceOptions()
         options.reduceOp = operator
         real = torch.view_as_real(values) if values.is_complex() else values
-        self._run(lambda group: group.allreduce([real], options))
+        self._begin(lambda group: group.allreduce([real], options))()
 
-    def _all_gather(self, own: Tensor) -> list[Tensor] | None:
-        """The tensors of all replicas like ``own`` [n], in their order; None if this fails."""
-        rows: list[Tensor] = []
+    def _begin(self, collective: Callable[[Any], Any]) -> Callable[[], bool]:
+        """Begin a collective of the manager's process group; wait, and whether it has succeeded."""
 
-        def gather(group: Any) -> Any:
-            rows.extend(torch.empty_like(own) for _ in range(group.size()))
-            return group.allgather([rows], [own], AllgatherOptions())
+        def succeeds(call: Callable[[], Any]) -> bool:
+            try:
+                works.append(call())
+            except Exception as error:  # noqa: BLE001 - backends raise RuntimeErrors, and others
+                self._fail(error)
+                return False
+            return True
 
-        return rows if self._run(gather) else None
-
-    def _run(self, collective: Callable[[Any], Any]) -> bool:
-        """Run a collective of the manager's process group; whether it has succeeded."""
-        if self.manager.errored():
-            return False
-        try:
-            # Not `Manager.allreduce`, which divides by a wrong number in the first step (see
-            # `meet`); for other collectives the manager has no method.
-            collective(self.manager._pg).wait()
-        except Exception as error:  # noqa: BLE001 - backends raise RuntimeErrors, and others
-            self._fail(error)
-            return False
-        return True
+        works: list[Any] = []
+        # Not `Manager.allreduce`, which divides by a wrong number in the first step (see `meet`);
+        # for other collectives the manager has no method.
+        if self.manager.errored() or not succeeds(lambda: collective(self.manager._pg)):
+            return lambda: False
+        return lambda: succeeds(works[0].wait)
 
     def _fail(self, error: BaseException) -> None:
         """Fail the step, and let no other replica wait for this one."""
@@ -380,7 +343,10 @@ class ReplicaGroup:
 
 
 class FixedGroup:
-    """All ranks of a process group, with the methods of a `ReplicaGroup`; none may leave."""
+    """All ranks of a process group as a `ReplicaGroup` from which none may leave.
+
+    All have always reached the same step, and every round counts.
+    """
 
     has_joined = False
     step = history = 0
@@ -395,15 +361,9 @@ class FixedGroup:
         """All replicas are there."""
 
     def meet(self, *extra: int, counts: bool = True) -> Tensor:  # noqa: ARG002
-        """The table: all replicas have reached the same step."""
         return torch.tensor([[1, 0, 0, 0, 0, *extra]] * self.num_replicas)
 
-    def counted(self) -> list[bool]:
-        """All replicas count."""
-        return [True] * self.num_replicas
-
     def gather(self, own: Tensor) -> Gather:
-        """Begin to exchange ``own`` [n] with all replicas."""
         own = own.to(self._device)
         gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
         work = dist.all_gather(gathered, own, group=self._group, async_op=True)
@@ -411,7 +371,6 @@ class FixedGroup:
         return lambda: (work.wait(), gathered)[1]
 
     def commit(self) -> bool:
-        """Every round counts."""
         return True
 
     def continue_after(self, step: int, history: int) -> None:

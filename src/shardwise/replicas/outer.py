@@ -13,7 +13,9 @@ gathered.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,18 +24,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Optimizer
 
+from shardwise.blockwise import FORMATS, Blocks
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.axes import AxisBytes
 from shardwise.replicas.elastic import check_replica
-from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
-from shardwise.replicas.plan import Outer
+from shardwise.replicas.plan import Outer, partition
 from shardwise.replicas.state import ReplicaState, checksum_of
+from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
-__all__ = ["OuterOptimizer", "optimizer_of", "outer_optimizer"]
+__all__ = ["OuterOptimizer", "fragments_of", "optimizer_of", "outer_optimizer"]
 
 _NONE = -1  # no fragment
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -124,7 +127,8 @@ class OuterOptimizer(Optimizer):
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
-        self._gathers: dict[int, Gather] = {}  # of rounds that have begun, by fragment
+        # Of rounds that have begun, by fragment: the exchange, and which replicas count in it.
+        self._gathers: dict[int, tuple[Gather, list[int]]] = {}
         self._has_met = isinstance(replicas, FixedGroup)  # it may have come back otherwise
         self._hook = optimizer.register_step_post_hook(self._after_step)
         self.group: ReplicaGroup | FixedGroup
@@ -136,21 +140,13 @@ class OuterOptimizer(Optimizer):
             self.group = ReplicaGroup(replicas, self._state, description, is_continuous=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Not for users: steps of the model's optimizer also step the outer optimizer.
-
-        Raises:
-            StepError: always.
-        """
+        """Raise a StepError: steps of the model's optimizer also step the outer optimizer."""
         raise StepError(
             "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
         )
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Copy the state of ``stateful`` to replicas that join, as it is after a step.
-
-        Raises:
-            PlanError: there is another object with this name.
-        """
+        """Copy the state of ``stateful`` to replicas that join, as it is after a step."""
         self._state.register(name, stateful)
 
     def remove(self) -> None:
@@ -231,14 +227,14 @@ class OuterOptimizer(Optimizer):
     def _receive(self, fragment: int) -> None:
         """End a round; repeat it if it has failed."""
         while True:
-            packed = [] if fragment == _NONE else self._gathers.pop(fragment)()
+            gather, counted = self._gathers.pop(fragment, (list, []))
+            packed = gather()
             if self.group.commit():
                 break
             fragment = self._begin(fragment)
         if fragment != _NONE:
             assert packed is not None
-            counted = zip(packed, self.group.counted(), strict=True)
-            self._apply(self.fragments[fragment], [one for one, counts in counted if counts])
+            self._apply(self.fragments[fragment], [packed[replica] for replica in counted])
         self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
 
     def _begin(self, fragment: int) -> int:
@@ -259,12 +255,15 @@ class OuterOptimizer(Optimizer):
             for one in self.state.values():  # differences that the other replica has in transit
                 one.pop(_SENT, None)
         table = self.group.meet(checksum, fragment, self.local_steps, counts=counts)
+        rows = [] if table is None else table.tolist()
+        counted = [replica for replica, row in enumerate(rows) if row[0]]
         if table is not None:
-            rows = [row for row in table.tolist() if row[0]]  # those that count
-            *_, fragment, options["local_steps"] = rows[0] if rows else (_NONE, self.local_steps)
+            first = rows[counted[0]] if counted else (_NONE, self.local_steps)
+            *_, fragment, options["local_steps"] = first
         if fragment != _NONE:
             own = [self._difference(p) for p in self.fragments[fragment].parameters]
-            self._gathers[fragment] = self.group.gather(self.fragments[fragment].pack(own))
+            gather = self.group.gather(self.fragments[fragment].pack(own))
+            self._gathers[fragment] = gather, counted
             sent = self._message_bytes(fragment)
             self.sent_bytes += sent
             self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
@@ -293,7 +292,7 @@ class OuterOptimizer(Optimizer):
     def _message_bytes(self, fragment: int) -> int:
         return self.fragments[fragment].packed_bytes * (self.group.num_replicas - 1)
 
-    def _apply(self, fragment: Fragment, packed: Sequence[Tensor]) -> None:
+    def _apply(self, fragment: "Fragment", packed: Sequence[Tensor]) -> None:
         """Step the shared parameters, and update this replica's parameters from them."""
         parameters = fragment.parameters
         self._step_shared(parameters, fragment.mean(packed))
@@ -327,10 +326,91 @@ class OuterOptimizer(Optimizer):
 
 
 def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """The tensor that is sharded like ``parameter`` and of which this rank stores ``local``."""
     return cast("Sharding", sharding_of(parameter)).wrap(local.reshape(-1))
 
 
 def optimizer_of(outer: Outer, parameters: list[Any]) -> Any:
     """The outer optimizer of ``parameters``."""
     return (outer.optimizer or _DILOCO)(parameters)
+
+
+# -- fragments -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Parameters that are synchronized together, and the format of their differences."""
+
+    parameters: Sequence[Tensor]
+    dtype: str  # see `Outer`
+    block: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of real numbers in this rank's shard of each parameter."""
+        return [_real(local_of(p)).numel() for p in self.parameters]
+
+    @property
+    def packed_bytes(self) -> int:
+        """The number of bytes that `pack` returns."""
+        if self.dtype in FORMATS:
+            return Blocks(self.dtype, self.block).num_bytes(sum(self.sizes))
+        return sum(self.sizes) * self._torch_dtype.itemsize
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Encode one tensor per parameter as uint8 [packed_bytes], on the same device."""
+        flat = torch.cat([_real(tensor).reshape(-1).to(self._wide_dtype) for tensor in tensors])
+        if self.dtype not in FORMATS:
+            return flat.to(self._torch_dtype).view(torch.uint8)
+        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8, device=flat.device)
+        Blocks(self.dtype, self.block).encode(flat, packed)
+        return packed
+
+    def mean(self, packed: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of packed tensors, as a 1-D tensor per parameter, in the parameter's dtype.
+
+        The same bytes in the same order give the same bits.
+        """
+        device = local_of(self.parameters[0]).device
+        total = torch.zeros(sum(self.sizes), dtype=self._wide_dtype, device=device)
+        for one in packed:
+            if self.dtype in FORMATS:
+                values = torch.empty_like(total)
+                Blocks(self.dtype, self.block).decode(one.to(device), values)
+                total += values
+            else:
+                total += one.to(device).view(self._torch_dtype)
+        parts = torch.split(total.div_(len(packed)), self.sizes)
+        return [_as_dtype(part, p.dtype) for part, p in zip(parts, self.parameters, strict=True)]
+
+    @property
+    def _torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def _wide_dtype(self) -> torch.dtype:
+        """The dtype in which differences are averaged."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        part = torch.complex(*part.view(-1, 2).unbind(1))
+    return part.to(dtype)
+
+
+def fragments_of(runtime: Runtime, outer: Outer) -> list[Fragment]:
+    """Divide the trainable parameters of ``runtime`` into ``outer.fragments`` sets of units."""
+    units = [
+        [p.sharded for p in unit.parameters if p.sharded.requires_grad] for unit in runtime.units
+    ]
+    parts = partition([sum(p.numel() for p in unit) for unit in units], outer.fragments)
+    return [
+        Fragment(list(chain.from_iterable(units[i] for i in part)), outer.dtype, outer.block)
+        for part in parts
+    ]

@@ -78,24 +78,12 @@ class Outer:
         """The fragments that are synchronized after local step ``step``."""
         return self.sent_after(step - self.delay)
 
-    def in_flight_after(self, step: int) -> dict[int, int]:
-        """The fragments whose differences are being sent, and the steps after which that began."""
-        return {
-            fragment: sent
-            for sent in range(max(1, step - self.delay + 1), step + 1)
-            for fragment in self.sent_after(sent)
-        }
-
     def _phase(self, fragment: int) -> int:
         return (fragment + 1) * self.every // self.fragments
 
 
 def partition(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide the indices of ``sizes`` into parts of about equal sums, none of them empty.
-
-    Raises:
-        PlanError: there are fewer sizes than parts.
-    """
+    """Divide the indices of ``sizes`` into parts of about equal sums, none of them empty."""
     used = [index for index, size in enumerate(sizes) if size]
     if len(used) < num_parts:
         raise PlanError(

@@ -2,7 +2,7 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shardwise.comm.device import random_states, set_random_states
 from shardwise.errors import PlanError
 from shardwise.runtime.module import runtime_of_root
+from shardwise.runtime.optimizers import parameters_of
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["ReplicaState", "checksum_of"]
@@ -55,11 +56,7 @@ class ReplicaState:
         )
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Add an object that has a state.
-
-        Raises:
-            PlanError: there is another object with this name.
-        """
+        """Add an object that has a state; raise a PlanError if there is another of this name."""
         if name in self._registered:
             raise PlanError(f"register({name!r}): there is another object with this name")
         self._registered[name] = stateful
@@ -100,8 +97,7 @@ class ReplicaState:
     def load(self, state: dict[str, Any]) -> None:
         """Load what `save` returned on the same rank of another replica.
 
-        Raises:
-            PlanError: the replica has other objects, optimizers or shards. Nothing was loaded.
+        Before anything is loaded, raise a PlanError if that has other objects or shards.
         """
         names, own = sorted(state["registered"]), sorted(self._registered)
         if names != own:
@@ -130,17 +126,9 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     """The checksum of this rank's shards of ``tensors``."""
     total = 0
     for tensor in tensors:
-        flat = _local(tensor).detach().cpu().contiguous().reshape(-1)
+        flat = local_of(tensor).detach().cpu().contiguous().reshape(-1)
         total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
     return total
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -154,22 +142,17 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             return None, True, value
         shape = list(value.shape) if isinstance(value, DTensor) else None
-        return shape, value.is_cpu, _local(value).detach()
+        return shape, value.is_cpu, local_of(value).detach()
 
+    states = [optimizer.state.get(one, {}).items() for one in parameters_of(optimizer)]
+    groups = [group.items() for group in optimizer.param_groups]
     return {
-        "states": [
-            {key: described(value) for key, value in optimizer.state.get(one, {}).items()}
-            for one in _parameters(optimizer)
-        ],
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
+        "states": [{key: described(value) for key, value in state} for state in states],
+        "groups": [{key: value for key, value in group if key != "params"} for group in groups],
     }
 
 
 def _check_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Raise a PlanError if ``groups`` belong to another kind of optimizer."""
     own = optimizer.param_groups
     needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
     if len(groups) != len(own) or any(needed - group.keys() for group in groups):
@@ -185,30 +168,24 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         group.update(options)
     # Optimizers whose states are cut differently from their parameters have this method.
     make = getattr(optimizer, "empty_state", None)
-    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
+    for parameter, state in zip(parameters_of(optimizer), saved["states"], strict=True):
         optimizer.state.pop(parameter, None)
         for key, (shape, is_on_host, value) in state.items():
             if isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
                 value = (value if is_on_host else value.to(parameter.device)).clone()  # noqa: PLW2901
             if shape is not None:
-                value = _sharded(parameter, key, shape, value, make)  # noqa: PLW2901
+                made = make and make(parameter, key, shape, value.dtype)
+                value = _sharded(parameter, key, value, made)  # noqa: PLW2901
             optimizer.state[parameter][key] = value
 
 
-def _sharded(
-    parameter: Tensor,
-    key: str,
-    shape: list[int],
-    value: Tensor,
-    make: Callable[..., Tensor | None] | None,
-) -> Tensor:
-    """The sharded state whose elements on this rank are ``value``."""
-    made = None if make is None else make(parameter, key, shape, value.dtype)
+def _sharded(parameter: Tensor, key: str, value: Tensor, made: Tensor | None) -> Tensor:
+    """The sharded state whose elements on this rank are ``value``, in ``made`` if given."""
     if made is None:
         sharding = sharding_of(parameter)
         assert sharding is not None
         return sharding.wrap(value.reshape(-1))
-    local = _local(made)
+    local = local_of(made)
     if local.numel() != value.numel():
         raise PlanError(
             f"{key}: this rank has {local.numel()} elements, the same rank of the other replica "

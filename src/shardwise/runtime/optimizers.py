@@ -16,7 +16,7 @@ from shardwise._private import accumulated_gradient_hooks, gradient_hooks
 from shardwise.errors import PlanError
 from shardwise.runtime.accumulation import is_unreduced
 
-__all__ = ["current", "replace", "restore_ties", "watch_optimizers"]
+__all__ = ["current", "parameters_of", "replace", "restore_ties", "watch_optimizers"]
 
 
 class ReplacedParameter(nn.Parameter):
@@ -49,6 +49,11 @@ def replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
 def current(parameter: Tensor) -> Tensor:
     """The parameter that replaced ``parameter``, or ``parameter`` itself."""
     return parameter._sharded if isinstance(parameter, ReplacedParameter) else parameter
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of ``optimizer``, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def restore_ties(root: nn.Module) -> None:

@@ -152,8 +152,7 @@ def _own_elements(source: Source, ranks: Ranks) -> Tensor | None:
     group = group_of(tensor, ranks)
     if ranks.to not in group or ranks.own not in group:
         return None
-    own = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return own.detach().reshape(-1)
+    return local_of(tensor).detach().reshape(-1)
 
 
 def _positions(tensor: Tensor, indices: Tensor) -> Tensor:
