@@ -85,12 +85,7 @@ _Point = tuple[float, float, float]  # flops, bytes, seconds
 
 
 def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibration:
-    """Measure this machine with each of several numbers of local ranks.
-
-    Args:
-        num_ranks: numbers of ranks; with GPUs, at most the number of GPUs.
-        report: called with the name of each measurement when it begins.
-    """
+    """Measure this machine with each number of local ranks; ``report`` is told what begins."""
     ranks: dict[int, RanksCalibration] = {}
     for size in num_ranks:
         report(f"{size} rank{'s' * (size > 1)}")
@@ -142,12 +137,9 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
 
 
 def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> RanksCalibration:
-    """Measure this machine, on every rank of ``world``.
+    """Measure this machine on every rank of ``world`` at the same time.
 
-    Args:
-        world: the ranks, which measure at the same time.
-        times: maximum number of times that each operation is timed.
-        steps: steps of sharded models, for the collectives.
+    Each operation is timed up to ``times`` times, and sharded models are trained for ``steps``.
     """
     points: defaultdict[str, list[_Point]] = defaultdict(list)
     overhead: dict[torch.dtype, float] = {}  # per operation of the smallest model

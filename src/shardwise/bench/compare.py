@@ -42,12 +42,7 @@ SHARE_OF_MEMORY = 0.6  # the rest is for activations and other processes
 
 
 def run(options: BenchOptions) -> None:
-    """Compare the engines that ``options`` name, on local CPU ranks.
-
-    Raises:
-        ConfigError: an option is not valid; nothing has been started.
-        RankError: an engine failed.
-    """
+    """Compare the engines that ``options`` name, on local CPU ranks."""
     options.check()
     check_place()
     setting = Setting(
@@ -162,10 +157,7 @@ def _without_engine(setting: Setting, name: str) -> str:
 def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:
     """Group the engines that share processes; each group starts with the base.
 
-    Args:
-        setting: has the engines, the base first.
-        num_parameters: parameters of the model.
-        available_bytes: memory of the machine; 0 if unknown, which puts all engines into one heat.
+    ``available_bytes`` of the machine are 0 if unknown, which puts all engines into one heat.
     """
     base, *others = setting.engines
     limit = int(SHARE_OF_MEMORY * available_bytes)

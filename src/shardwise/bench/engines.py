@@ -175,11 +175,7 @@ ENGINES = {row.name: row for row in (*_ROWS, *_ALONE)}
 
 
 def choose_engines(options: BenchOptions) -> tuple[str, ...]:
-    """Return the names of the rows that ``options`` select, the base first.
-
-    Raises:
-        ConfigError: an engine is unknown or cannot run here.
-    """
+    """Return the names of the rows that ``options`` select, the base first."""
     peers = _choose("--vs", options.vs, [row for row in _ROWS if not row.is_ours], options)
     ours = _choose("--ours", options.ours, [row for row in _ROWS if row.is_ours], options)
     return tuple(dict.fromkeys((BASE, *peers, *ours)))

@@ -95,14 +95,9 @@ def interleave(
     warm_up: int = 0,
     visible: bool = True,
 ) -> list[Round]:
-    """Measure every case once per round, in rotating order.
+    """Measure every case once per round, in rotating order; discard ``warm_up`` rounds.
 
-    Args:
-        cases: functions by name; called with the number of the round, from 0.
-        rounds: number of rounds to return.
-        title: title of the progress bar.
-        warm_up: number of rounds before these, which are discarded.
-        visible: whether to show progress.
+    Cases are called with the number of the round, from 0.
     """
     names, measured = tuple(cases), []
     started = time.perf_counter()
@@ -129,10 +124,7 @@ def merge(
 ) -> list[Round]:
     """Merge the ranks of each round, and mark noisy rounds.
 
-    Args:
-        by_rank: the rounds of each rank.
-        worst: figures to merge by the maximum over ranks; others are merged by the mean. None: all
-            figures.
+    Of the figures ``worst`` (None: all), the maximum over ranks counts; of others, the mean.
     """
     limit = NOISE * statistics.median(round_.reference_seconds for round_ in by_rank[0])
     return [
@@ -185,12 +177,7 @@ def _quiet(rounds: Sequence[Round], case: str) -> list[Round]:
 def run_ranks(
     num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
 ) -> list[T]:
-    """Call ``function(world, *args)`` on new local CPU ranks; return the results by rank.
-
-    Raises:
-        ConfigError: a launcher started this process, or the machine has GPUs.
-        RankError: a rank raised or died.
-    """
+    """Call ``function(world, *args)`` on new local CPU ranks; return the results by rank."""
     check_place()
     return run_on_local_ranks(num_ranks, function, *args)
 

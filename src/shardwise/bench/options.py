@@ -40,11 +40,7 @@ class BenchOptions:
     out: Path | None = None  # a directory; None: a new one under runs/
 
     def check(self) -> None:
-        """Check the values of the options.
-
-        Raises:
-            ConfigError: an option has an invalid value.
-        """
+        """Raise a ConfigError if an option has an invalid value."""
         least = {"ranks": 2, "rounds": 2, "sequence": 1, "batch": 1}
         for option, value in least.items():
             got = getattr(self, option)
@@ -79,11 +75,7 @@ class Setting:
 
 
 def read_shape(size: str, sequence: int) -> Shape:
-    """Return the model of ``--size``: a row of `SIZES`, or [model] of a configuration file.
-
-    Raises:
-        ConfigError: ``size`` is neither.
-    """
+    """Return the model of ``--size``: a row of `SIZES`, or [model] of a configuration file."""
     sizes = {name.lower(): shape for name, shape in SIZES.items()}
     if size.lower() in sizes:
         return replace(sizes[size.lower()], context=sequence)
@@ -94,11 +86,7 @@ def read_shape(size: str, sequence: int) -> Shape:
 
 
 def check_choices(option: str, choices: Sequence[str], known: Sequence[str]) -> None:
-    """Check that ``choices`` is not empty and has only ``known`` values.
-
-    Raises:
-        ConfigError: the message names the ``option`` and the nearest known value.
-    """
+    """Raise a ConfigError if ``choices`` is empty or has others than the ``known`` values."""
     if not choices:
         raise ConfigError(
             f"{option}: expected one of {', '.join(known)}, or several separated by commas"

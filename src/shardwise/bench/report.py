@@ -70,11 +70,7 @@ class Comparison:
 
 
 def make_directory(out: Path | None, size: str) -> Path:
-    """Make the directory ``out``, or a new one under runs/.
-
-    Raises:
-        ConfigError: the directory cannot be made or is not empty.
-    """
+    """Make the empty directory ``out``, or a new one under runs/."""
     try:
         if out is None:
             name = f"bench-{Path(size).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -209,11 +205,7 @@ def _bytes(number: float) -> str:
 
 
 def _draw(path: Path, compared: Comparison) -> None:
-    """Draw one line per engine, with a panel for each measurement.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
-    """
+    """Draw one line per engine, with a panel for each measurement."""
     PackageMissing.check("matplotlib", extra="bench", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional; takes a second to import)
 

@@ -86,11 +86,7 @@ class Spec:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> Spec:
-    """The Spec of ``tensor`` under ``name``, with its global shape.
-
-    Raises:
-        CheckpointError: safetensors does not support its dtype.
-    """
+    """The Spec of ``tensor``, with its global shape; a CheckpointError if its dtype has no name."""
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
             f"{name}: safetensors has no {tensor.dtype}; convert it, for example with "
@@ -172,14 +168,8 @@ def index_of(files: Sequence[File]) -> bytes:
 def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, tuple[Spec, int]]:
     """The tensors of a file by name, with their offsets after the header.
 
-    Args:
-        file: the path, for messages.
-        header: the JSON.
-        data_bytes: the size of the rest of the file, which the tensors must fill without overlaps.
-
-    Raises:
-        CheckpointDamaged: the header is malformed; names the tensor.
-        CheckpointError: a dtype is unknown.
+    They must fill ``data_bytes``, the rest of the file, without overlaps. Otherwise, a
+    CheckpointDamaged names the tensor.
     """
     found: dict[str, tuple[Spec, tuple[int, int]]] = {}
     try:
@@ -196,11 +186,7 @@ def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, tuple[S
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
-
-    Raises:
-        ValueError: it is not JSON, or an object has a key twice; names the key.
-    """
+    """The value of a JSON text in UTF-8; a ValueError also if an object has a key twice."""
     return json.loads(content.decode(), object_pairs_hook=_unique)
 
 
@@ -227,11 +213,7 @@ def _parse_entry(key: str, entry: Any) -> tuple[Spec, tuple[int, int]]:
 
 
 def _check_ranges(found: Mapping[str, tuple[Spec, tuple[int, int]]], data_bytes: int) -> None:
-    """Raise unless the tensors fill the file from the first to the last byte.
-
-    Raises:
-        ValueError: names the tensor.
-    """
+    """Raise a ValueError unless the tensors fill the file from the first to the last byte."""
     position, last = 0, "the header"
     for key, (spec, (start, stop)) in sorted(found.items(), key=lambda item: item[1][1]):
         if stop - start != spec.num_bytes:

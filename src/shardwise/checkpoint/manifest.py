@@ -67,9 +67,8 @@ class Manifest:
     def parse(content: bytes, where: str) -> "Manifest":
         """Parse the result of `render`.
 
-        Raises:
-            CheckpointDamaged: ``content`` is damaged or malformed; names the entry.
-            CheckpointError: another release wrote it.
+        Raise a CheckpointDamaged if ``content`` is malformed, a CheckpointError if another release
+        wrote it.
         """
         try:
             body = json.loads(content)["manifest"]
@@ -178,11 +177,7 @@ _OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, so that er
 
 
 def _manifest(body: _Body) -> Manifest:
-    """The Manifest that ``body`` describes.
-
-    Raises:
-        ValueError: ``body`` contradicts itself.
-    """
+    """The Manifest that ``body`` describes; a ValueError if it contradicts itself."""
     sums: dict[str, dict[str, list[int]]] = {name: {} for name in body.components}
     return Manifest(
         {name: _component(name, part, sums[name]) for name, part in body.components.items()},

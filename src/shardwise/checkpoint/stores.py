@@ -43,10 +43,8 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 def folder_at(place: str | os.PathLike[str]) -> "Folder":
     """The folder at a path or URL, which need not exist. Relative paths are resolved immediately.
 
-    Stores take their options, such as credentials, from fsspec's configuration.
-
-    Raises:
-        CheckpointError: ``place`` is neither a path nor a URL, or fsspec cannot open the URL.
+    Stores take their options, such as credentials, from fsspec's configuration. Raise a
+    CheckpointError if ``place`` is neither, or if fsspec cannot open the URL.
     """
     if not isinstance(place, str | os.PathLike) or not isinstance(os.fspath(place), str):
         hint = "; sw.latest found no checkpoint" if place is None else ""

@@ -57,8 +57,7 @@ class _Batch:
 def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     """Send all files of ``job`` except the manifest; return the checksums of this rank's bytes.
 
-    Raises:
-        CheckpointError: on all ranks, after every upload has been discarded.
+    An error is raised on all ranks, after every upload has been discarded.
     """
     holders = _holders(job.slices, ranks)
     assigned = assign_files(job.files, ranks.size)

@@ -36,11 +36,7 @@ _FLUSH_BYTES = 8 << 20  # saves were not faster with 1 MiB or 32 MiB
 
 
 def write(job: WriteJob, ranks: Coordinator) -> None:
-    """Write the slices of all ranks; an error on one rank is raised on all.
-
-    Raises:
-        CheckpointError: a rank failed. Written files are removed if possible.
-    """
+    """Write the slices of all ranks; after an error, remove the files and raise it on all."""
     owner: Owner | None = None  # on rank 0
     try:
         with ranks.raises_together("prepare the directory"):
@@ -181,11 +177,7 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
-    """Open a file that other ranks also write to; it is synced to disk at the end of the block.
-
-    Raises:
-        OSError: names the path.
-    """
+    """Open a file that other ranks also write to; it is synced to disk at the end of the block."""
     path = folder.target / name
     try:
         descriptor = open_unlinked(path, os.O_WRONLY | os.O_CREAT)

@@ -56,12 +56,7 @@ class VerifyOptions:
     granularity: str | None = None  # None: the default, or what the optimizer needs
 
     def check(self) -> None:
-        """Find errors in the options before any rank is started.
-
-        Raises:
-            ConfigError: the model does not exist, or an option is not valid.
-            PlanError: a strategy does not exist.
-        """
+        """Raise a ConfigError or a PlanError for an invalid option, before any rank is started."""
         if self.steps < 1:
             raise ConfigError(f"--steps {self.steps}: expected 1 or more")
         if self.corrupt is not None and self.model is None:
@@ -98,12 +93,7 @@ class VerifyOptions:
             )
 
     def sharding(self) -> dict[str, Any]:
-        """The arguments of `fully_shard` that the options set.
-
-        Raises:
-            PlanError: the formats of the wire are not valid.
-            ConfigError: the wire is malformed.
-        """
+        """The arguments of `fully_shard` that the options set."""
         # 8-bit states do not support parameters that are cut by element.
         granularity = self.granularity or ("row" if self._has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
@@ -118,11 +108,7 @@ class VerifyOptions:
         return parse_wire(self.wire)
 
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh's dims by name; empty without a mesh.
-
-        Raises:
-            ConfigError: the mesh is malformed, or no engine is given.
-        """
+        """The sizes of the mesh's dims by name; empty without a mesh."""
         if self.mesh is None:
             return {}
         if self.engine is None:
@@ -138,13 +124,7 @@ class VerifyOptions:
 
 
 def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
-    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default).
-
-    Raises:
-        VerificationError: the results of a strategy differ from those of one process.
-        ConfigError, PlanError: the options are not valid.
-        RankError: a local rank failed.
-    """
+    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default)."""
     env = read_rank_env(os.environ)
     if env is not None:
         _join(options, env, nproc)
@@ -208,11 +188,7 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
 
 
 def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
-    """Create the mesh of ``--mesh``.
-
-    Raises:
-        ConfigError: the mesh has a different number of ranks.
-    """
+    """The mesh of ``--mesh``."""
     dims = options.dims()
     if not dims:
         return None

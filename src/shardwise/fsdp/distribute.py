@@ -22,14 +22,8 @@ __all__ = ["group_of", "receive", "shard_like"]
 def shard_like(value: Any, parameter: Tensor) -> Any:
     """A copy of ``value``, a state of ``parameter``, sharded like the parameter.
 
-    Args:
-        value: the full tensor, this rank's elements of it [n], a tensor that is sharded in any way
-            (every rank must then call this), or a value that is not sharded, such as a number of
-            steps.
-        parameter: sharded or not.
-
-    Raises:
-        PlanError: ``value`` has neither the shape of the parameter nor that of its local shard.
+    ``value`` is the full tensor, this rank's elements of it [n], a tensor that is sharded in any
+    way (every rank must then call this), or something else, such as a number of steps.
     """
     if not isinstance(value, Tensor):
         return value

@@ -107,11 +107,7 @@ def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:
 
 
 def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None) -> set[Any]:
-    """The parameters with sharded states on the first rank.
-
-    Raises:
-        StateError: another rank lacks some of these states.
-    """
+    """The parameters with sharded states on the first rank; a StateError if another lacks some."""
     own = {name for name, entries in states.items() if _is_sharded(entries)}
     first: set[Any] = broadcast_object(own, group)
     for rank, missing in enumerate(gather_objects(sorted(first - own, key=str), group)):

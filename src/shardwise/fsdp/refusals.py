@@ -28,11 +28,7 @@ def check_as_fsdp2(
     place: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Raise for modules, parameters, placements and meshes that FSDP2 does not accept.
-
-    Raises:
-        PlanError: it is also of the type that FSDP2 raises.
-    """
+    """Raise for modules, parameters, placements and meshes that FSDP2 does not accept."""
     _check_mesh(mesh)
     ignored_ids = {id(parameter) for parameter in ignored}
     for module in modules:

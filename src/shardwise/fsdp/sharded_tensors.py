@@ -57,9 +57,6 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     """This rank's part of ``value`` under ``sharding``.
 
     Every rank must call this, because it gathers ``value``.
-
-    Raises:
-        PlanError: the size of ``value`` does not fit, or ranks outside the group hold shards of it.
     """
     group, metadata = shard_group(sharding.mesh), value.metadata()
     if metadata.size.numel() != sharding.shape.numel():

@@ -173,11 +173,7 @@ def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Te
 
 
 def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
-    """``value`` in the form that state dicts of ``kind`` contain. All ranks must call this.
-
-    Raises:
-        StateError: ``kind`` is flattened and the model has a device mesh.
-    """
+    """``value`` in the form that state dicts of ``kind`` contain. All ranks must call this."""
     if not isinstance(value, DTensor):
         return value.cpu() if to_cpu and isinstance(value, Tensor) else value
     if kind is StateDictType.FULL_STATE_DICT:

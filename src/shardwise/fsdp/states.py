@@ -19,12 +19,7 @@ def materialize(
     device: torch.device | None,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one.
-
-    Raises:
-        PlanError: a module has no ``reset_parameters()`` and ``param_init_fn`` is None, or
-            ``param_init_fn`` is not callable or left a module on the meta device.
-    """
+    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise PlanError(f"Expected param_init_fn={param_init_fn!r} to be callable")
     for name, inner in list(module.named_modules()):

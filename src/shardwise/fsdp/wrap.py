@@ -74,9 +74,6 @@ def wrap_children(
     """Wrap the modules inside ``root`` that ``policy`` chooses, innermost first.
 
     Modules that mixed precision leaves in full precision are also wrapped, without mixed precision.
-
-    Raises:
-        PlanError: ``root`` contains a module that is already wrapped.
     """
     _check_none_wrapped(root, wrapper, ignored_modules)
     classes = _full_precision_classes(options)

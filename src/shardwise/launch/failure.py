@@ -12,15 +12,11 @@ __all__ = ["first_failure"]
 
 
 def first_failure(error: ChildFailedError, logs: Path) -> RankError:
-    """Return the error of the rank that failed first.
+    """The error of the rank that failed first, from the files <logs>/.../<rank>/error.json.
 
     The launcher reports the rank whose exit it saw first. This may be a different rank, because
     every rank that waits for a failed rank fails too. The order is given by the modification times
     of the files that ranks write when they raise.
-
-    Args:
-        error: raised by the launcher.
-        logs: the launcher's log directory, with files <logs>/.../<rank>/error.json.
     """
     files = sorted(logs.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
     rank, failure = error.get_first_failure()

@@ -41,16 +41,8 @@ def run_on_local_ranks(
 ) -> list[T]:
     """Call ``function(world, *args)`` in ``num_ranks`` new processes; return the results by rank.
 
-    Args:
-        num_ranks: number of ranks on this machine, 1 or more.
-        function: defined at module level, because the function, its arguments and its results are
-            pickled.
-        args: arguments of the function.
-
-    Raises:
-        RankError: a rank raised or died; the others were stopped.
-        KeyboardInterrupt: SIGINT stopped the ranks.
-        SystemExit: another signal stopped the ranks.
+    The function, its arguments and its results are pickled. Raise a RankError if a rank raised or
+    died, KeyboardInterrupt after SIGINT, and SystemExit after another signal.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _quiet_launcher():
         launch = elastic_launch(_launch_config(num_ranks, Path(logs)), _run_rank)
@@ -66,11 +58,7 @@ def run_on_local_ranks(
 
 
 def check_num_ranks(num_ranks: int, option: str) -> None:
-    """Raise an error if this machine cannot start ``num_ranks`` local ranks.
-
-    Raises:
-        ConfigError: names the ``option`` that sets the number.
-    """
+    """Raise a ConfigError, which names ``option``, if this machine cannot start that many ranks."""
     if num_ranks < 1:
         raise ConfigError(f"{option}: expected 1 or more ranks")
     count = num_local_accelerators()

@@ -83,13 +83,9 @@ class _Messages:
 
 
 class MatrixExchange:
-    """The parameters of one mesh and dtype, with their owners.
+    """The parameters of one mesh and dtype, and their owners, which work on ``device``.
 
-    Args:
-        members: the same on all ranks, in the same order.
-        dtype: dtype of messages, and of the matrices that owners work on.
-        device: the device on which owners work.
-        name: name of the optimizer.
+    ``members`` are the same on all ranks, in the same order.
     """
 
     def __init__(
@@ -120,11 +116,7 @@ class MatrixExchange:
 
     @contextlib.contextmanager
     def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
-        """Update the members at ``indices``; the first parts move during the ``with`` block.
-
-        Raises:
-            StepError: another rank raised, is lost or steps other members.
-        """
+        """Update the members at ``indices``; the first parts move during the ``with`` block."""
         comm = None if self.mesh is None else communicator(self.mesh.world, self.device)
         if not indices:
             yield

@@ -208,9 +208,7 @@ def to_json(line: Line) -> str:
 def read_recording(directory: Path) -> tuple[RankRecording, ...]:
     """Read the files of all ranks of the run in ``directory``, in rank order.
 
-    Raises:
-        ConfigError: there is no recording.
-        RecordingError: a file is damaged (the message names file and line), or one is missing.
+    A RecordingError names the file and the line of damage, or the ranks whose files are missing.
     """
     paths = sorted((directory / "recording").glob("rank-*.jsonl"))
     if not paths:

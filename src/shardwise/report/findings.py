@@ -76,11 +76,7 @@ def savings(finding: Finding, step_seconds: float) -> list[str]:
 
 
 def find(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """Return what slows the recorded steps down, the most costly first.
-
-    Raises:
-        RecordingError: no update was recorded with all its events.
-    """
+    """Return what slows the recorded steps down, the most costly first."""
     measured = measure(ranks)
     run = _Run(ranks, measured, measured.replayed())
     findings = [finding for check in _CHECKS for finding in check(run)]

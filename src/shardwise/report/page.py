@@ -24,15 +24,7 @@ def render(
     findings: Sequence[Finding],
     charts: Sequence[Chart],
 ) -> str:
-    """Render the page as HTML.
-
-    Args:
-        title: the run's name.
-        ranks: the recording of the run.
-        summary: the summary of the recording.
-        findings: the findings, most costly first.
-        charts: values over the steps of the run.
-    """
+    """Render the page as HTML; ``charts`` are values over the steps of the run."""
     header = ranks[0].header
     lines = [Timeline(rank) for rank in ranks]
     shown = {"findings": bool(findings), "run": bool(charts)}

@@ -18,20 +18,9 @@ __all__ = ["report"]
 def report(
     directory: Path, output: Path | None, trace: Path | None, console: Console
 ) -> list[Path]:
-    """Write the page of the run in ``directory`` and print its findings.
+    """Write the page of the run in ``directory``, print its findings, and return the files written.
 
-    Args:
-        directory: the run's directory.
-        output: where to write the page; None: ``report.html`` in ``directory``.
-        trace: where to write a trace for Perfetto; None: write none.
-        console: output console.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ConfigError: there is no recording.
-        RecordingError: none of its steps is complete on all ranks.
+    The page is ``output``, by default ``report.html`` in ``directory``; ``trace`` is for Perfetto.
     """
     ranks = read_recording(directory)
     summary = summarize(ranks)

@@ -218,10 +218,8 @@ def _shuffled(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 def open_corpus(config: Config) -> Corpus:
     """Open the standard library, the files of a directory, or a single file.
 
-    The first run that uses a set of documents tokenizes them.
-
-    Raises:
-        ConfigError: there is no such text, or none of its tokens would count in the loss.
+    The first run that uses a set of documents tokenizes them. Raise a ConfigError if there is no
+    such text, or if none of its tokens would count in the loss.
     """
     data = config.data
     tokenizer = config.tokenizer

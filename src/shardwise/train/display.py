@@ -196,11 +196,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
-    """Draw the losses, their mean over a fiftieth of the run, and the validation losses.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
-    """
+    """Draw the losses, their mean over a fiftieth of the run, and the validation losses."""
     PackageMissing.check("matplotlib", extra="plot", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
 

@@ -35,12 +35,7 @@ class Result:
 
 
 def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink] = ()) -> Result:
-    """Train the model of ``config``, and log each step to ``sinks``.
-
-    Raises:
-        FloatingPointError: the loss or the gradient norm is not finite.
-        CheckpointError: a checkpoint cannot be written, or is damaged.
-    """
+    """Train the model of ``config``, and log each step to ``sinks``."""
     trainer = Trainer(config, world)
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
@@ -71,9 +66,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
 def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
     """Train until the last step; yield the metrics of each step.
 
-    Args:
-        trainer: the state of this rank.
-        seconds: duration of the steps before the run was resumed.
+    ``seconds`` is the duration of the steps before the run was resumed.
     """
     config = trainer.config.train
     step_tokens = config.global_batch * trainer.config.model.context

@@ -39,14 +39,9 @@ class ModelFiles:
 
     @classmethod
     def of(cls, name: str, config: Path | None) -> "ModelFiles":
-        """Find the model that ``name`` stands for.
+        """Find the model that ``name`` stands for: as in `resolve_model`, or the TOML of a run.
 
-        Args:
-            name: as for `resolve_model`, or the TOML file of a run.
-            config: the file that will be written; a built-in model is written beside it.
-
-        Raises:
-            ConfigError: there is no such model.
+        A built-in model will be written beside the file ``config``.
         """
         path = Path(name)
         if path.suffix == ".toml":
@@ -68,11 +63,7 @@ class ModelFiles:
         return cls(model, _base(directory, model, has_tokenizer=False), directory)
 
     def toml_of(self, configuration: Configuration) -> str:
-        """Return a file with which `shardwise train` trains the model in this way.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """The file with which `shardwise train` trains in this way; a ConfigError if it cannot."""
         if self.base is None:
             raise ConfigError(
                 "shardwise train builds a GPT of its own, or models of transformers: pass the TOML "

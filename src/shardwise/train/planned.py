@@ -24,11 +24,7 @@ _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all"
 
 
 def configuration_of(config: Config) -> Configuration:
-    """Return how ``config`` trains.
-
-    Raises:
-        ConfigError: the replicas do not fit the strategy or the ranks, or the optimizer is unknown.
-    """
+    """Return how ``config`` trains; raise a ConfigError if that is impossible."""
     spec = spec_of(config.train)
     shard_size, replicas = _sizes(config)
     return Configuration(
@@ -68,12 +64,7 @@ def configuration_of(config: Config) -> Configuration:
 def config_of(configuration: Configuration, base: Config) -> Config:
     """Return ``base`` changed so that it trains as ``configuration``.
 
-    Args:
-        configuration: how to train.
-        base: the model, the data and all other settings.
-
-    Raises:
-        ConfigError: the trainer cannot train in this way. The message says what it lacks.
+    A ConfigError says what the trainer lacks if it cannot.
     """
     if configuration.tensor == 1:  # these two say nothing
         configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)

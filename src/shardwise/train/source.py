@@ -66,9 +66,5 @@ Source = Gpt | HuggingFace
 
 
 def source_of(config: Config) -> Source:
-    """The source that [model] names.
-
-    Raises:
-        ConfigError: the directory contains no model.
-    """
+    """The source that [model] names; a ConfigError if its directory contains no model."""
     return HuggingFace(config) if config.model.path else Gpt(config)

@@ -35,11 +35,7 @@ class Text:
         return len(self._range)
 
     def read(self, start: int, size: int) -> Bytes:
-        """Return ``size`` bytes from ``start`` on, uint8 [size].
-
-        Raises:
-            ConfigError: a file cannot be read, or is shorter than before.
-        """
+        """Return ``size`` bytes from ``start`` on, uint8 [size]; a ConfigError if one changed."""
         parts = [np.empty(0, np.uint8)]
         start += self._range.start
         index = bisect_right(self._starts, start) - 1

@@ -58,11 +58,7 @@ class Subwords:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Subwords":
-        """Read the tokenizer of a directory.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Read the tokenizer of a directory; raise a ConfigError if there is none."""
         PackageMissing.check("transformers", extra="hf", needed_for="[tokenizer]")
         from transformers import AutoTokenizer  # noqa: PLC0415 (optional, and takes seconds)
 
@@ -120,8 +116,7 @@ class Subwords:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], NDArray[np.bool_]]:
         """Return the tokens of a conversation, and whether the assistant wrote each of them.
 
-        Raises:
-            ConfigError: the template writes a message differently if other messages follow it.
+        Raise a ConfigError if the template writes a message differently when others follow it.
         """
         texts = ["", *(self._render(messages[: n + 1]) for n in range(len(messages)))]
         if not all(text.startswith(start) for start, text in pairwise(texts)):

@@ -151,14 +151,7 @@ class Trainer:
         """Save model, optimizer, step, configuration and random states.
 
         The position in the data is not saved, because it follows from the seed and the step.
-
-        Args:
-            path: path or URL of the checkpoint.
-            keep: number of checkpoints to keep, including this one; None: ``checkpoint.keep``.
-
-        Raises:
-            CheckpointError: this checkpoint, or the previous one if it was saved in the background,
-                cannot be written.
+        ``keep`` checkpoints are kept, including this one; None: ``checkpoint.keep``.
         """
         options = self.config.checkpoint
         outer: dict[str, Any] = {}

@@ -43,8 +43,7 @@ def cut_batches(
 ) -> list[list[Part]]:
     """Return the parts of each batch, by step and part, on ``device`` and in float64.
 
-    Raises:
-        PlanError: a batch differs between ranks, or its rows do not divide evenly over the ranks.
+    Raise a PlanError if a batch differs between ranks, or does not divide evenly over them.
     """
     return [_cut(batch_fn, step, exchange, device) for step in range(num_steps)]
 

@@ -44,8 +44,7 @@ class Judge:
     ) -> Comparison:
         """Train the sharded ``model`` until a step differs from the reference.
 
-        Args:
-            backward: computes the gradients of ``model``; None: the backward of its loss.
+        ``backward`` computes its gradients; None: the backward of its loss.
         """
         optimizer = self.training.optimizer(model)
         loss, gradient, parameter = Worst(), Worst(), Worst()
@@ -98,12 +97,7 @@ class Judge:
         return _worst_of(*self.exchange.gather(worst))
 
     def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
-        """Add the possible causes, if there are any, as the note of ``worst``.
-
-        Args:
-            worst: the largest error of a gradient.
-            gradient: the parameter's gradient, on the ranks that have it.
-        """
+        """Add the possible causes of the error in ``gradient`` as the note of ``worst``."""
         if self.reference is None or worst.note or worst.error <= self.tolerance:
             return worst
         cause = "" if gradient is None else self._cause(worst, _full(gradient))

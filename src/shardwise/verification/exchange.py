@@ -69,12 +69,9 @@ class RankExchange:
         return values
 
     def raise_first(self, problem: str | None) -> None:
-        """Raise the first problem found by any rank on every rank.
+        """Raise the first problem found by any rank on every rank, as a PlanError.
 
         If only one rank raised, the others would wait for it.
-
-        Raises:
-            PlanError: a rank found a problem.
         """
         for rank, found in enumerate(self.gather(problem)):
             if found is not None:

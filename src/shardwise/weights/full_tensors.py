@@ -105,11 +105,7 @@ def _one_by_one(
 
 
 def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
-    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first of them.
-
-    Raises:
-        PlanError: ``to`` is not one of them.
-    """
+    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first one."""
     mesh = checkpoint_mesh([model])
     handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
     device = handles[0].runtime.pools.device if handles else None
@@ -131,9 +127,7 @@ def outputs_of(
 ) -> list[Output]:
     """The selected tensors of ``model``, in the order of its state dict.
 
-    Raises:
-        CheckpointError: one of them is gathered, or has no elements that can be sent.
-        PlanError: an argument is invalid.
+    Raise a CheckpointError if one is gathered, or has no elements that can be sent.
     """
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise PlanError(f"dtype={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
@@ -178,11 +172,7 @@ def outputs_of(
 def _selected(
     outputs: Sequence[Output], patterns: Sequence[str], aliases: Mapping[str, str]
 ) -> list[Output]:
-    """The outputs one of whose names matches one of ``patterns``; tied tensors have several.
-
-    Raises:
-        PlanError: nothing matches a pattern.
-    """
+    """The outputs one of whose names matches one of ``patterns``; tied tensors have several."""
     names = {one.name: [one.name] for one in outputs}
     for alias, name in aliases.items():
         if name in names:
@@ -209,11 +199,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _adapter_of(model: nn.Module) -> str:
-    """The name of the active adapter.
-
-    Raises:
-        PlanError: there is none, or several.
-    """
+    """The name of the only active adapter."""
     active = getattr(model, "active_adapters", [])
     if len(active) != 1:
         raise PlanError(
@@ -263,11 +249,7 @@ def _merged(
 def _adapter_and_scaling(
     name: str, one: Adapted, model: nn.Module, dtype: torch.dtype
 ) -> tuple[str, float]:
-    """The name and the factor of the adapter to add to a weight of ``dtype``.
-
-    Raises:
-        PlanError: it cannot be added.
-    """
+    """The adapter to add to a weight of ``dtype`` and its factor, or a PlanError."""
     layer: Any = model.get_submodule(one.layer)
     adapter = _adapter_of(model)
     if layer.merged_adapters:

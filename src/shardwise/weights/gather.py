@@ -248,13 +248,9 @@ class _Piece:
     def exchange(
         self, ranks: Ranks, group: Sequence[int], own: Tensor, part: Callable[[int], Tensor]
     ) -> None:
-        """Send ``own`` to the receivers in ``group``, and receive the ``part`` of each member.
+        """Send ``own``, contiguous, to the receivers in ``group``; receive each member's ``part``.
 
-        Args:
-            ranks: who receives.
-            group: global ranks.
-            own: contiguous, not empty only if another rank receives it.
-            part: a view of the whole tensor by the position in ``group``; for receivers.
+        ``part`` is a view of the whole tensor, by the position in ``group``.
         """
         nothing = own.reshape(-1)[:0]
         for position, rank in enumerate(group):
