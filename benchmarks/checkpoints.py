@@ -35,7 +35,7 @@ from benchmarks import make_parser
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
-from shardwise.bench.memory import Peak, resident_bytes
+from shardwise.bench.machine import Peak, resident_bytes
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
 from shardwise.forecast.models.transformer import Shape

@@ -64,11 +64,11 @@ UNGUARDED: dict[str, tuple[str, bool]] = {
 # trust its tensors; they never come from a store's keys, a file or another job.
 OWN_RANKS = "the job's own ranks, over their process group"
 ALLOWED: dict[tuple[str, str], str] = {
-    ("checkpoint/unpickling.py", "pickle.Unpickler"): "refuses all names that are not in its table",
+    ("checkpoint/foreign.py", "pickle.Unpickler"): "refuses all names that are not in its table",
     ("checkpoint/foreign.py", "read_metadata"): "of that reader",
-    ("verification/exchange.py", "all_gather_object"): OWN_RANKS,
-    ("fsdp/collectives.py", "all_gather_object"): OWN_RANKS,
-    ("fsdp/collectives.py", "broadcast_object_list"): OWN_RANKS,
+    ("verification/batches.py", "all_gather_object"): OWN_RANKS,
+    ("fsdp/distribute.py", "all_gather_object"): OWN_RANKS,
+    ("fsdp/distribute.py", "broadcast_object_list"): OWN_RANKS,
     ("integrations/uneven_batches.py", "broadcast_object_list"): OWN_RANKS,
     ("launch/world.py", "all_gather_object"): OWN_RANKS,
     ("launch/world.py", "broadcast_object_list"): OWN_RANKS,

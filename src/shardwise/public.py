@@ -29,8 +29,7 @@ from shardwise.forecast.view.estimate import Estimate, estimate
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.join import join
-from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
-from shardwise.optim.tokens import backward, token_weight
+from shardwise.optim.tokens import backward, leaf_mean, leaf_rng, leaves, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy

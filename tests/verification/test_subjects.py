@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.run_verify import BUILT_IN
+from shardwise.cli.run_verify import BUILT_IN, find_subjects
 from shardwise.errors import ConfigError
-from shardwise.verification.families import FAMILIES
-from shardwise.verification.subjects import find_subjects
+from shardwise.verification.models import FAMILIES
 
 OWN = """
 from torch import nn, ones

@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round, interleave
-from shardwise.bench.memory import (
+from shardwise.bench.machine import (
     Peak,
     SharedMemoryUse,
     allocated_bytes,

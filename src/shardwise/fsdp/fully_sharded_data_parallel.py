@@ -18,9 +18,8 @@ from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
-from shardwise.fsdp.collectives import broadcast_tensors
+from shardwise.fsdp.distribute import broadcast_tensors
 from shardwise.fsdp.errors import WrapperError
-from shardwise.fsdp.eval_precision import EvalPrecision
 from shardwise.fsdp.local_states import use_local_states
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
@@ -33,7 +32,7 @@ from shardwise.fsdp.options import (
     resolve_ignored,
     resolve_ranks,
 )
-from shardwise.fsdp.states import buffer_dtypes, materialize, move, preserved_buffers
+from shardwise.fsdp.states import EvalPrecision, buffer_dtypes, materialize, move, preserved_buffers
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.unpickling import DataPlanner, DataReader
+from shardwise.checkpoint.foreign import DataPlanner, DataReader
 
 __all__ = [
     "full_state_dict",

@@ -1,5 +1,6 @@
-"""Starts local ranks with torch's elastic launcher."""
+"""Starts local ranks with torch's elastic launcher, and finds the one that failed first."""
 
+import json
 import logging
 import os
 import signal
@@ -16,13 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.comm.device import num_local_accelerators
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import read_rank_env
-from shardwise.launch.failure import first_failure
 from shardwise.launch.orphans import end_with_launcher
 from shardwise.launch.world import World, join_world
 
-__all__ = ["check_num_ranks", "run_on_local_ranks"]
+__all__ = ["check_num_ranks", "first_failure", "run_on_local_ranks"]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
@@ -113,3 +113,22 @@ def _quiet_launcher() -> Iterator[None]:
         if in_main_thread:
             for stop, handler in handlers.items():
                 signal.signal(stop, handler)
+
+
+def first_failure(error: ChildFailedError, logs: Path) -> RankError:
+    """The error of the rank that failed first, from the files <logs>/.../<rank>/error.json.
+
+    The launcher reports the rank whose exit it saw first. This may be a different rank, because
+    every rank that waits for a failed rank fails too. The order is given by the modification times
+    of the files that ranks write when they raise.
+    """
+    files = sorted(logs.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return RankError(f"rank {rank} was killed by {name} (pid {failure.pid})")
+    if not files:
+        return RankError(f"rank {rank} exited with code {failure.exitcode} and no traceback")
+    message = json.loads(files[0].read_text(encoding="utf-8"))["message"]
+    traceback = message["extraInfo"]["py_callstack"].rstrip()
+    return RankError(f"rank {files[0].parent.name} failed:\n{traceback}")

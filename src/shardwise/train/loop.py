@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint.stores import folder_at
 from shardwise.comm.tree import tree_sum
 from shardwise.launch.world import World
-from shardwise.optim.nonfinite import describe_nonfinite
+from shardwise.optim.clip import describe_nonfinite
 from shardwise.train.config import Config
 from shardwise.train.data import Batch
 from shardwise.train.plugins import resolve

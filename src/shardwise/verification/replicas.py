@@ -20,8 +20,7 @@ from shardwise.replicas.outer import fragments_of, optimizer_of, outer_optimizer
 from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.verification.batches import Part
-from shardwise.verification.exchange import RankExchange
+from shardwise.verification.batches import Part, RankExchange
 from shardwise.verification.reference import Outcome, Reference, Training
 
 __all__ = ["ReplicaTraining", "SharedParameters", "names_in_fragments"]

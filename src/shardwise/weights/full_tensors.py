@@ -1,9 +1,10 @@
 """`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
-from shardwise.weights.packed import dequantize, describes_packed, packing_of
 from shardwise.weights.updates import TensorInfo
 
 __all__ = ["BUCKET_BYTES", "Adapters", "describe", "full_tensors", "outputs_of", "ranks_of"]
@@ -292,3 +292,24 @@ def _merge_and_cast(
     if scaling is not None:
         merge(weight, parts[1], parts[2], scaling)
     return weight.to(final)
+
+
+# -- 4-bit weights of bitsandbytes: codes that are packed into other elements --------------------
+
+
+def packing_of(tensor: Tensor) -> Any:
+    """How the codes in ``tensor`` are packed: bitsandbytes' QuantState; None if it has none."""
+    return getattr(tensor, "quant_state", None)
+
+
+def describes_packed(name: str, packed: Container[str]) -> bool:
+    """Whether ``name`` is what a state dict has of the packing of a weight, such as its scales."""
+    layer, _, part = f".{name}".partition(".weight.")
+    return bool(part) and f"{layer}.weight".removeprefix(".") in packed
+
+
+def dequantize(codes: Tensor, packing: Any) -> Tensor:
+    """The values [packing.shape] in ``packing.dtype``."""
+    functional: Any = import_module("bitsandbytes.functional")
+    values: Tensor = functional.dequantize_4bit(codes, packing)
+    return values
