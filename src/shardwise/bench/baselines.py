@@ -116,7 +116,6 @@ class Fsdp2:
 
 
 def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 

@@ -94,7 +94,6 @@ def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibr
 
 
 def calibration_of(ranks: dict[int, RanksCalibration]) -> Calibration:
-    """Return the calibration of this machine from measurements by number of local ranks."""
     return Calibration(
         format="shardwise calibration",
         version=VERSION,
@@ -196,8 +195,6 @@ class _Sample(GPT):
 
 
 class _Timer(Recorder):  # type: ignore[no-untyped-call]
-    """Times each recorded operation."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._on_gpu = device.type == "cuda"
@@ -222,7 +219,6 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         return event
 
     def results(self) -> tuple[list[Operation], list[float]]:
-        """Return the operations and the seconds of each."""
         if not self._on_gpu:
             return self._operations, [ended - began for began, ended in self._times]
         torch.cuda.synchronize()
@@ -375,7 +371,6 @@ def _spans(
 
 
 def _update_seconds(device: torch.device) -> float:
-    """Return the seconds of AdamW per byte of float32 gradients."""
     parameter = nn.Parameter(torch.zeros(_UPDATE_ELEMENTS, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = fused_adamw([parameter])

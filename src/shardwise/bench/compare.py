@@ -42,7 +42,6 @@ SHARE_OF_MEMORY = 0.6  # the rest is for activations and other processes
 
 
 def run(options: BenchOptions) -> None:
-    """Compare the engines that ``options`` name, on local CPU ranks."""
     options.check()
     check_place()
     setting = Setting(
@@ -150,7 +149,6 @@ def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
 
 
 def _without_engine(setting: Setting, name: str) -> str:
-    """Return the run whose copies are subtracted from those of engine ``name``."""
     return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
 
 

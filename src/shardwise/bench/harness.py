@@ -148,7 +148,6 @@ def _merge(views: Sequence[Figures], worst: Collection[str] | None) -> Figures:
 
 
 def largest(by_rank: Sequence[Figures]) -> Figures:
-    """Return the maximum of each figure over ranks."""
     return _merge(by_rank, None)
 
 

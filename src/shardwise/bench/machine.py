@@ -165,8 +165,6 @@ def high_water_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryUse:
-    """Resident shared memory of this process, in bytes."""
-
     resident: int
     share: int  # each page divided by the number of processes that map it
 

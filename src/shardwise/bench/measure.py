@@ -82,7 +82,6 @@ def _measure_step(trainee: TrainedModel, work: Work, rank: int, number: int) -> 
 
 
 def _communication(model: nn.Module) -> Figures:
-    """Return the communication figures of the last step from the ledger."""
     if not isinstance(model, sw.FSDPModule):
         return {}
     records = sw.ledger(model).records()

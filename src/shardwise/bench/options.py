@@ -25,8 +25,6 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of the command line."""
-
     size: str = "10M"  # one of `SIZES`, or a configuration of `shardwise train`
     ranks: int = 2
     dtype: str = "fp32"
@@ -51,7 +49,6 @@ class BenchOptions:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The measurements to make."""
         if self.measures is not None:
             return self.measures
         return MEASURES if self.full else MEASURES[:1]
@@ -59,8 +56,6 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings that every rank needs."""
-
     size: str
     shape: Shape
     ranks: int

@@ -44,8 +44,6 @@ MEGA = 1e6
 
 @dataclass(slots=True)
 class Row:
-    """The results of one engine."""
-
     ratio: Range | None = None  # step time relative to the base in the same round
     cpu_ratio: Range | None = None
     figures: Figures = field(default_factory=dict)
@@ -84,7 +82,6 @@ def make_directory(out: Path | None, size: str) -> Path:
 
 
 def write(directory: Path, compared: Comparison) -> None:
-    """Write results.json."""
     is_bf16 = compared.setting.is_bf16
     document: dict[str, Any] = {
         "setting": asdict(compared.setting) | {"parameters": compared.num_parameters},
@@ -205,7 +202,6 @@ def _bytes(number: float) -> str:
 
 
 def _draw(path: Path, compared: Comparison) -> None:
-    """Draw one line per engine, with a panel for each measurement."""
     PackageMissing.check("matplotlib", extra="bench", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional; takes a second to import)
 

@@ -273,12 +273,10 @@ class WriteJob:
 
     @cached_property
     def files(self) -> list[File]:
-        """The files of all components."""
         return [file for part in self.components.values() for file in part.files]
 
     @cached_property
     def numbers(self) -> dict[str, list[int]]:
-        """The numbers of the tensors in each file, by file name."""
         ids = tensor_ids(self.components)
         return {
             file.name: [ids[name, spec.name] for spec in file.specs]

@@ -167,7 +167,6 @@ def _numbered(root: Folder) -> list[tuple[int, Folder]]:
 
 
 def complete(root: Folder) -> Iterator[Folder]:
-    """The complete checkpoints directly under ``root``."""
     return (folder for folder in root.folders() if is_complete(folder))
 
 

@@ -216,7 +216,6 @@ def _file(name: str, entry: _FileEntry, sums: dict[str, list[int]]) -> File:
 
 
 def _parse_sums(spec: Spec, text: str) -> list[int]:
-    """The checksums of the blocks of a tensor."""
     found, num_blocks = text.split(), -(-spec.num_bytes // BLOCK_BYTES)
     if len(found) != num_blocks or not all(re.fullmatch("[0-9a-f]{8}", crc) for crc in found):
         raise ValueError(f"{spec.name}: expected {num_blocks} block checksums")

@@ -208,7 +208,6 @@ class SafetensorsSource:
 
 
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:
-    """The source of a component's tensors, in the checkpoint in ``folder``."""
     locations = {
         name: (file.name, offset)
         for file in component.files
@@ -257,7 +256,6 @@ def _files_in_index(folder: Folder, index: str) -> list[str]:
 
 
 def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
-    """The tensors of one file, with their offsets."""
     path = str(folder / file)
     length = int.from_bytes(folder.read(file, 8), "little")
     data_bytes = folder.sizes()[file] - 8 - length

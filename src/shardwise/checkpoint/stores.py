@@ -118,7 +118,6 @@ class Folder:
         return bool(self._entries())
 
     def has(self, name: str) -> bool:
-        """Whether the folder contains a file of this name."""
         with errors_at(self / name):
             self.store.invalidate_cache()
             try:
@@ -171,7 +170,6 @@ class Folder:
                 self.store.pipe_file(f"{self.path}/{marker}", content)
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an object in one request."""
         with errors_at(self / name):
             self.store.pipe_file(f"{self.path}/{name}", content)
 
@@ -192,7 +190,6 @@ class Folder:
             self.store.rm_file(f"{self.path}/{name}")
 
     def remove_all_but(self, name: str) -> None:
-        """Remove all files except one, and all folders."""
         for folder in self.folders():
             folder.remove_all_but("")
             folder.remove_empty()
@@ -342,7 +339,6 @@ def open_unlinked(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def _sync(directory: Path) -> None:
-    """Sync the names of the directory's files to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockPart, crc32, split_at_blocks
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
-from shardwise.checkpoint.format import File
+from shardwise.checkpoint.format import File, in_groups
 from shardwise.checkpoint.slices import Slices, bytes_of
 from shardwise.checkpoint.stores import Folder, errors_at
 from shardwise.errors import StepError
@@ -170,7 +170,6 @@ def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Te
 
 
 def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
-    """The number of bytes of a batch that each rank holds."""
     sizes = [0] * num_ranks
     for segment in batch.segments:
         sizes[segment.rank] += segment.num_bytes
@@ -200,7 +199,6 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
 
 
 def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Segment]:
-    """The segments that make up ``tensors``, given by their numbers."""
     size = min(max_bytes, BLOCK_BYTES)  # both are powers of two
     for number in tensors:
         for start, stop, rank in holders.get(number, ()):
@@ -210,12 +208,6 @@ def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iter
 
 def _batches(file: File, segments: Iterable[_Segment], max_bytes: int) -> Iterator[_Batch]:
     """The batches of a file; at least one, even if no tensor of the file has elements."""
-    batch: list[_Segment] = []
-    room = max_bytes
-    for segment in segments:
-        if segment.num_bytes > room:
-            yield _Batch(file, batch)
-            batch, room = [], max_bytes
-        batch.append(segment)
-        room -= segment.num_bytes
-    yield _Batch(file, batch)
+    groups = in_groups(segments, lambda segment: segment.num_bytes, max_bytes)
+    yield _Batch(file, next(groups, ()))
+    yield from (_Batch(file, group) for group in groups)

@@ -192,7 +192,6 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
 
 
 def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
-    """The mesh of ``--mesh``."""
     dims = options.dims()
     if not dims:
         return None

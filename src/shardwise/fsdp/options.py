@@ -109,7 +109,6 @@ def resolve_ranks(
 
 
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """The policy for FSDP1's option."""
     if mixed_precision is None:
         return MixedPrecisionPolicy(master_dtype="keep")
     return MixedPrecisionPolicy(
@@ -149,8 +148,6 @@ def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and parameters that are not sharded."""
-
     modules: set[nn.Module]
     parameters: set[nn.Parameter]
 

@@ -55,7 +55,6 @@ def _meta_states(module: nn.Module) -> list[Tensor]:
 
 
 def _own_states(module: nn.Module) -> tuple[Tensor, ...]:
-    """The parameters and buffers of ``module``, without those of its children."""
     return (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
 
@@ -81,7 +80,6 @@ def move(
 
 @contextlib.contextmanager
 def preserved_buffers(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of ``modules`` at the end of the block."""
     before = [(module, dict(module._buffers)) for module in modules]
     yield
     for module, buffers in before:

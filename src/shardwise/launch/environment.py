@@ -11,8 +11,6 @@ __all__ = ["RankEnv", "read_rank_env"]
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The position of this process among the ranks that a launcher started."""
-
     rank: int
     world_size: int
     local_rank: int  # rank on this machine

@@ -37,7 +37,6 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of every rank, by rank."""
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value)
         return values

@@ -43,7 +43,6 @@ class Member:
         return sharding_of(self.parameter)
 
     def part(self, whole: Tensor, shard: int) -> Tensor:
-        """The part of ``whole`` in the given shard."""
         return whole if self.sharding is None else self.sharding.part_of(whole, shard)
 
     @cached_property
@@ -221,8 +220,6 @@ class MatrixExchange:
     def _return(
         self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
     ) -> _Messages:
-        """Send each rank its parts of ``updates``."""
-
         def part_of(index: int, rank: int) -> Tensor:
             return self.members[index].part(updates[index], self.jobs.shard_of[rank])
 

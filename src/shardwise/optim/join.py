@@ -174,7 +174,6 @@ class _Steps:
     def _take_over(
         self, optimizer: Optimizer, group: dict[str, Any], numbers: Iterator[float]
     ) -> None:
-        """Set the options of ``group`` to ``numbers``."""
         before = float(group["lr"]) if "lr" in group else 0.0
         for key in [key for key in group if key != "params"]:
             group[key] = _filled(group[key], numbers)
@@ -189,7 +188,6 @@ class _Steps:
             )
 
     def _refuse(self, optimizer: Optimizer) -> None:
-        """Raise a StepError if ``optimizer`` has parameters of the model."""
         is_known = any(id(one) in self._parameters for one in parameters_of(optimizer))
         if is_known and not _steps_in_backward(optimizer):
             raise StepError(

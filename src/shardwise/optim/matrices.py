@@ -25,7 +25,6 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one product."""
         return 2 * prod(self.shape)
 
 
@@ -114,7 +113,6 @@ class Matrices:
         return tuple(sqrt(max(1.0, m / n)) if n else 1.0 for _, m, n in self.shapes)
 
     def orthogonalization(self, steps: int) -> Iterator[Product]:
-        """The products that `orthogonalize` computes."""
         for stack, m, n in self.shapes:
             small, large = min(m, n), max(m, n)
             yield Product((stack, small, small, large), steps)
@@ -135,7 +133,6 @@ class Matrices:
 
 
 def cost_of(products: Iterable[Product]) -> int:
-    """Floating-point operations of ``products`` per step."""
     return round(sum(product.times * product.flops for product in products))
 
 

@@ -145,7 +145,6 @@ class OwnerOptimizer(Optimizer):
         return {}
 
     def _scale(self, member: Member) -> float:  # noqa: ARG002
-        """The factor of the learning rate."""
         return 1.0
 
     # -- matrices ----------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ Flow = tuple[int, int, int, int]  # job, source, destination and number of eleme
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work on one matrix."""
-
     cost: int  # floating-point operations
     parts: tuple[int, ...]  # the number of elements in each shard
     owner: int | None = None  # the owner that has its states already
@@ -52,12 +50,10 @@ class OwnedJobs:
 
     @cached_property
     def shard_of(self) -> dict[int, int]:
-        """The shard that each rank holds."""
         return {rank: i for ranks in self.replicas for i, rank in enumerate(ranks)}
 
     @cached_property
     def replica_of(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each rank's replica."""
         return {rank: ranks for ranks in self.replicas for rank in ranks}
 
     @cached_property
@@ -101,7 +97,6 @@ class OwnedJobs:
                     yield index, owner, rank, self.jobs[index].parts[shard]
 
     def sent_bytes(self, batches: Sequence[Sequence[int]], rank: int) -> AxisBytes:
-        """The bytes that ``rank`` sends in a step of these batches."""
         in_row = elsewhere = 0
         for batch in batches:
             for flows in (self.to_owners(batch), self.to_all(batch)):

@@ -274,5 +274,4 @@ def _improve(side: _Side, damping: float) -> Tensor:
 
 
 def _means(covariance: Tensor) -> Tensor:
-    """The mean eigenvalue of each matrix of ``covariance``."""
     return covariance.diagonal(dim1=-2, dim2=-1).mean(-1)

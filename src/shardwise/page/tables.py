@@ -7,7 +7,6 @@ __all__ = ["cell", "figure_tiles", "table"]
 
 
 def figure_tiles(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Render tiles, each with a name, a value and a note."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures

@@ -85,7 +85,6 @@ class Timeline:
         self._steps = {step.step: step for step in rank.steps}
 
     def totals(self, step: int) -> StepTotals:
-        """The totals of a complete step."""
         return self._steps[step]
 
     def bars(self, step: int) -> Iterator[Bar]:
@@ -108,12 +107,10 @@ class Timeline:
                 yield _span_bar(span)
 
     def memory(self, step: int) -> Sequence[MemorySample]:
-        """Return the memory samples of a step."""
         return self._memory.get(step, ())
 
 
 def by_step(records: Iterable[_Timed]) -> dict[int, list[_Timed]]:
-    """Group records by step."""
     steps: defaultdict[int, list[_Timed]] = defaultdict(list)
     for record in records:
         steps[record.step].append(record)

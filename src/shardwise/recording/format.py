@@ -180,8 +180,6 @@ _LINES: TypeAdapter[list[Line]] = TypeAdapter(list[_AnyLine])
 
 @dataclass(frozen=True, slots=True)
 class RankRecording:
-    """The file of one rank."""
-
     header: Header
     events: tuple[RecordedEvent, ...]
     spans: tuple[Span, ...]
@@ -196,7 +194,6 @@ class RankRecording:
 
 
 def file_of_rank(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's file in a run's directory."""
     return directory / "recording" / f"rank-{rank:05}.jsonl"
 
 

@@ -62,7 +62,6 @@ class MemoryMeter:
             self._saved.end()
 
     def sample(self, gathered_bytes: int) -> HeldBytes:
-        """Measure the bytes held now."""
         pools = self._pools
         shards = sum(map(self._gradient_bytes_of, self._flats))
         buffers = pools.of_gradients.allocated_bytes

@@ -235,7 +235,6 @@ class Recorder(LedgerReader):
         self._meter.forward_ended()
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the steps of ``optimizer`` as spans."""
         began: list[SupportsFloat] = []
         clock, this = self._clock, weakref.ref(self)
 

@@ -70,7 +70,6 @@ class Attendance:
         self.attempts, self._waited = 0, 0.0
 
     def begin(self) -> None:
-        """Note an attempt of a step."""
         if not (self.attempts or self._is_continuous):
             self._began = time.monotonic()
         self.attempts += 1

@@ -96,7 +96,6 @@ class ReplicaGroup:
 
     @property
     def step(self) -> int:
-        """The number of steps that were committed."""
         return int(self.manager.current_step())
 
     def begin(self) -> None:
@@ -168,7 +167,6 @@ class ReplicaGroup:
         real.div_(table[:, _COUNTS].sum())
 
     def maximum(self, values: Tensor) -> None:
-        """Replace ``values`` [n] by the maximum over all replicas."""
         if self.meet() is not None:
             self._all_reduce(values, dist.ReduceOp.MAX)
 

@@ -195,7 +195,6 @@ class OuterOptimizer(Optimizer):
         self._synchronize(self.local_steps)
 
     def _synchronize(self, step: int) -> None:
-        """Begin and end the rounds that are due after ``step``."""
         if self.outer.delay:
             self._finish(self.outer.applied_after(step))
         for fragment in self.outer.sent_after(step):
@@ -216,7 +215,6 @@ class OuterOptimizer(Optimizer):
             self._joined.add(fragment)
 
     def _finish(self, fragments: Iterable[int]) -> None:
-        """End the rounds of ``fragments``."""
         for fragment in fragments:
             if fragment in self._joined:
                 self._joined.discard(fragment)
@@ -309,7 +307,6 @@ class OuterOptimizer(Optimizer):
         return local_of(self.state[parameter][_ANCHOR])
 
     def _step_shared(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Step the shared values of ``parameters`` with the outer optimizer."""
         shared = [nn.Parameter(self.state[parameter][_ANCHOR]) for parameter in parameters]
         optimizer = optimizer_of(self.outer, shared)
         group = self.param_groups[0]
@@ -330,7 +327,6 @@ def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def optimizer_of(outer: Outer, parameters: list[Any]) -> Any:
-    """The outer optimizer of ``parameters``."""
     return (outer.optimizer or _DILOCO)(parameters)
 
 
@@ -352,7 +348,6 @@ class Fragment:
 
     @property
     def packed_bytes(self) -> int:
-        """The number of bytes that `pack` returns."""
         if self.dtype in FORMATS:
             return Blocks(self.dtype, self.block).num_bytes(sum(self.sizes))
         return sum(self.sizes) * self._torch_dtype.itemsize

@@ -88,7 +88,6 @@ def _split_over(
     unit: int,
     parts: Iterable[tuple[int, float]],
 ) -> dict[tuple[EventKind, int], float]:
-    """Replace the seconds of ``unit`` by those of its parts."""
     found = {key: value for key, value in seconds.items() if key[1] != unit}
     for (kind, owner), value in seconds.items():
         if owner == unit:

@@ -320,7 +320,6 @@ _CHECKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
 
 
 def _span_seconds(run: _Run, name: str) -> list[float]:
-    """Return the seconds per update of the spans called ``name``, by rank."""
     updates = max(1, len({step.updates for step in run.ranks[0].steps}))
     return [
         sum(span.seconds for span in rank.spans if span.name == name) / updates

@@ -68,7 +68,6 @@ class Measured:
         )
 
     def bytes_of(self, key: _Key) -> int:
-        """Return the size of the buffer that a collective gathers or reduces."""
         kind, unit = key
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
@@ -99,7 +98,6 @@ class Measured:
         return replace(self, programs=programs, **changes)
 
     def compute_seconds(self, rank: int) -> float:
-        """Return the compute time of a rank in an update."""
         return sum(part.seconds for parts in self.programs[rank].passes for part in parts)
 
 

@@ -74,7 +74,6 @@ def _is_short(value: object) -> bool:
 
 
 def tiles(summary: Summary, header: Header) -> str:
-    """Render the figures at the top of the page."""
     share = f"{summary.exposed_share:.0%} of a step"
     found = [
         (
@@ -140,7 +139,6 @@ _RANK_COLUMNS = (
 
 
 def units_table(summary: Summary) -> str:
-    """Render the table of units, which the script sorts and filters."""
     caption = "Per unit: bytes, and seconds of a step (means over ranks and steps)"
     rows = (_unit_row(unit) for unit in summary.units)
     return table("units", caption, _UNIT_COLUMNS, rows)

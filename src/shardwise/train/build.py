@@ -51,12 +51,10 @@ def _check_step_in_backward(config: Config) -> None:
 
 
 def build_model(config: Config) -> nn.Module:
-    """The model on the meta device; its values are initialized when it is sharded."""
     return source_of(config).build()
 
 
 def plan_of_rank(config: Config) -> Plan:
-    """The plan of a rank's part of the model."""
     return plan_of(part_of_rank(build_model(config), config), configuration_of(config))
 
 

@@ -291,14 +291,12 @@ class Config(Section):
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward of a rank."""
         if self.train.reproducible:
             return self.train.global_batch // self.train.reproducible
         return self.train.micro_batch or self.rank_batch
 
     @property
     def num_micro_batches(self) -> int:
-        """Forwards of a rank in one step."""
         return self.rank_batch // self.micro_batch
 
     @property

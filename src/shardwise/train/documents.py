@@ -220,7 +220,6 @@ class _Writer:
             self._flush()
 
     def _flush(self) -> None:
-        """Tokenize and write the pending documents."""
         texts = [document for document in self._pending if isinstance(document, str)]
         encoded = iter(self._tokenizer.encode_texts(texts) if texts else ())
         for document in self._pending:

@@ -28,8 +28,6 @@ __all__ = ["Result", "steps", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended on this rank."""
-
     stopped_by: int = 0  # number of the signal that stopped the run; 0 if it reached its last step
     summary: Summary | None = None  # None if the run was stopped
 

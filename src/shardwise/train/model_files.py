@@ -85,7 +85,6 @@ class ModelFiles:
         return toml_of(config)
 
     def write_model(self, sequence: int) -> None:
-        """Write the config.json of a built-in model."""
         if self.directory is not None:
             assert self.model.shape is not None
             self.directory.mkdir(exist_ok=True)

@@ -19,7 +19,6 @@ def prepare_blocks(model: nn.Module, memory: MemoryConfig, *, compiles: bool = F
 
 
 def modes_of(memory: MemoryConfig, num_blocks: int) -> tuple[str, ...]:
-    """The mode of each of ``num_blocks`` blocks."""
     every = memory.checkpoint_every
     return tuple(
         memory.checkpoint if every and number % every == 0 else "none"

@@ -83,7 +83,6 @@ class Replicas:
             self._elastic = sw.elastic(model, optimizer, self._manager)
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Copy the state of ``stateful`` to replicas that join."""
         if self.outer is not None:
             self.outer.register(name, stateful)
         elif self._elastic is not None:
@@ -136,7 +135,6 @@ class Replicas:
             self.outer.begin_after(step)
 
     def close(self) -> None:
-        """Leave the other replicas."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 

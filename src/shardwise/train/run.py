@@ -39,7 +39,6 @@ def run(config: Config, nproc: int | None = None) -> None:
 
 
 def launch(config: Config) -> None:
-    """Start local ranks and wait for them."""
     check(config)
     check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
     directory = open_run(config)
@@ -61,8 +60,6 @@ def launch(config: Config) -> None:
 
 @record
 def join(config: Config, env: RankEnv, nproc: int | None) -> None:
-    """Train as one of the ranks that a launcher started."""
-
     def checked() -> Config:
         env.check_nproc(nproc)
         on_ranks = config.with_ranks(env.world_size)

@@ -39,7 +39,6 @@ class Gpt:
         return model
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
-        """A function that initializes one module of ``model``."""
         assert isinstance(model, GPT)
         return model.fill
 

@@ -285,7 +285,6 @@ def _check_styles(plan: Mapping[str, str], kind: str, degree: int) -> None:
 
 
 def _holders_of(model: nn.Module) -> Mapping[nn.Parameter, list[str]]:
-    """All names of each parameter."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)

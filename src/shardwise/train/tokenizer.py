@@ -146,7 +146,6 @@ class Subwords:
 
 
 def vocabulary_of(config: Config) -> int:
-    """The vocabulary size that the model needs."""
     if config.tokenizer.vocabulary:
         return config.tokenizer.vocabulary
     path = config.tokenizer.path or config.model.path

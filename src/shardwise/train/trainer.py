@@ -237,7 +237,6 @@ class Trainer:
     # -- a step ----------------------------------------------------------------------------------
 
     def loss_sum(self, part: Batch) -> Tensor:
-        """The sum of the losses of the targets that count."""
         logits = self.source.logits(self.model, part.inputs, part.positions)
         return functional.cross_entropy(  # [micro_batch, context, vocabulary]
             logits.flatten(0, 1).float(),

@@ -22,8 +22,6 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one step."""
-
     rows: Any  # the structure that batch_fn returned, with 1/N of the rows
     seed: int  # for layers that draw random numbers, such as dropout
 
@@ -96,7 +94,6 @@ def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
 
 
 def _rows(batch: Any, part: int, num_parts: int) -> Any:
-    """Return the rows of ``part`` from every tensor."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.chunk(num_parts)[part], batch)
 
 
@@ -132,7 +129,6 @@ class RankExchange:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of a batch."""
         return self.size if self.mesh is None else prod(map(self.mesh.size, self._dims))
 
     @property
@@ -149,7 +145,6 @@ class RankExchange:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes of the mesh's dims, by name."""
         if self.mesh is None:
             return {}
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
@@ -161,7 +156,6 @@ class RankExchange:
         return [names.index(name) for name in data_dims(self.mesh)]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's ``value``, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size

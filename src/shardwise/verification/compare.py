@@ -142,7 +142,6 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
 
 
 def _not_finite(wanted: Tensor) -> str:
-    """Return the note for an infinite error."""
     is_finite = bool(torch.isfinite(wanted).all())
     return "is not finite" if is_finite else "is not finite in one process, so cannot be compared"
 

@@ -77,7 +77,6 @@ def set_up(
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of ``model`` by the names they had before an engine wrapped it."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return dict(inner.named_parameters())
 

@@ -75,8 +75,6 @@ class Outcome:
 
 
 class Reference:
-    """Trains the model in one process."""
-
     def __init__(
         self,
         training: Training,
@@ -153,7 +151,6 @@ class Reference:
         return Outcome(loss / total, gradients, self.values(), counts)
 
     def values(self) -> dict[str, Tensor]:
-        """Copy the current parameters."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _fill_with_zeros(self) -> None:

@@ -246,7 +246,6 @@ def _needs_two_dims(row: Strategy) -> bool:
 
 
 def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
-    """Raise a PlanError if the parameter ``name`` gets no gradient."""
     gradients = [item for outcome in outcomes for item in outcome.gradients.items()]
     trained = sorted({key for key, gradient in gradients if gradient is not None})
     if name not in trained:

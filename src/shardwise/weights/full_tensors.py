@@ -23,7 +23,7 @@ from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_
 from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
-from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
+from shardwise.weights.gather import Output, Ranks, Source, gather_buckets
 from shardwise.weights.updates import TensorInfo
 
 __all__ = ["BUCKET_BYTES", "Adapters", "describe", "full_tensors", "outputs_of", "ranks_of"]
@@ -85,9 +85,7 @@ def full_tensors(
         described = describe(outputs)
         action = f"gather {described} to {to} by {bucket_bytes} bytes"
         agreement.agree(ranks.mesh, ranks.device, action)
-    # The caller's loop variable may refer to one bucket while the next two are in memory.
-    buckets = Bucket.pack(outputs, 2 * bucket_bytes // 3)
-    return _one_by_one(gather_buckets(buckets, ranks, 2 * bucket_bytes))
+    return _one_by_one(gather_buckets(outputs, ranks, bucket_bytes))
 
 
 def describe(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
@@ -309,7 +307,6 @@ def describes_packed(name: str, packed: Container[str]) -> bool:
 
 
 def dequantize(codes: Tensor, packing: Any) -> Tensor:
-    """The values [packing.shape] in ``packing.dtype``."""
     functional: Any = import_module("bitsandbytes.functional")
     values: Tensor = functional.dequantize_4bit(codes, packing)
     return values

@@ -15,6 +15,7 @@ from shardwise.checkpoint.coordination import (
     coordinator_of,
     warning_of_absent_ranks,
 )
+from shardwise.checkpoint.format import in_groups
 from shardwise.weights.changes import Baseline, Counts, count_changes, gather_runs
 from shardwise.weights.directory import Directory
 from shardwise.weights.full_tensors import (
@@ -24,7 +25,7 @@ from shardwise.weights.full_tensors import (
     outputs_of,
     ranks_of,
 )
-from shardwise.weights.gather import Bucket, Output, Ranks, gather_buckets
+from shardwise.weights.gather import Output, Ranks, gather_buckets
 from shardwise.weights.updates import Manifest, Target, Update, identity_of
 
 __all__ = ["publish"]
@@ -161,23 +162,14 @@ class _Publication:
         return last, accepts_runs, is_known
 
     def _send_whole(self, outputs: Sequence[Output]) -> None:
-        buckets = Bucket.pack(outputs, 2 * self._bucket_bytes // 3)
-        for bucket in gather_buckets(buckets, self._ranks, 2 * self._bucket_bytes):
+        for bucket in gather_buckets(outputs, self._ranks, self._bucket_bytes):
             self._send([Update(name, tensor) for name, tensor in bucket])
 
     def _send_runs(
         self, baseline: Baseline, counts: dict[str, Counts], outputs: Sequence[Output]
     ) -> None:
-        groups: list[list[Output]] = []
-        room = 0
-        for output in outputs:
-            num_bytes = counts[output.name].num_bytes(output)
-            if not groups or num_bytes > room:
-                groups.append([])
-                room = self._bucket_bytes // 2  # which are received, and then joined
-            groups[-1].append(output)
-            room -= num_bytes
-        for group in groups:
+        most = self._bucket_bytes // 2  # which are received, and then joined
+        for group in in_groups(outputs, lambda one: counts[one.name].num_bytes(one), most):
             self._send(gather_runs(baseline, counts, group, self._ranks))
 
     def _send(self, bucket: Sequence[Update]) -> None:
