@@ -1,11 +1,15 @@
 """Starts local ranks with torch's elastic launcher, and finds the one that failed first."""
 
+import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,10 +23,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.comm.device import num_local_accelerators
 from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import read_rank_env
-from shardwise.launch.orphans import end_with_launcher
 from shardwise.launch.world import World, join_world
 
-__all__ = ["check_num_ranks", "first_failure", "run_on_local_ranks"]
+__all__ = ["check_num_ranks", "end_with_launcher", "first_failure", "run_on_local_ranks"]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
@@ -132,3 +135,36 @@ def first_failure(error: ChildFailedError, logs: Path) -> RankError:
     message = json.loads(files[0].read_text(encoding="utf-8"))["message"]
     traceback = message["extraInfo"]["py_callstack"].rstrip()
     return RankError(f"rank {files[0].parent.name} failed:\n{traceback}")
+
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_POLL_SECONDS = 1.0
+
+
+def end_with_launcher() -> None:
+    """Kill this process, which the launcher has started, when the launcher ends or if it has ended.
+
+    Even SIGKILL of the launcher is noticed, and a rank that waits in C++ is ended. torch asks for
+    SIGINT instead, which a training run takes for a request to save, and it does not notice a
+    launcher that was killed before.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        _end_if_orphaned(parent.pid)
+    else:
+        watch = threading.Thread(target=_watch, args=(parent.pid,), daemon=True)
+        watch.start()
+
+
+def _watch(launcher: int | None) -> None:
+    while True:
+        _end_if_orphaned(launcher)
+        time.sleep(_POLL_SECONDS)
+
+
+def _end_if_orphaned(launcher: int | None) -> None:
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)

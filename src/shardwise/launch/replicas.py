@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import SpawnProcess
 
 from shardwise.errors import PackageMissing, RankError
-from shardwise.launch.orphans import end_with_launcher
+from shardwise.launch.local import end_with_launcher
 
 __all__ = ["run_replicas"]
 

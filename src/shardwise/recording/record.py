@@ -26,8 +26,7 @@ from shardwise.recording.format import (
     file_of_rank,
     to_json,
 )
-from shardwise.recording.memory_meter import MemoryMeter
-from shardwise.recording.steps import EndedSpan, EndedStep
+from shardwise.recording.steps import EndedSpan, EndedStep, MemoryMeter
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root

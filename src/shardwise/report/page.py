@@ -6,8 +6,15 @@ from statistics import median_low
 
 from shardwise.page.charts import Chart
 from shardwise.page.document import Drawing, document
-from shardwise.page.formatting import NOTHING, bytes_text, percent, seconds_text
-from shardwise.page.tables import cell, figure_tiles, table
+from shardwise.page.formatting import (
+    NOTHING,
+    bytes_text,
+    cell,
+    figure_tiles,
+    percent,
+    seconds_text,
+    table,
+)
 from shardwise.page.timeline import Timeline
 from shardwise.plan.spelling import counted
 from shardwise.recording.format import Header, RankRecording

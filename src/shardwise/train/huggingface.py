@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.adapters import ADAPTER, adapted_weights, alone, merge
+from shardwise.checkpoint.matching import ADAPTER, adapted_weights, alone, merge
 from shardwise.checkpoint.offline import write_hf
 from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError, PackageMissing
 from shardwise.train.config import Config, ModelConfig
-from shardwise.train.recomputing import prepare_blocks
+from shardwise.train.model import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace", "settings_from"]

@@ -13,8 +13,8 @@ from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.replicas.plan import Outer
 from shardwise.train.config import Config, MemoryConfig
+from shardwise.train.model import modes_of
 from shardwise.train.optimizer import spec_of
-from shardwise.train.recomputing import modes_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_tensor_parallel
 

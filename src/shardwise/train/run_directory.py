@@ -64,7 +64,7 @@ class RunDirectory:
 
     @property
     def summary(self) -> Path:
-        """One JSON object: the fields of `summary.Summary`. Written last."""
+        """One JSON object: the fields of `loop.Summary`. Written last."""
         return self.path / "summary.json"
 
     def is_finished(self, steps: int) -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.train.config import Config
 from shardwise.train.huggingface import HuggingFace
-from shardwise.train.model import GPT, gpt_shape
-from shardwise.train.recomputing import prepare_blocks
+from shardwise.train.model import GPT, gpt_shape, prepare_blocks
 from shardwise.train.tokenizer import vocabulary_of
 
 __all__ = ["Gpt", "Source", "source_of"]
