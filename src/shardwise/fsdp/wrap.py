@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import (
     _module_wrap_policy,
     _or_policy,
     _Policy,
+    _recursive_wrap,
     _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
@@ -47,7 +48,6 @@ __all__ = [
 ]
 
 Wrapper = Callable[..., nn.Module]
-Policy = Callable[..., bool]
 
 
 class CustomPolicy(TorchCustomPolicy):
@@ -98,8 +98,8 @@ def wrap_children(
     def wrap_one(module: nn.Module) -> nn.Module:
         return wrapper(module, **{**options, **(without if module in full_precision else {})})
 
-    ignored = {id(parameter) for parameter in ignored_params}
-    _wrap_recursively(root, policy, wrap_one, (ignored_modules, ignored), is_root=True)
+    ignored = set(ignored_modules), set(ignored_params)
+    _recursive_wrap(root, policy, wrap_one, *ignored, only_wrap_children=True)
 
 
 def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
@@ -142,27 +142,3 @@ def _wrap_chosen(
         _wrap_chosen(child, chosen, wrapper)
         if child in chosen:
             setattr(module, name, wrapper(child, **chosen[child]))
-
-
-def _wrap_recursively(
-    module: nn.Module,
-    policy: Policy,
-    wrap_one: Callable[[nn.Module], nn.Module],
-    ignored: tuple[Collection[nn.Module], set[int]],
-    *,
-    is_root: bool = False,
-) -> tuple[nn.Module, int]:
-    """Wrap ``module`` if ``policy`` chooses it; return it and its number of wrapped elements."""
-    modules, parameters = ignored
-    total = sum(p.numel() for p in module.parameters() if id(p) not in parameters)
-    if not policy(module=module, recurse=True, nonwrapped_numel=total):
-        return module, 0
-    num_wrapped = 0
-    for name, child in module.named_children():
-        if child not in modules:
-            replaced, count = _wrap_recursively(child, policy, wrap_one, ignored)
-            setattr(module, name, replaced)
-            num_wrapped += count
-    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=total - num_wrapped):
-        return module, num_wrapped
-    return wrap_one(module), total
