@@ -54,7 +54,9 @@ def run(options: BenchOptions) -> None:
         batch=options.batch,
     )
     rows = {name: Row() for name in setting.engines}
-    compared = Comparison(setting, _count_parameters(setting), missing_peers(options), rows)
+    with torch.device("meta"):
+        num_parameters = sum(one.numel() for one in gpt_work(setting).build().parameters())
+    compared = Comparison(setting, num_parameters, missing_peers(options), rows)
     directory = report.make_directory(options.out, options.size)
     # Short runs come first, so that a failing engine fails early.
     measures: dict[str, Callable[[Comparison, TimeLeft], None]] = {
@@ -77,12 +79,6 @@ def _num_runs(measure: str, setting: Setting) -> int:
     """Return the number of runs of one engine that take about as long as a measurement."""
     num_engines = len(setting.engines)
     return num_engines + 1 if measure in ("traffic", "memory") else max(2, num_engines // 2)
-
-
-def _count_parameters(setting: Setting) -> int:
-    with torch.device("meta"):
-        model = gpt_work(setting).build()
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
@@ -123,7 +119,10 @@ def _measure_units(compared: Comparison, eta: TimeLeft) -> None:
 
 def _measure_traffic(compared: Comparison, eta: TimeLeft) -> None:
     setting, rows = compared.setting, compared.rows
-    alone = {name: _without_engine(setting, name) for name in rows}
+    alone = {
+        name: ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
+        for name in rows
+    }
     copied = {}
     names = dict.fromkeys((*alone.values(), *rows))
     with show_progress("traffic of", len(names)) as begin:
@@ -146,10 +145,6 @@ def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
             peaks = run_ranks(setting.ranks, measure_resident_peak, *arguments)
             eta.advance()
             row.figures["trimmed_peak"] = max(peaks)
-
-
-def _without_engine(setting: Setting, name: str) -> str:
-    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
 
 
 def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Collect what a save writes: components with named tensors, and this rank's slice of each."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -149,7 +149,8 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     Where a hook, a wrapper or a subclass returns a copy of a parameter or buffer under its own
     name, the result contains the parameter or buffer, because a load into the copy would be lost.
     """
-    own = dict(_own_tensors(module))
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own |= module.named_buffers(remove_duplicate=False)
     known = {id(tensor) for tensor in own.values()}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -167,12 +168,6 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
             aliases[name] = first[id(tensor)]
     copies = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
     return ModuleTensors(tensors, aliases, copies)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of ``module``, under each of its names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:

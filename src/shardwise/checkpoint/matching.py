@@ -136,7 +136,9 @@ def match_module(
             continue
         target = Target(found[0], tensor, name if name in own.copies else None)
         if target.loaded_as and name.endswith(EXTRA_STATE):
-            targets.append(_in_new_memory(target, specs[found[0]]))
+            spec = specs[found[0]]  # which may change between saves
+            memory = torch.empty(spec.shape, dtype=spec.torch_dtype, device=tensor.device)
+            targets.append(replace(target, tensor=memory))
         elif _fits(specs[found[0]], tensor, report):
             check_storable(name, tensor)
             targets.append(target)
@@ -147,12 +149,6 @@ def match_module(
 
 
 EXTRA_STATE = "_extra_state"  # the end of a name of what a module's get_extra_state() returns
-
-
-def _in_new_memory(target: Target, spec: Spec) -> Target:
-    """``target`` with a tensor of the saved shape and dtype, which may change between saves."""
-    tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=target.tensor.device)
-    return replace(target, tensor=tensor)
 
 
 def load_copies(module: nn.Module, copies: Mapping[str, Tensor]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "errors_at",
     "folder_at",
     "open_unlinked",
+    "sync",
 ]
 
 # Files of a component that are open at once; processes are often limited to 1024.
@@ -284,15 +285,15 @@ class LocalFolder(Folder):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.target)
+        sync(self.target)
         (self.target / marker).rename(self.target / name)
-        _sync(self.target)
-        _sync(self.target.parent)
+        sync(self.target)
+        sync(self.target.parent)
 
     def retract(self, name: str, marker: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process is also removing it
             (self.target / name).rename(self.target / marker)
-            _sync(self.target)
+            sync(self.target)
 
     def remove_all_but(self, name: str) -> None:
         for path in self._paths():
@@ -338,7 +339,7 @@ def open_unlinked(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -243,7 +243,8 @@ def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]
     """
     holders = _holders(job.slices, ranks)
     assigned = assign_files(job.files, ranks.size)
-    max_bytes = _round_bytes(sum(map(bool, assigned)))
+    num_files = max(1, sum(map(bool, assigned)))  # in a round
+    max_bytes = max(_MIN_BYTES, 1 << (ROUND_BYTES // num_files).bit_length() - 1)
     streams = [
         chain.from_iterable(
             _batches(file, _segments(job.numbers[file.name], holders, max_bytes), max_bytes)
@@ -271,11 +272,6 @@ def assign_files(files: Sequence[File], num_ranks: int) -> list[list[File]]:
         assigned[rank].append(file)
         loads[rank] += file.num_bytes
     return assigned
-
-
-def _round_bytes(num_files: int) -> int:
-    """The bytes of each file in a round of ``num_files``, a power of two."""
-    return max(_MIN_BYTES, 1 << (ROUND_BYTES // max(1, num_files)).bit_length() - 1)
 
 
 class _Uploads:

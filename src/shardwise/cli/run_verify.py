@@ -99,14 +99,11 @@ class VerifyOptions:
     def sharding(self) -> dict[str, Any]:
         """The arguments of `fully_shard` that the options set."""
         # 8-bit states do not support parameters that are cut by element.
-        granularity = self.granularity or ("row" if self._has_blocks else None)
+        spec = OPTIMIZERS.get(self.optimizer or "")
+        has_blocks = spec is not None and spec.kind == "blocks"
+        granularity = self.granularity or ("row" if has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
         return options if self.wire is None else {**options, "wire": self._wire()}
-
-    @property
-    def _has_blocks(self) -> bool:
-        spec = OPTIMIZERS.get(self.optimizer or "")
-        return spec is not None and spec.kind == "blocks"
 
     def _wire(self) -> Wire:
         return parse_wire(self.wire)

@@ -89,7 +89,7 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
     given = states or {"state": {}, "param_groups": []}
     group = group_of(model)
     received: dict[str, Any] = broadcast_object(
-        pytree.tree_map_only(Tensor, _placeholder, given), group
+        pytree.tree_map_only(Tensor, lambda one: one.to("meta") if one.ndim else one, given), group
     )
     parameters = clean_names(model)
     received["state"] = {
@@ -100,10 +100,6 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
         for name, entries in received["state"].items()
     }
     return received
-
-
-def _placeholder(value: Tensor) -> Tensor:
-    return value.to("meta") if value.ndim else value
 
 
 def _receive(

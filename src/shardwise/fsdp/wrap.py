@@ -76,7 +76,8 @@ def wrap_children(
     Modules that mixed precision leaves in full precision are also wrapped, without mixed precision.
     """
     _check_none_wrapped(root, wrapper, ignored_modules)
-    classes = _full_precision_classes(options)
+    mixed_precision = options.get("mixed_precision")
+    classes = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
     full_precision = {
         module
         for module in root.modules()
@@ -100,11 +101,6 @@ def wrap_children(
 
     ignored = set(ignored_modules), set(ignored_params)
     _recursive_wrap(root, policy, wrap_one, *ignored, only_wrap_children=True)
-
-
-def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
-    mixed_precision = options.get("mixed_precision")
-    return () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
 
 
 def _keep_full_precision(modules: Collection[nn.Module]) -> None:

@@ -158,7 +158,7 @@ class _Steps:
         """The schedules and options of this rank."""
         epochs = [float(one.last_epoch) for one in self._schedulers]
         groups = [group for one in self._optimizers for group in one.param_groups]
-        values = [value for group in groups for value in _options_in(group)]
+        values = [group[key] for group in groups for key in group if key != "params"]
         return epochs + [number for value in values for number in _flat(value)]
 
     def _take_options(self, options: Sequence[float]) -> None:
@@ -255,10 +255,6 @@ def _check_parameters(
 
 def _steps_in_backward(optimizer: Optimizer) -> bool:
     return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters_of(optimizer))
-
-
-def _options_in(group: dict[str, Any]) -> list[Any]:
-    return [value for key, value in group.items() if key != "params"]
 
 
 def _flat(value: object) -> list[float]:

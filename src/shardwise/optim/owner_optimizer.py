@@ -253,7 +253,8 @@ class OwnerOptimizer(Optimizer):
         by_kernel: dict[bool, list[Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                by_kernel[_has_fused_kernel(parameter)].append(parameter)
+                has_kernel = parameter.device.type in ("cpu", "cuda", "xpu")
+                by_kernel[has_kernel and not parameter.is_complex()].append(parameter)
         for fused, parameters in by_kernel.items():
             states = [self._adamw_state(parameter, fused=fused) for parameter in parameters]
             adamw(
@@ -308,7 +309,3 @@ def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Non
                     'each rank, expected a shard; load whole states with granularity="dim" and '
                     "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
                 )
-
-
-def _has_fused_kernel(parameter: Tensor) -> bool:
-    return parameter.device.type in ("cpu", "cuda", "xpu") and not parameter.is_complex()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardwise.page.charts import Chart
 from shardwise.page.timeline import Bar, BarKind, Timeline, Track
-from shardwise.recording.format import MEMORY_CATEGORIES, MemorySample
+from shardwise.recording.format import MEMORY_CATEGORIES
 
 __all__ = ["Drawing", "document"]
 
@@ -174,15 +174,14 @@ def _rank_columns(line: Timeline, step: int, labels: Labels) -> _RankColumns:
     for bar in (*line.bars(step), *line.bars_around(step)):
         row = (bar.began, bar.ended - bar.began, bar.bytes, labels.number_of(bar), bar.kind)
         tracks[bar.track].append(row)
-    samples = [_sample_row(sample) for sample in line.memory(step)]
+    samples = [
+        (sample.at, sample.unit, *(getattr(sample, name) for name in MEMORY_CATEGORIES))
+        for sample in line.memory(step)
+    ]
     return _RankColumns(
         tuple(np.array(sorted(track), dtype=np.float64).reshape(-1, 5) for track in tracks),
         np.array(samples, dtype=np.float64).reshape(-1, 2 + len(MEMORY_CATEGORIES)),
     )
-
-
-def _sample_row(sample: MemorySample) -> tuple[float, ...]:
-    return (sample.at, sample.unit, *(getattr(sample, name) for name in MEMORY_CATEGORIES))
 
 
 def _compress(columns: bytes) -> str:

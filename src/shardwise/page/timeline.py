@@ -104,7 +104,8 @@ class Timeline:
         until = self._steps[step + 1].began if step + 1 in self._steps else float("inf")
         for span in (*self._spans.get(step, ()), *self._spans.get(step + 1, ())):
             if span.ended > self._steps[step].began and span.began < until:
-                yield _span_bar(span)
+                kind = _SPANS.get(span.name, BarKind.OTHER)
+                yield Bar(Track.COMPUTE, kind, None, span.name, 0, span.began, span.ended)
 
     def memory(self, step: int) -> Sequence[MemorySample]:
         return self._memory.get(step, ())
@@ -139,8 +140,3 @@ def compute_spans(
         since = event.ended
     if computing is not None and step_ended > since:
         yield computing, since, step_ended
-
-
-def _span_bar(span: Span) -> Bar:
-    kind = _SPANS.get(span.name, BarKind.OTHER)
-    return Bar(Track.COMPUTE, kind, None, span.name, 0, span.began, span.ended)

@@ -116,7 +116,9 @@ class Recorder(LedgerReader):
         path = file_of_rank(directory, world.index)
         path.parent.mkdir(parents=True, exist_ok=True)
         if world.index == 0:
-            _remove_files_of_more_ranks(path.parent, world.size)
+            for left in path.parent.glob("rank-*.jsonl"):  # by an earlier run on more ranks
+                if int(left.stem.removeprefix("rank-")) >= world.size:
+                    left.unlink(missing_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._write([_header(runtime, clock.seconds, info)])
         runtime.scheduler.ledger.readers.append(self)
@@ -266,13 +268,6 @@ def _header(runtime: Runtime, clock_offset: float, info: dict[str, Any]) -> Head
         ),
         info=info,
     )
-
-
-def _remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
-    """Remove files left by an earlier run on more than ``num_ranks`` ranks."""
-    for path in directory.glob("rank-*.jsonl"):
-        if int(path.stem.removeprefix("rank-")) >= num_ranks:
-            path.unlink(missing_ok=True)
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:

@@ -68,18 +68,13 @@ class Outer:
 
     def sent_after(self, step: int) -> list[int]:
         """The fragments whose differences are sent after local step ``step``, counted from 1."""
-        return [
-            fragment
-            for fragment in range(self.fragments)
-            if step > 0 and (step - self._phase(fragment)) % self.every == 0
-        ]
+        phases = [(n + 1) * self.every // self.fragments for n in range(self.fragments)]
+        due = [n for n, phase in enumerate(phases) if (step - phase) % self.every == 0]
+        return due if step > 0 else []
 
     def applied_after(self, step: int) -> list[int]:
         """The fragments that are synchronized after local step ``step``."""
         return self.sent_after(step - self.delay)
-
-    def _phase(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
 
 
 def partition(sizes: Sequence[int], num_parts: int) -> list[list[int]]:

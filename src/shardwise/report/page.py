@@ -50,7 +50,7 @@ def render(
             *(
                 f"{name.replace('_', ' ')} {value}"
                 for name, value in header.info.items()
-                if _is_short(value)
+                if isinstance(value, str | int | float) and len(str(value)) <= MAX_FACT
             ),
         ],
         sections={
@@ -74,10 +74,6 @@ def _drawn_steps(steps: Sequence[int], lines: Sequence[Timeline]) -> Sequence[in
     spacing = len(steps) / (MAX_STEPS - num_slowest)
     spaced = {steps[int(number * spacing)] for number in range(MAX_STEPS - num_slowest)}
     return sorted(spaced | set(by_time[-num_slowest:]))
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, str | int | float) and len(str(value)) <= MAX_FACT
 
 
 def tiles(summary: Summary, header: Header) -> str:

@@ -53,7 +53,9 @@ class Judge:
                 own, _ = self.training.backward(model, part, weight)
             else:
                 own = self.training.backward_with(backward, part)
-            loss = _worst_of(loss, self._loss_error(own, expected.loss, step))
+            mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
+            error = abs(mean - expected.loss) / max(abs(expected.loss), SMALL)
+            loss = _worst_of(loss, Worst(_nan_to_inf(error), step=step))
             gradients = {name: p.grad for name, p in parameters_of(model).items()}
             found = self._worst(gradients, expected.gradients, step)
             gradient = _worst_of(gradient, self._with_cause(found, gradients.get(found.name)))
@@ -64,10 +66,6 @@ class Judge:
             if _worst_of(loss, gradient, parameter).error > self.tolerance:
                 break
         return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
-
-    def _loss_error(self, own: float, expected: float, step: int) -> Worst:
-        mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
-        return Worst(_nan_to_inf(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
 
     def _worst(
         self,
@@ -90,7 +88,9 @@ class Judge:
             else:
                 assert tensor is not None
                 error = _distance(_full(tensor), wanted, SMALL * norm)
-                note = _not_finite(wanted) if math.isinf(error) else ""
+                note = "is not finite" if math.isinf(error) else ""
+                if note and not torch.isfinite(wanted).all():
+                    note += " in one process, so cannot be compared"
             worst = _worst_of(worst, Worst(error, name if error else "", step, note))
         return _worst_of(*self.exchange.gather(worst))
 
@@ -138,11 +138,6 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
     return _nan_to_inf(distance / scale if scale else distance)
-
-
-def _not_finite(wanted: Tensor) -> str:
-    is_finite = bool(torch.isfinite(wanted).all())
-    return "is not finite" if is_finite else "is not finite in one process, so cannot be compared"
 
 
 def _norm(tensor: Tensor) -> float:

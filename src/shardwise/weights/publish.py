@@ -336,10 +336,13 @@ class _Publication:
         with self._coordinator.raises_together("begin a version"):
             if self._ranks.is_receiver:
                 self._target.begin(manifest)
-        self._send_whole(whole)
+        for bucket in gather_buckets(whole, self._ranks, self._bucket_bytes):
+            self._send([Update(name, tensor) for name, tensor in bucket])
         patched = [output for output in self._outputs if output.name in in_runs]
         if baseline is not None:
-            self._send_runs(baseline, in_runs, patched)
+            most = self._bucket_bytes // 2  # which are received, and then joined
+            for group in in_groups(patched, lambda one: in_runs[one.name].num_bytes(one), most):
+                self._send(gather_runs(baseline, in_runs, group, self._ranks))
         with self._coordinator.raises_together("publish a version"):
             if self._error is not None:
                 raise self._error
@@ -360,17 +363,6 @@ class _Publication:
                 described = json.dumps(about).encode()
         last, accepts_runs, is_known = json.loads(self._coordinator.all_gather(described)[0])
         return last, accepts_runs, is_known
-
-    def _send_whole(self, outputs: Sequence[Output]) -> None:
-        for bucket in gather_buckets(outputs, self._ranks, self._bucket_bytes):
-            self._send([Update(name, tensor) for name, tensor in bucket])
-
-    def _send_runs(
-        self, baseline: Baseline, counts: dict[str, Counts], outputs: Sequence[Output]
-    ) -> None:
-        most = self._bucket_bytes // 2  # which are received, and then joined
-        for group in in_groups(outputs, lambda one: counts[one.name].num_bytes(one), most):
-            self._send(gather_runs(baseline, counts, group, self._ranks))
 
     def _send(self, bucket: Sequence[Update]) -> None:
         """Hand a bucket to the target, on the first rank. After an error, the rest is dropped."""
