@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save as dcp_save
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
@@ -244,7 +244,7 @@ def report(rounds: list[Round], options: Namespace) -> None:
     ]
     title = f"{options.size}M, {options.ranks} CPU ranks, medians of {options.rounds}"
     document = {"ranks": options.ranks, "rounds": options.rounds}
-    harness.publish(title, columns, rows, options.out, **document)
+    print_figures(title, columns, rows, options.out, **document)
 
 
 if __name__ == "__main__":

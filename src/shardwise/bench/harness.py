@@ -41,7 +41,6 @@ __all__ = [
     "make_table",
     "medians",
     "merge",
-    "publish",
     "ratio",
     "ratios",
     "run_ranks",
@@ -240,19 +239,6 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     complete = {"command": command, "machine": describe_machine(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(complete, indent=1) + "\n", encoding="utf-8")
-
-
-def publish(
-    title: str,
-    columns: Sequence[Column],
-    rows: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    **document: Any,
-) -> None:
-    """Print a table and, unless ``out`` is None, write ``document`` and the rows there."""
-    make_console().print(make_table(title, columns, rows))
-    if out is not None:
-        write_json(out, {**document, "rows": rows})
 
 
 @contextmanager
