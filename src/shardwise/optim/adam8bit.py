@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shardwise.blockwise import Blocks
 from shardwise.errors import CheckpointError, PlanError
-from shardwise.optim.owner_optimizer import check_state_dict
+from shardwise.optim.owner_optimizer import CheckedOptimizer, check_state_dict
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
@@ -26,7 +25,7 @@ _QUANTIZED = {"exp_avg": "dynamic", "exp_avg_sq": "dynamic_unsigned"}
 _SCALES = {f"{name}_scale" for name in _QUANTIZED}
 
 
-class Adam8bit(Optimizer):
+class Adam8bit(CheckedOptimizer):
     """AdamW whose two averages take one byte per element and a scale per block.
 
     A step dequantizes the averages, computes in single precision, element by element, and quantizes
@@ -84,22 +83,7 @@ class Adam8bit(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: _Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            PlanError: ``state_bits`` or ``block`` is not valid, or ranks would divide the blocks of
-                a parameter.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._check(group, len(self.param_groups) - 1)
-        except PlanError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: _Group, number: int) -> None:
+    def _check_group(self, number: int, group: _Group) -> None:
         if group["state_bits"] not in _BITS:
             raise PlanError(f"Adam8bit(state_bits={group['state_bits']!r}): expected 8 or 32")
         if group["block"] < 2 or group["block"] % 2:  # noqa: PLR2004 - even
@@ -113,10 +97,7 @@ class Adam8bit(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

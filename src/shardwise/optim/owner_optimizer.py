@@ -18,13 +18,34 @@ from shardwise.plan.axes import NOTHING, AxisBytes
 from shardwise.runtime.optimizers import parameters_of
 from shardwise.tensor.sharding import ExtendedSharding, local_of, sharding_of
 
-__all__ = ["OwnerOptimizer"]
+__all__ = ["CheckedOptimizer", "OwnerOptimizer"]
 
 Group = dict[str, Any]
 _MATRIX_OPTIONS = ("split", "transposed", "stacked")
 
 
-class OwnerOptimizer(Optimizer):
+class CheckedOptimizer(Optimizer):
+    """An optimizer that supports only some groups."""
+
+    @abstractmethod
+    def _check_group(self, number: int, group: Group) -> None:
+        """Raise a PlanError if the group of this number, the last one, is not supported."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as in torch.
+
+        Raises:
+            PlanError: the options of the group, or one of its parameters, are not supported.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except PlanError:
+            self.param_groups.pop()
+            raise
+
+
+class OwnerOptimizer(CheckedOptimizer):
     """Base class of `Muon` and `SOAP`: steps groups with ``method="adamw"`` by AdamW.
 
     Matrices of other groups are stepped by their owners. A subclass defines what each rank sends to
@@ -43,20 +64,6 @@ class OwnerOptimizer(Optimizer):
         shared = {"betas": (0.9, 0.999), "adamw_eps": 1e-8, "fused": True}
         super().__init__(params, {"method": self.method, **shared, **defaults})
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            PlanError: the method is neither "adamw" nor this optimizer's, or does not support one
-                of the parameters.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check_last_group()
-        except PlanError:
-            self.param_groups.pop()
-            raise
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have gradients. Every rank must call this.
@@ -64,10 +71,7 @@ class OwnerOptimizer(Optimizer):
         Raises:
             StepError: another rank raised, is lost, or has gradients of other parameters.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         steps = Steps(self._contribute, self._work, self._apply)
         with contextlib.ExitStack() as stack:
             for exchange in self._plan():
@@ -183,8 +187,7 @@ class OwnerOptimizer(Optimizer):
                 for position, parameter in enumerate(group["params"]):
                     yield group, parameter, f"param_groups[{number}]['params'][{position}]"
 
-    def _check_last_group(self) -> None:
-        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+    def _check_group(self, number: int, group: Group) -> None:
         if group["method"] not in (self.method, "adamw"):
             raise PlanError(
                 f"param_groups[{number}]: method={group['method']!r}: expected "
