@@ -1,14 +1,14 @@
 """A page as one self-contained HTML file that needs no network.
 
 Text and tables are plain HTML, so that they can be read without scripts. The script draws the
-timeline, memory and charts from the columns of `columns`; its modules are data URLs.
+timeline, memory and charts from the columns of `_encode_step`; its modules are data URLs.
 """
 
 import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from statistics import mean
@@ -38,10 +38,10 @@ class Drawing:
     ) -> None:
         units = lines[0].header.units
         labels = Labels([unit.label for unit in units])
-        encoded = [encode_step(lines, step, labels) for step in steps]
+        encoded = [_encode_step(lines, step, labels) for step in steps]
         self.columns = "\n".join(
-            f'<script type="text/plain" id="step-{number}">{step.columns}</script>'
-            for number, step in enumerate(encoded)
+            f'<script type="text/plain" id="step-{number}">{columns}</script>'
+            for number, (_, columns) in enumerate(encoded)
         )
         self.index: dict[str, Any] = {
             "labels": labels.names,
@@ -50,7 +50,7 @@ class Drawing:
             "tracks": [track.name.lower() for track in Track],
             "categories": MEMORY_CATEGORIES,
             "ranks": [line.header.rank for line in lines],
-            "steps": [step.index for step in encoded],
+            "steps": [index for index, _ in encoded],
             "charts": [asdict(chart) for chart in charts],
         }
 
@@ -126,25 +126,16 @@ class Labels:
         return self._numbers[bar.name]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedStep:
-    """One step: its entry in the page's index, and its columns."""
+def _encode_step(
+    lines: Sequence[Timeline], step: int, labels: Labels
+) -> tuple[dict[str, Any], str]:
+    """A complete step: its entry in the page's index, and the columns of all ranks.
 
-    index: dict[str, Any]
-    columns: str  # gzip, then base64
-
-
-@dataclass(frozen=True, slots=True)
-class _RankColumns:
-    tracks: tuple[NDArray[np.float64], ...]  # rows: began, lasted, bytes, label, kind
-    memory: NDArray[np.float64]  # rows: time, unit, categories
-
-
-def encode_step(lines: Sequence[Timeline], step: int, labels: Labels) -> EncodedStep:
-    """Encode one complete step from the timelines of all ranks."""
+    They are compressed by gzip, and then base64.
+    """
     found = [_rank_columns(line, step, labels) for line in lines]
-    bars = np.concatenate([track for rank in found for track in rank.tracks])
-    memory = np.concatenate([rank.memory for rank in found])
+    bars = np.concatenate([track for tracks, _ in found for track in tracks])
+    memory = np.concatenate([samples for _, samples in found])
     began = float(bars[:, 0].min())
     seconds = max(float((bars[:, 0] + bars[:, 1]).max()) - began, 1e-9)
     ticks = _TICKS / seconds
@@ -163,13 +154,18 @@ def encode_step(lines: Sequence[Timeline], step: int, labels: Labels) -> Encoded
         "seconds": seconds,
         "stepSeconds": max(line.totals(step).seconds for line in lines),
         "exposedSeconds": mean(line.totals(step).exposed_seconds or 0.0 for line in lines),
-        "bars": [[len(track) for track in rank.tracks] for rank in found],
-        "samples": [len(rank.memory) for rank in found],
+        "bars": [[len(track) for track in tracks] for tracks, _ in found],
+        "samples": [len(samples) for _, samples in found],
     }
-    return EncodedStep(index, _compress(b"".join(column.tobytes() for column in columns)))
+    compressor = zlib.compressobj(1, wbits=31)  # gzip format, which browsers read
+    compressed = compressor.compress(b"".join(column.tobytes() for column in columns))
+    return index, base64.b64encode(compressed + compressor.flush()).decode()
 
 
-def _rank_columns(line: Timeline, step: int, labels: Labels) -> _RankColumns:
+def _rank_columns(
+    line: Timeline, step: int, labels: Labels
+) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
+    """Bars (began, lasted, bytes, label, kind) by track, and samples (time, unit, categories)."""
     tracks: tuple[list[tuple[float, ...]], ...] = tuple([] for _ in Track)
     for bar in (*line.bars(step), *line.bars_around(step)):
         row = (bar.began, bar.ended - bar.began, bar.bytes, labels.number_of(bar), bar.kind)
@@ -178,12 +174,7 @@ def _rank_columns(line: Timeline, step: int, labels: Labels) -> _RankColumns:
         (sample.at, sample.unit, *(getattr(sample, name) for name in MEMORY_CATEGORIES))
         for sample in line.memory(step)
     ]
-    return _RankColumns(
-        tuple(np.array(sorted(track), dtype=np.float64).reshape(-1, 5) for track in tracks),
+    return (
+        [np.array(sorted(track), dtype=np.float64).reshape(-1, 5) for track in tracks],
         np.array(samples, dtype=np.float64).reshape(-1, 2 + len(MEMORY_CATEGORIES)),
     )
-
-
-def _compress(columns: bytes) -> str:
-    compressor = zlib.compressobj(1, wbits=31)  # gzip format, which browsers read
-    return base64.b64encode(compressor.compress(columns) + compressor.flush()).decode()
