@@ -15,12 +15,7 @@ from torch import Tensor
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise.checkpoint.slices import HostCopies
 from shardwise.comm.api import Work
-from shardwise.comm.communicator import (
-    POLL_SECONDS,
-    Communicator,
-    communicator,
-    make_collectives,
-)
+from shardwise.comm.communicator import POLL_SECONDS, Communicator, communicator, make_collectives
 from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across

@@ -23,14 +23,7 @@ from shardwise.checkpoint.checksums import (
 )
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
-from shardwise.checkpoint.directory import (
-    Owner,
-    commit,
-    is_owned,
-    prepare,
-    release,
-    remove_remains,
-)
+from shardwise.checkpoint.directory import Owner, commit, is_owned, prepare, release, remove_remains
 from shardwise.checkpoint.format import File, in_groups
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import Slices, TensorSlice, bytes_of
@@ -114,11 +107,7 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
 
 
 def _write_file(
-    folder: LocalFolder,
-    file: File,
-    job: WriteJob,
-    ranks: Coordinator,
-    opened: contextlib.ExitStack,
+    folder: LocalFolder, file: File, job: WriteJob, ranks: Coordinator, opened: contextlib.ExitStack
 ) -> list[BlockPart]:
     """Write this rank's slices to a file, which stays open; rank 0 also writes the header."""
     numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
@@ -312,10 +301,7 @@ class _Uploads:
 
 
 def _send(
-    rounds: Iterable[Sequence[_Batch]],
-    job: WriteJob,
-    uploads: _Uploads,
-    ranks: Coordinator,
+    rounds: Iterable[Sequence[_Batch]], job: WriteJob, uploads: _Uploads, ranks: Coordinator
 ) -> list[BlockPart]:
     """Send ``rounds``, in each of which every rank sends the batch at its own index."""
     parts: list[BlockPart] = []

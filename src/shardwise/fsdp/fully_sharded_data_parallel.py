@@ -182,7 +182,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, NEVER_CALLED):
             warn_caller(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
-                f"{type(module).__name__}, whose parameters belong to the unit that contains it",
+                f"{type(module).__name__}, whose parameters belong to the unit that contains it"
             )
             return
         if isinstance(module, FSDPModule):
@@ -334,7 +334,7 @@ class FullyShardedDataParallel(nn.Module):
         if all(parameter.grad is None for parameter in self.parameters()):
             warn_caller(
                 f"clip_grad_norm_: called on rank {self.rank} with no gradients -- returning the "
-                "total norm in the default dtype torch.float32",
+                "total norm in the default dtype torch.float32"
             )
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
@@ -417,7 +417,7 @@ def _reported_strategy(strategy: api.ShardingStrategy, ranks: Ranks) -> api.Shar
     if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:
         return strategy
     warn_caller(
-        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
     )
     return no_shard
 
@@ -432,7 +432,7 @@ def _warn_if_on_cpu(states: list[Tensor]) -> None:
     if states and states[0].is_cpu and torch.accelerator.device_count():
         warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "
-            "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it",
+            "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it"
         )
 
 

@@ -328,8 +328,7 @@ def groups_for(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> G
 def warn_of_input(optim_input: Any) -> None:
     if optim_input is not None:
         warn_caller(
-            "The `optim_input` argument is deprecated; pass the optimizer as `optim`",
-            FutureWarning,
+            "The `optim_input` argument is deprecated; pass the optimizer as `optim`", FutureWarning
         )
 
 

@@ -195,7 +195,7 @@ def resolve_ignored(
     if root in ignored.modules:
         warn_caller(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
-            f"result in all parameters being ignored: {type(root).__name__}",
+            f"result in all parameters being ignored: {type(root).__name__}"
         )
     return ignored
 

@@ -31,10 +31,7 @@ _SETTINGS = "_state_dict_settings"  # an attribute of each FSDP1 module
 _CONFIGS: dict[StateDictType, tuple[type[api.StateDictConfig], type[api.OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (api.FullStateDictConfig, api.FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (api.LocalStateDictConfig, api.LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (
-        api.ShardedStateDictConfig,
-        api.ShardedOptimStateDictConfig,
-    ),
+    StateDictType.SHARDED_STATE_DICT: (api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig),
 }
 
 

@@ -111,7 +111,7 @@ def _keep_full_precision(modules: Collection[nn.Module]) -> None:
     warn_caller(
         f"Both mixed precision and an auto_wrap_policy were given, and there are modules of "
         f"{', '.join(classes)}. These modules will be wrapped as separate FSDP modules, without "
-        "mixed precision",
+        "mixed precision"
     )
     for module in modules:
         FullPrecision(module)

@@ -31,10 +31,7 @@ class Drawing:
     """The data that a page's script draws: some steps of all ranks, and charts."""
 
     def __init__(
-        self,
-        lines: Sequence[Timeline],
-        steps: Iterable[int],
-        charts: Sequence[Chart],
+        self, lines: Sequence[Timeline], steps: Iterable[int], charts: Sequence[Chart]
     ) -> None:
         units = lines[0].header.units
         labels = Labels([unit.label for unit in units])

@@ -10,13 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
-from shardwise.recording.format import (
-    MemorySample,
-    RankRecording,
-    RecordedEvent,
-    Span,
-    StepTotals,
-)
+from shardwise.recording.format import MemorySample, RankRecording, RecordedEvent, Span, StepTotals
 from shardwise.schedule.events import COMPUTE, COPIES, EventKind
 
 __all__ = ["Bar", "BarKind", "Timeline", "Track", "by_step", "compute_spans"]

@@ -69,9 +69,7 @@ def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = No
         arguments |= {"mesh": ranks.data_mesh, "sharding_factor": None}
         ranks.divide(model)
     sw.fully_shard(
-        model,
-        **arguments,
-        init=sw.Initialization(config.train.seed, source.filler(model)),
+        model, **arguments, init=sw.Initialization(config.train.seed, source.filler(model))
     )
     source.load(model)
 

@@ -76,13 +76,7 @@ class Subwords:
     def train(cls, texts: Iterable[str], vocabulary: int) -> "Subwords":
         """Train a byte-level BPE of at most ``vocabulary`` tokens on ``texts``."""
         PackageMissing.check("transformers", extra="hf", needed_for="tokenizer.vocabulary")
-        from tokenizers import (  # noqa: PLC0415 (optional)
-            Tokenizer as Model,
-            decoders,
-            models,
-            pre_tokenizers,
-            trainers,
-        )
+        from tokenizers import Tokenizer as Model, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 (optional)
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
         model = Model(models.BPE())

@@ -68,10 +68,7 @@ class Judge:
         return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
 
     def _worst(
-        self,
-        found: Mapping[str, Tensor | None],
-        expected: Mapping[str, Tensor | None],
-        step: int,
+        self, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], step: int
     ) -> Worst:
         """The largest error of any tensor on any rank (replicas may differ too)."""
         norm = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))

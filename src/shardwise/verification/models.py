@@ -307,10 +307,7 @@ def _token_batch(_step: int) -> dict[str, Tensor]:
 
 
 def _image_batch(_step: int) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE),
-        "labels": torch.randint(5, (ROWS,)),
-    }
+    return {"pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE), "labels": torch.randint(5, (ROWS,))}
 
 
 def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

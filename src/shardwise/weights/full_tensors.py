@@ -124,10 +124,7 @@ def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
 
 @torch.no_grad()
 def outputs_of(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    names: Sequence[str] | None,
-    adapters: Adapters,
+    model: nn.Module, dtype: torch.dtype | None, names: Sequence[str] | None, adapters: Adapters
 ) -> list[Output]:
     """The selected tensors of ``model``, in the order of its state dict.
 
@@ -215,11 +212,7 @@ def _adapter_of(model: nn.Module) -> str:
 
 
 def _merged(
-    name: str,
-    one: Adapted,
-    model: nn.Module,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype | None,
+    name: str, one: Adapted, model: nn.Module, tensors: dict[str, Tensor], dtype: torch.dtype | None
 ) -> Output:
     """A weight of the model without adapters: dequantized, and with the adapter added.
 

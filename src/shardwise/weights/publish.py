@@ -12,23 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.collect import check_kinds
-from shardwise.checkpoint.coordination import (
-    Coordinator,
-    coordinator_of,
-    warning_of_absent_ranks,
-)
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
 from shardwise.checkpoint.format import in_groups
 from shardwise.checkpoint.slices import coordinates_of, part_of_whole
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import local_of
 from shardwise.weights.directory import Directory
-from shardwise.weights.full_tensors import (
-    BUCKET_BYTES,
-    Adapters,
-    describe,
-    outputs_of,
-    ranks_of,
-)
+from shardwise.weights.full_tensors import BUCKET_BYTES, Adapters, describe, outputs_of, ranks_of
 from shardwise.weights.gather import Output, Ranks, Source, gather_buckets, group_of
 from shardwise.weights.updates import (
     BITS,
