@@ -129,17 +129,12 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The tensors of a module under the names in its state dict.
+    """The tensors of a module under the names in its state dict."""
 
-    Attributes:
-        tensors: a tied tensor is listed under its first name, as in ``named_parameters()``.
-        aliases: the other names of tied tensors.
-        copies: the names of tensors that are neither parameters nor buffers, such as extra states.
-            What is read into them must be passed to ``load_state_dict()``.
-    """
-
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
+    tensors: dict[str, Tensor]  # a tied tensor under its first name, as in ``named_parameters()``
+    aliases: dict[str, str]  # the other names of tied tensors
+    # The names of tensors that are neither parameters nor buffers, such as extra states. What is
+    # read into them must be passed to ``load_state_dict()``.
     copies: frozenset[str]
 
 

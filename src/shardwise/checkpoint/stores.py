@@ -77,20 +77,13 @@ class Folder:
 
     An object appears as a whole or not at all, so nothing is renamed. fsspec caches listings; the
     cache is dropped before each use.
-
-    Attributes:
-        store: an ``fsspec.AbstractFileSystem``.
-        path: the path within the store.
-        url: the path or URL as the user wrote it.
-        read_bytes: the number of bytes to read at once, a power of two.
-        num_readers: the number of threads that should read at once.
     """
 
-    store: Any
-    path: str
-    url: str
-    read_bytes = 4 << 20
-    num_readers = 8  # most of a request is waiting
+    store: Any  # an ``fsspec.AbstractFileSystem``
+    path: str  # within the store
+    url: str  # the path or URL as the user wrote it
+    read_bytes = 4 << 20  # at once, a power of two
+    num_readers = 8  # threads that should read at once; most of a request is waiting
 
     @property
     def name(self) -> str:

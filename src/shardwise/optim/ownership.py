@@ -33,20 +33,14 @@ class Job:
 
 @dataclass(frozen=True)
 class OwnedJobs:
-    """Jobs with their owners, and what ranks send each other for them.
+    """Jobs with their owners, and what ranks send each other for them."""
 
-    Args:
-        jobs: the same on all ranks, in the same order.
-        replicas: for each replica of the model, its ranks in the order of their shards.
-        num_rows: the number of mesh rows that a replica spans: more than 1 with two levels of
-            sharding, where the ranks of a column have neighboring shards.
-        itemsize: bytes per element that is sent.
-    """
-
-    jobs: tuple[Job, ...]
-    replicas: tuple[tuple[int, ...], ...]
+    jobs: tuple[Job, ...]  # the same on all ranks, in the same order
+    replicas: tuple[tuple[int, ...], ...]  # of the model; their ranks in the order of the shards
+    # The mesh rows that a replica spans: more than 1 with two levels of sharding, where the ranks
+    # of a column have neighboring shards.
     num_rows: int
-    itemsize: int
+    itemsize: int  # bytes per element that is sent
 
     @cached_property
     def shard_of(self) -> dict[int, int]:

@@ -63,13 +63,8 @@ def document(
 ) -> str:
     """Render the page of the command ``name`` from ``name.html`` and ``name.js``.
 
-    Args:
-        name: the command.
-        drawing: the data that the script draws.
-        title: the page's title.
-        facts: short facts shown below the title.
-        sections: links at the top, as section id -> link text.
-        contents: HTML for the placeholders in ``name.html``.
+    ``facts`` are shown below the title, and ``sections`` (id -> text) as links at the top.
+    ``contents`` are HTML for the placeholders in ``name.html``.
     """
     content = Template(_read(f"{name}.html")).substitute(step=_read("step.html"), **contents)
     links = (f'<a href="#{section}">{text}</a>' for section, text in sections.items())

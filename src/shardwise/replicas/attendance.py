@@ -15,21 +15,13 @@ _MOMENT_SECONDS = 1.0  # longer waits for a quorum are told
 
 @dataclass(frozen=True)
 class Change:
-    """What was different in a step that counts.
+    """What was different in a step that counts."""
 
-    Attributes:
-        left: numbers of the other replicas that were there in the step before, and no longer are.
-        joined: numbers of those that are there again; they may take a state in this step.
-        repeats: how many times the step had not counted before.
-        waited_seconds: how long the replica waited for a quorum; 0.0 if only for a moment.
-        lost_seconds: how much longer the step took in this replica than the steps before.
-    """
-
-    left: tuple[int, ...]
-    joined: tuple[int, ...]
-    repeats: int
-    waited_seconds: float
-    lost_seconds: float
+    left: tuple[int, ...]  # numbers of the other replicas that are no longer there
+    joined: tuple[int, ...]  # and of those that are there again, and may take a state
+    repeats: int  # how many times the step had not counted before
+    waited_seconds: float  # for a quorum; 0.0 if only for a moment
+    lost_seconds: float  # how much longer the step took in this replica than those before
 
     def __str__(self) -> str:
         words = [
@@ -49,25 +41,18 @@ class Attendance:
     """The replicas and the durations of steps, in one replica.
 
     A step begins with its first attempt or, if it ``is_continuous``, where the one before ended.
-
-    Attributes:
-        members: numbers of the replicas that were there in the last step that counts.
-        num_replicas: the number of those whose values counted.
-        change: what was different in it from the step before.
-        seconds: duration of all steps that count.
-        attempts: of the step that has not been decided yet.
-        useful_seconds: the same without lost seconds, added up over the replicas that counted.
     """
 
     def __init__(self, *, is_continuous: bool) -> None:
-        self.members: set[int] = set()
-        self.num_replicas = 0
-        self.change: Change | None = None
-        self.seconds = self.useful_seconds = 0.0
+        self.members: set[int] = set()  # numbers of the replicas in the last step that counts
+        self.num_replicas = 0  # those whose values counted
+        self.change: Change | None = None  # what was different in it from the step before
+        self.attempts = 0  # of the step that has not been decided yet
+        self.seconds = 0.0  # duration of all steps that count
+        self.useful_seconds = 0.0  # without lost ones, added up over the replicas that counted
         self._is_continuous = is_continuous
         self._undisturbed: deque[float] = deque(maxlen=_TYPICAL)  # durations
-        self._began = time.monotonic()
-        self.attempts, self._waited = 0, 0.0
+        self._began, self._waited = time.monotonic(), 0.0
 
     def begin(self) -> None:
         if not (self.attempts or self._is_continuous):

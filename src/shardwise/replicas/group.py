@@ -57,11 +57,6 @@ class ReplicaGroup:
 
     An error of a collective is reported to the manager, and fails the step. The connections are
     then closed, so that the other replicas do not wait for this one.
-
-    Attributes:
-        attendance: which replicas were there, and what it cost that others were not.
-        num_replicas: the number of replicas in the last step.
-        has_joined: whether this replica took the state of another one in this step.
     """
 
     def __init__(
@@ -74,8 +69,8 @@ class ReplicaGroup:
         self.manager = manager
         self.history = checksum_of(state.parameters)
         self.attendance = Attendance(is_continuous=is_continuous)
-        self.has_joined = False
-        self.num_replicas = 1
+        self.has_joined = False  # whether this replica took the state of another in this step
+        self.num_replicas = 1  # in the last step
         self._state = state
         self._description = description
         self._taken: dict[str, Any] | None = None  # of another replica, not loaded yet
@@ -111,9 +106,8 @@ class ReplicaGroup:
     def meet(self, *extra: int, counts: bool = True) -> Tensor | None:
         """Exchange the table [replicas, 8], once in a step; None if this fails.
 
-        Args:
-            extra: up to 3 more columns; the first has to be equal in all replicas that count.
-            counts: False if the values of this replica do not count, even if it takes part.
+        Up to 3 columns are ``extra``; the first has to be equal in all replicas that count. Without
+        ``counts``, the values of this replica do not count, even if it takes part.
         """
         if self._table is not None:
             return self._table

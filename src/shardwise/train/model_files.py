@@ -25,17 +25,11 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model, and the configuration with which the trainer builds it.
-
-    Attributes:
-        model: the model to forecast.
-        base: the trainer's configuration; None: the trainer cannot build the model.
-        directory: where `write_model` writes a config.json; None: there is nothing to write.
-    """
+    """A model to forecast, and the configuration with which the trainer builds it."""
 
     model: Model
-    base: Config | None = None
-    directory: Path | None = None
+    base: Config | None = None  # None: the trainer cannot build the model
+    directory: Path | None = None  # where `write_model` writes a config.json, if it does
 
     @classmethod
     def of(cls, name: str, config: Path | None) -> "ModelFiles":

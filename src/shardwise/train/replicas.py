@@ -55,16 +55,12 @@ def check_replicas(config: Config) -> None:
 
 
 class Replicas:
-    """The other replicas of a run, if there are any.
-
-    Attributes:
-        outer: the outer optimizer, if replicas train alone for many steps.
-    """
+    """The other replicas of a run, if there are any."""
 
     def __init__(
         self, config: Config, world: World, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        self.outer: sw.OuterOptimizer | None = None
+        self.outer: sw.OuterOptimizer | None = None  # if they train alone for many steps
         self._elastic: sw.Elastic | None = None
         self._manager: Any = None
         self._count = config.replicas.count

@@ -48,19 +48,13 @@ class TensorRanks:
         rank         0  1  2  3
         data rank    0  0  1  1      order of data, shards, mean of the loss
         index        0  1  0  1      part of each divided layer
-
-    Attributes:
-        size: number of ranks in a group.
-        index: this rank's number in its group.
-        data_rank: number of the group.
-        num_data_ranks: number of groups.
-        data_mesh: the ranks with this ``index``, over which `fully_shard` shards; None: all ranks.
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        self.size = config.shard.tensor
+        self.size = config.shard.tensor  # of a group
         self.data_rank, self.index = divmod(world.rank, self.size)
         self.num_data_ranks = world.size // self.size
+        # The ranks with this index, over which `fully_shard` shards; None: all ranks.
         self.data_mesh: DeviceMesh | None = None
         self._mesh: DeviceMesh | None = None
         self._device, self._is_checked = world.device, False
