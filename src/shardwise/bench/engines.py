@@ -150,7 +150,7 @@ _ROWS = (
     Engine("fsdp2", "fsdp2", baselines.Fsdp2(), is_quick=True),
     Engine("fsdp2-no-reshard", "fsdp2", baselines.Fsdp2(reshard=False)),
     Engine("fsdp2-async", "fsdp2", baselines.Fsdp2(unshard_async=True)),
-    Engine("deepspeed", "deepspeed", baselines.start_deepspeed),
+    Engine("deepspeed", "deepspeed", baselines.DeepSpeed),
     _ours("ddp", Ours("ddp")),
     _ours("zero1", Ours("zero1")),
     _ours("zero2", Ours("zero2")),

@@ -138,10 +138,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
 def _outer(config: Config) -> Outer | None:
     if not config.outer.every or config.replicas.count == 1:
         return None
-    return Outer(**config.outer.model_dump(include=_OUTER))
-
-
-_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "block"}
+    return Outer(**config.outer.model_dump(exclude={"lr", "momentum"}))
 
 
 def _adapters(config: Config) -> Adapters | None:

@@ -172,11 +172,6 @@ def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
 
 
 def _outer_settings(config: Config) -> sw.Outer:
-    keys = ("every", "fragments", "delay", "dtype", "block", "mixing")
-    momentum = config.outer.momentum
-    return sw.Outer(
-        **{key: getattr(config.outer, key) for key in keys},
-        optimizer=partial(
-            torch.optim.SGD, lr=config.outer.lr, momentum=momentum, nesterov=momentum > 0
-        ),
-    )
+    lr, momentum = config.outer.lr, config.outer.momentum
+    optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return sw.Outer(**config.outer.model_dump(exclude={"lr", "momentum"}), optimizer=optimizer)
