@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.bench import report
 from shardwise.checkpoint.stores import folder_at
-from shardwise.cli.run_verify import BUILT_IN, find_subjects
+from shardwise.cli.run_verify import BUILT_IN
 from shardwise.errors import PackageMissing
 from shardwise.train.config import Config
 from shardwise.train.display import draw_losses
@@ -21,6 +21,7 @@ from shardwise.train.documents import read_arrow, read_parquet
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.sinks import check_trackers
 from shardwise.train.tokenizer import Subwords
+from shardwise.verification.subjects import find_subjects
 
 FILE = Path("x.png")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.features import held_memory
 from shardwise.features.held_memory import is_out_of_memory
-from shardwise.recording.steps import MemoryMeter
+from shardwise.recording.memory_meter import MemoryMeter
 from shardwise.runtime.memory import Arena
 from shardwise.runtime.module import handle_of
 from tests.fsdp.extended import Pair, replace_weights

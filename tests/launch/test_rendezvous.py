@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from shardwise.launch.world import fresh_store
+from shardwise.launch.rendezvous import fresh_store
 
 
 def meet(store: HashStore, num_ranks: int) -> list[Store]:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.recording.clocks import offset_from
 from shardwise.recording.format import RankRecording, read_recording
-from shardwise.recording.record import DefaultSteps, offset_from
+from shardwise.recording.record import DefaultSteps
 from shardwise.report.trace import trace_events
 from shardwise.schedule.events import EventKind
 from tests.models import CASES, WIDTH, Block, Stack, build

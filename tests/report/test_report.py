@@ -20,8 +20,8 @@ from shardwise.page.charts import read_charts
 from shardwise.page.timeline import BarKind, Timeline, Track
 from shardwise.recording.format import RankRecording
 from shardwise.report import page
-from shardwise.report.report import show
 from shardwise.report.summary import summarize
+from shardwise.report.terminal import show
 from shardwise.schedule.events import EventKind
 from tests.report.synthetic import EVIL, FINDING, Run, record_run, write_run
 

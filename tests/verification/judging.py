@@ -3,7 +3,8 @@
 from typing import Any
 
 import shardwise as sw
-from shardwise.cli.run_verify import BUILT_IN, find_subjects
+from shardwise.cli.run_verify import BUILT_IN
+from shardwise.verification.subjects import find_subjects
 
 
 def judge(model: str, **options: Any) -> sw.Verification:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.run_verify import BUILT_IN, find_subjects
+from shardwise.cli.run_verify import BUILT_IN
 from shardwise.errors import ConfigError
 from shardwise.verification.models import FAMILIES
+from shardwise.verification.subjects import find_subjects
 
 OWN = """
 from torch import nn, ones

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,30 +10,27 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardwise.errors import ConfigError, PackageMissing, PlanError, ShardwiseError
-from shardwise.forecast.models.functions import find_function
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.forecast.options import parse_wire
 from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.plan.optimizers import OPTIMIZERS
-from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.train.model import GPT, Block, gpt_shape
-from shardwise.verification.engines import ENGINES, Engine, splits_batch
+from shardwise.verification.engines import splits_batch
 from shardwise.verification.models import (
-    FAMILIES,
     MODELS,
     VOCABULARY,
     Subject,
     next_token_loss,
     random_tokens,
 )
-from shardwise.verification.optimizers import OptimizerFn, names, optimizer_fn
 from shardwise.verification.result import VerificationError
+from shardwise.verification.subjects import find_engine, find_optimizer, find_subjects
 from shardwise.verification.verify import resolve_strategies, verify
 
-__all__ = ["BUILT_IN", "VerifyOptions", "find_subjects", "run_verify"]
+__all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 
 NPROC = 2
 _GRANULARITIES = ("element", "row", "tensor", "dim")
@@ -197,56 +193,3 @@ def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
             f"--mesh {options.mesh}: has {prod(dims.values())} ranks, but {world.size} were started"
         )
     return init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-
-
-def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Subject]:
-    """Resolve a name, package.module:function or file.py:function.
-
-    Names are the keys of ``built_in`` and `FAMILIES`. None stands for all of ``built_in``, and "hf"
-    for all of `FAMILIES`.
-
-    The user's function returns the fields of `Subject`: model_fn, batch_fn and, optionally,
-    loss_fn and units. It is called here and may be called again in other processes.
-    """
-    if model is None:
-        return list(built_in.values())
-    if model in built_in:
-        return [built_in[model]]
-    if model == "hf" or model in FAMILIES:
-        PackageMissing.check("transformers", extra="hf", needed_for=model)
-    if model == "hf":
-        return list(FAMILIES.values())
-    if model in FAMILIES:
-        return [FAMILIES[model]]
-    return [_call(model, _find_function(model, [*built_in, *FAMILIES, "hf"]))]
-
-
-def find_engine(name: str) -> Engine:
-    """Resolve a key of `ENGINES`, package.module:function or file.py:function."""
-    return ENGINES.get(name) or _find_function(name, ENGINES)
-
-
-def find_optimizer(name: str) -> OptimizerFn:
-    """Resolve the name of an optimizer, package.module:function or file.py:function."""
-    return optimizer_fn(name) if name in names() else _find_function(name, names())
-
-
-def _find_function(wanted: str, known: Iterable[str]) -> Callable[..., Any]:
-    if ":" not in wanted:
-        hint = did_you_mean(wanted, known) or ", module:function or file.py:function"
-        raise ConfigError(f"{wanted}: expected one of {', '.join(known)}{hint}")
-    return find_function(wanted)
-
-
-def _call(model: str, function: Callable[[], Any]) -> Subject:
-    result = function()
-    size = ""
-    if isinstance(result, (tuple, list)):
-        if len(result) in (2, 3, 4) and all(map(callable, result[:2])):
-            return Subject(*result)
-        size = f" of {len(result)}"
-    got = type(result).__name__
-    raise ConfigError(
-        f"{model} returned {got}{size}: expected (model_fn, batch_fn), (model_fn, batch_fn, "
-        "loss_fn) or (model_fn, batch_fn, loss_fn, units)"
-    )

@@ -1,12 +1,9 @@
 """Records a run: reads the ledger of a model and writes one file per rank."""
 
-import math
-import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, SupportsFloat
 
@@ -17,6 +14,7 @@ from shardwise._warnings import warn_caller
 from shardwise.comm.device import device_of, is_accelerator, name_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.policies import repeated_blocks
+from shardwise.recording.clocks import measure_clock_offset
 from shardwise.recording.format import (
     Header,
     HeldBytes,
@@ -26,15 +24,15 @@ from shardwise.recording.format import (
     file_of_rank,
     to_json,
 )
-from shardwise.recording.steps import EndedSpan, EndedStep, MemoryMeter
+from shardwise.recording.memory_meter import MemoryMeter
+from shardwise.recording.steps import EndedSpan, EndedStep
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.optimizers import parameters_of
 from shardwise.schedule.events import COMPUTE
-from shardwise.tensor.reductions import across
 
-__all__ = ["DefaultSteps", "Recorder", "offset_from", "record"]
+__all__ = ["DefaultSteps", "Recorder", "record"]
 
 
 class DefaultSteps(Container[int]):
@@ -302,42 +300,3 @@ def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "optimizer_tensors": len(parameters),
         "optimizer_way": implementation,
     }
-
-
-_ROUNDS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """Seconds to add to this rank's `time.perf_counter` to get rank 0's."""
-
-    seconds: float
-    error_seconds: float  # upper bound
-
-
-def measure_clock_offset(runtime: Runtime) -> ClockOffset:
-    """Compare the clocks of a model's ranks; all ranks must call this."""
-    mesh, device = runtime.mesh, runtime.pools.device
-    rank, rounds, ended = mesh.world.index, [], 0.0
-    for _ in range(_ROUNDS + 1):  # each round also exchanges the end of the previous one
-        times = [torch.tensor(t, dtype=torch.float64) for t in (time.perf_counter(), ended)]
-        by_rank = across([time.to(device) for time in times], mesh, mesh.world).tolist()
-        ended = time.perf_counter()
-        rounds.append((by_rank[0], by_rank[rank]))
-    began = [(first[0], own[0]) for first, own in rounds[:-1]]
-    ends = [(first[1], own[1]) for first, own in rounds[1:]]
-    return offset_from(began, ends) if rank else ClockOffset(0.0, 0.0)
-
-
-def offset_from(
-    began: Sequence[tuple[float, float]], ended: Sequence[tuple[float, float]]
-) -> ClockOffset:
-    """Compute the offset from the times of several exchanges on rank 0 and on another rank.
-
-    An exchange ends on each rank after it began on the other, so every exchange bounds the offset
-    from both sides. The shortest exchanges give the tightest bounds.
-    """
-    rounds = list(zip(began, ended, strict=True))
-    least = max((first - own_end for (first, _), (_, own_end) in rounds), default=-math.inf)
-    most = min((first_end - own for (_, own), (first_end, _) in rounds), default=math.inf)
-    return ClockOffset((least + most) / 2, max(0.0, most - least) / 2)
