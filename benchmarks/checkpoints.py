@@ -22,11 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save as dcp_save
 
@@ -35,7 +31,7 @@ from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
-from shardwise.bench.machine import Peak, resident_bytes
+from shardwise.bench.memory import Peak, resident_bytes
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
 from shardwise.forecast.models.transformer import Shape

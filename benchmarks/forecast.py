@@ -37,9 +37,9 @@ from shardwise.bench import harness
 from shardwise.bench.calibrate import calibration_of, measure_ranks
 from shardwise.bench.engines import Ours
 from shardwise.bench.harness import Figures
-from shardwise.bench.machine import Peak, SharedMemoryUse, allocated_bytes
-from shardwise.bench.measure import watch_traffic
+from shardwise.bench.memory import Peak, SharedMemoryUse, allocated_bytes
 from shardwise.bench.options import Setting, read_shape
+from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import TrainedModel, gpt_work
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.calibrated import CalibratedMachine, RanksCalibration

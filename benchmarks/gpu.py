@@ -49,7 +49,7 @@ from benchmarks.gpu_models import MODELS, make_work
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
-from shardwise.bench.measure import watch_traffic
+from shardwise.bench.traffic import watch_traffic
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world

@@ -33,8 +33,8 @@ from shardwise.bench.harness import Figures, Round
 from shardwise.comm.communicator import Collectives, communicator
 from shardwise.launch.world import World
 from shardwise.train.config import DataConfig
-from shardwise.train.data import STDLIB, Text, find_files, split_files
 from shardwise.train.model import GPT, gpt_shape
+from shardwise.train.text import STDLIB, Text, find_files, split_files
 
 BASE = "torch.optim.Muon, on DTensors"
 RATE, STEPS, SEQUENCES, CONTEXT = 3e-3, 300, 16, 64  # for the plot

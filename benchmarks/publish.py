@@ -24,7 +24,7 @@ from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
-from shardwise.bench.machine import Peak, allocated_bytes
+from shardwise.bench.memory import Peak, allocated_bytes
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
 from shardwise.comm.communicator import communicator

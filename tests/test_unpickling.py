@@ -64,9 +64,9 @@ UNGUARDED: dict[str, tuple[str, bool]] = {
 # trust its tensors; they never come from a store's keys, a file or another job.
 OWN_RANKS = "the job's own ranks, over their process group"
 ALLOWED: dict[tuple[str, str], str] = {
-    ("checkpoint/foreign.py", "pickle.Unpickler"): "refuses all names that are not in its table",
+    ("checkpoint/unpickling.py", "pickle.Unpickler"): "refuses all names that are not in its table",
     ("checkpoint/foreign.py", "read_metadata"): "of that reader",
-    ("verification/batches.py", "all_gather_object"): OWN_RANKS,
+    ("verification/exchange.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/distribute.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/distribute.py", "broadcast_object_list"): OWN_RANKS,
     ("integrations/uneven_batches.py", "broadcast_object_list"): OWN_RANKS,

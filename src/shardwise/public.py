@@ -29,7 +29,8 @@ from shardwise.forecast.view.estimate import Estimate, estimate
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.join import join
-from shardwise.optim.tokens import backward, leaf_mean, leaf_rng, leaves, token_weight
+from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
+from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.precision import MixedPrecisionPolicy
@@ -41,10 +42,7 @@ from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.verification.result import (
-    Verification,
-    VerificationError,
-)
+from shardwise.verification.result import Verification, VerificationError
 from shardwise.verification.verify import verify
 from shardwise.weights.full_tensors import full_tensors
 from shardwise.weights.publish import publish

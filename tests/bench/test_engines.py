@@ -16,9 +16,10 @@ import shardwise as sw
 from shardwise.bench import measure
 from shardwise.bench.engines import ENGINES, choose_engines
 from shardwise.bench.harness import merge
-from shardwise.bench.machine import Peak
-from shardwise.bench.measure import inspect_engine, measure_steps, watch_traffic
+from shardwise.bench.measure import inspect_engine, measure_steps
+from shardwise.bench.memory import Peak
 from shardwise.bench.options import SIZES, BenchOptions, Setting, read_shape
+from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import gpt_work, tiny_work
 from shardwise.blockwise import Blocks
 from shardwise.errors import ConfigError

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from shardwise.bench.machine import Peak, allocated_bytes
+from shardwise.bench.memory import Peak, allocated_bytes
 from tests.waiting import eventually
 
 MEGA = 1 << 20

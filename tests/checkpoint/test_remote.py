@@ -15,12 +15,12 @@ from fsspec.registry import known_implementations
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import write
+from shardwise.checkpoint import upload
 from shardwise.checkpoint.format import File, Spec
 from shardwise.checkpoint.offline import examine
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
-from shardwise.checkpoint.write import assign_files
+from shardwise.checkpoint.upload import assign_files
 from shardwise.cli import main
 from tests.checkpoint.s3 import FakeS3, reach, serving
 from tests.checkpoint.training import (
@@ -331,7 +331,7 @@ def _run_out_of_memory(endpoint: str) -> None:
             error: type[Exception] = MemoryError if fails else sw.CheckpointError
             with (
                 mock.patch.object(
-                    write, "_joined", _raise_memory_error if fails else write._joined
+                    upload, "_joined", _raise_memory_error if fails else upload._joined
                 ),
                 pytest.raises(error),
             ):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import shardwise as sw
-from shardwise.checkpoint.foreign import METADATA, DataReader
+from shardwise.checkpoint.unpickling import METADATA, DataReader
 from shardwise.integrations.state import load_optimizers, save_optimizers
 
 

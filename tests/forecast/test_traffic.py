@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.bench.measure import watch_traffic
+from shardwise.bench.traffic import watch_traffic
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.runtime.module import runtime_of_root
 from tests.checkpoint.training import options_for

@@ -13,14 +13,8 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.data import (
-    IGNORED,
-    Batch,
-    Corpus,
-    Sequences,
-    Text,
-    open_corpus as open_corpus_of,
-)
+from shardwise.train.data import IGNORED, Batch, Corpus, Sequences, open_corpus as open_corpus_of
+from shardwise.train.text import Text
 
 VALUES = np.random.default_rng(0).integers(0, 256, size=5000, dtype=np.uint8)
 CUTS = (0, 1, 700, 700, 2500, 4990, 5000)  # boundaries of the files, one of which is empty

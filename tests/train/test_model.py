@@ -10,9 +10,9 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.train.build import shard_model
 from shardwise.train.config import Config, SampleConfig
-from shardwise.train.loop import generate
 from shardwise.train.model import GPT, gpt_shape, rotary_table, rotate
 from shardwise.train.source import Gpt
+from shardwise.train.summary import generate
 from shardwise.train.tokenizer import Bytes
 
 SHAPE = gpt_shape(vocabulary=50, context=12, width=32, layers=3, heads=4)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.verification.engines import ENGINES
-from shardwise.verification.models import FAMILIES
+from shardwise.verification.families import FAMILIES
 from tests.ranks import on_ranks
 from tests.verification.judging import judge
 

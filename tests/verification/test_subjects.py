@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cli.run_verify import BUILT_IN
 from shardwise.errors import ConfigError
-from shardwise.verification.models import FAMILIES
+from shardwise.verification.families import FAMILIES
 from shardwise.verification.subjects import find_subjects
 
 OWN = """

@@ -16,7 +16,8 @@ import shardwise as sw
 from shardwise.cli.run_verify import BUILT_IN
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.mesh import resolve_mesh
-from shardwise.verification.batches import RankExchange, cut_batches
+from shardwise.verification.batches import cut_batches
+from shardwise.verification.exchange import RankExchange
 from shardwise.verification.reference import Reference, Training
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
 from tests.ranks import on_ranks, run_on

@@ -6,24 +6,20 @@ names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`
 """
 
 import contextlib
-import io
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -35,9 +31,10 @@ from shardwise.checkpoint.format import Spec, spec_of
 from shardwise.checkpoint.read import OpenCheckpoint, OpenComponent, Reader, open_hf
 from shardwise.checkpoint.slices import bytes_of
 from shardwise.checkpoint.stores import Folder, LocalFolder
+from shardwise.checkpoint.unpickling import METADATA, DataReader
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["METADATA", "DataPlanner", "DataReader", "open_foreign"]
+__all__ = ["open_foreign"]
 
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `load` uses the first
 
@@ -82,7 +79,7 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
 
 
 def _dcp_component(
-    name: str, keys: Mapping[tuple[Any, ...], str], files: "DataReader", metadata: Metadata
+    name: str, keys: Mapping[tuple[Any, ...], str], files: DataReader, metadata: Metadata
 ) -> OpenComponent:
     """The component ``name``, whose entries are stored under ``keys``, which maps paths to keys."""
     stored, specs = {}, {}
@@ -113,7 +110,7 @@ class _DistributedSource:
 
     def __init__(
         self,
-        files: "DataReader",
+        files: DataReader,
         stored: Mapping[str, tuple[str, TensorStorageMetadata]],
         specs: Mapping[str, Spec],
     ) -> None:
@@ -166,7 +163,7 @@ class _Value(DefaultLoadPlanner):
         self.value = torch.load(value, weights_only=True)
 
 
-def _read_bytes(key: str, files: "DataReader") -> Any:
+def _read_bytes(key: str, files: DataReader) -> Any:
     index, nothing = MetadataIndex(key), torch.Size((0,))
     item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
     planner = _Value()
@@ -174,9 +171,7 @@ def _read_bytes(key: str, files: "DataReader") -> Any:
     return planner.value
 
 
-def _read(
-    files: "DataReader", items: list[ReadItem], planner: DefaultLoadPlanner, name: str
-) -> None:
+def _read(files: DataReader, items: list[ReadItem], planner: DefaultLoadPlanner, name: str) -> None:
     try:
         files.read_data(LoadPlan(items), planner).wait()
     except Exception as error:  # torch raises whatever its unpickler does
@@ -276,100 +271,3 @@ def _unflattened(states: Mapping[str, Any]) -> dict[str, Any]:
         else:
             groups.append({**options, "params": [parameter]})
     return {"state": by_kind["state"], "param_groups": groups}
-
-
-# -- without executing what a pickle contains ------------------------------------------------------
-
-# torch unpickles ``.metadata`` and values that are not tensors, and a pickle can call any function.
-# Here, a pickle may only use the names that torch's own metadata consist of.
-
-METADATA = ".metadata"
-_OF_METADATA = "torch.distributed.checkpoint.metadata"
-# What torch 2.11 to 2.13 write, by module; dtypes are added in `find_class`.
-_NAMES = {
-    *(
-        (_OF_METADATA, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-}
-# The path of the directory, as a path of any system; Python 3.13 moved the classes.
-_PATHS: Mapping[str, type[PurePath]] = {
-    "PosixPath": PurePosixPath,
-    "PurePosixPath": PurePosixPath,
-    "PureWindowsPath": PureWindowsPath,
-    "WindowsPath": PureWindowsPath,
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds metadata, and refuses every other class and function."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in _NAMES:
-            return super().find_class(module_name, global_name)
-        if module_name in ("pathlib", "pathlib._local") and global_name in _PATHS:
-            return _PATHS[global_name]
-        dtype = getattr(torch, global_name, None)
-        if module_name == "torch" and isinstance(dtype, torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(
-            f"it names {module_name}.{global_name}, which torch's metadata do not contain"
-        )
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError(f"it refers to another object: {pid!r:.100}")
-
-
-class DataReader(FileSystemReader):
-    """Reads a directory whose metadata are data only, and its files alone."""
-
-    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """The content of ``.metadata``; a CheckpointDamaged if it is something else."""
-        path = Path(self.path) / METADATA
-        try:
-            with path.open("rb") as file:
-                metadata: Metadata = _MetadataUnpickler(file).load()
-            _check(metadata)
-        except Exception as error:  # an unpickler raises anything
-            raise CheckpointDamaged(
-                f"{path}: not metadata of torch.distributed.checkpoint: {error}"
-            ) from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def _check(metadata: object) -> None:
-    """Raise a CheckpointError for something else than metadata, or a file outside the directory."""
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"it is a {type(metadata).__name__}")
-    for index, stored in metadata.storage_data.items():
-        path = PurePosixPath(stored.relative_path)
-        if path.is_absolute() or ".." in path.parts:
-            raise CheckpointError(f"{index.fqn} is in {path}, outside the directory")
-
-
-class DataPlanner(DefaultLoadPlanner):
-    """Loads only values that `torch.load` accepts with ``weights_only``."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor; a CheckpointDamaged if it is not data only."""
-        try:
-            torch.load(value, weights_only=True)
-        except Exception as error:  # torch raises whatever its unpickler does
-            name = read_item.storage_index.fqn
-            raise CheckpointDamaged(f"{name}: cannot be read: {error}") from error
-        value.seek(0)
-        super().load_bytes(read_item, value)

@@ -1,6 +1,6 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,17 +17,12 @@ from shardwise.errors import CheckpointError
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
-    "ADAPTER",
-    "Adapted",
     "LoadReport",
     "OptimizerStates",
     "Selection",
     "Target",
-    "adapted_weights",
-    "alone",
     "load_copies",
     "match_module",
-    "merge",
     "without_adapter_names",
 ]
 
@@ -367,56 +362,3 @@ def _can_hold(present: Tensor, spec: Spec, parameter: Tensor) -> bool:
 
 def _sizes(groups: list[list[str]]) -> str:
     return f"{len(groups)} groups of {', '.join(str(len(group)) for group in groups)}"
-
-
-# -- adapters --------------------------------------------------------------------------------------
-
-
-ADAPTER = ".lora_"  # in the names of peft's parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """A weight of a model with adapters; ``low`` and ``high`` are the names of LoRA's A and B."""
-
-    weight: str
-    low: str = ""  # empty if the weight has no adapter
-    high: str = ""
-
-    @property
-    def layer(self) -> str:
-        """The name of the module that peft has put around the weight's."""
-        return self.low.partition(f"{ADAPTER}A.")[0]
-
-
-def adapted_weights(names: Collection[str], adapter: str = "default") -> dict[str, Adapted]:
-    """The weights among ``names``, by their names in the model without adapters."""
-    found = {}
-    for name in names:
-        if ADAPTER in name:
-            continue
-        layer = name.removesuffix(".base_layer.weight")
-        low, high = (f"{layer}{ADAPTER}{matrix}.{adapter}.weight" for matrix in "AB")
-        found[without_adapter_names(name)] = Adapted(name, *((low, high) if low in names else ()))
-    return found
-
-
-def alone(names: Collection[str], adapter: str = "default") -> dict[str, str]:
-    """The tensors of ``adapter`` among ``names``, by their names in peft's files."""
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        for position, part in enumerate(parts[:-1]):
-            is_saved = part == "modules_to_save"
-            if (is_saved or part.startswith("lora_")) and parts[position + 1] == adapter:
-                kept = parts[:position] if is_saved else parts[: position + 1]
-                found[".".join((*kept, *parts[position + 2 :]))] = name
-    return found
-
-
-def merge(weight: Tensor, low: Tensor, high: Tensor, scaling: float) -> Tensor:
-    """Add an adapter to ``weight`` [m, n] in place; ``low`` is [rank, n] and ``high`` [m, rank]."""
-    product = high @ low
-    product *= scaling
-    weight += product
-    return weight

@@ -32,14 +32,8 @@ from shardwise.fsdp.options import (
     resolve_ignored,
     resolve_ranks,
 )
-from shardwise.fsdp.states import (
-    EvalPrecision,
-    buffer_dtypes,
-    materialize,
-    move,
-    preserved_buffers,
-    summon_full_params,
-)
+from shardwise.fsdp.states import EvalPrecision, buffer_dtypes, materialize, move, preserved_buffers
+from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.plan.policies import NEVER_CALLED

@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from shardwise._warnings import warn_caller
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
-from shardwise.fsdp.distribute import TorchShardedTensor, in_chunks, on_whole_mesh, shard_like
+from shardwise.fsdp.distribute import on_whole_mesh, shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.names import WRAPPED, clean_name
+from shardwise.fsdp.sharded_tensors import TorchShardedTensor, in_chunks
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 

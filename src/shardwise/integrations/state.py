@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.foreign import DataPlanner, DataReader
+from shardwise.checkpoint.unpickling import DataPlanner, DataReader
 
 __all__ = ["full_state_dict", "load_full_state_dict", "load_optimizers", "save_optimizers"]
 

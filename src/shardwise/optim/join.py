@@ -18,7 +18,8 @@ from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
 from shardwise.features.checks import iterates_in_forward
 from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
-from shardwise.optim.clip import clip_grad_norm_, describe_nonfinite
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.optimizers import parameters_of

@@ -103,6 +103,9 @@ class Elastic:
         """Copy the state of ``stateful`` to replicas that join, as it is before a step.
 
         A step that does not count restores it.
+
+        Raises:
+            PlanError: there is another object with this name.
         """
         self._state.register(name, stateful)
 

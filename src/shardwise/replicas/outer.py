@@ -13,9 +13,7 @@ gathered.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,19 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Optimizer
 
-from shardwise.blockwise import FORMATS, Blocks
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.axes import AxisBytes
 from shardwise.replicas.elastic import check_replica
+from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
-from shardwise.replicas.plan import Outer, partition
+from shardwise.replicas.plan import Outer
 from shardwise.replicas.state import ReplicaState, checksum_of
-from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
-__all__ = ["OuterOptimizer", "fragments_of", "optimizer_of", "outer_optimizer"]
+__all__ = ["OuterOptimizer", "optimizer_of", "outer_optimizer"]
 
 _NONE = -1  # no fragment
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -140,13 +137,21 @@ class OuterOptimizer(Optimizer):
             self.group = ReplicaGroup(replicas, self._state, description, is_continuous=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Raise a StepError: steps of the model's optimizer also step the outer optimizer."""
+        """Not for users: steps of the model's optimizer also step the outer optimizer.
+
+        Raises:
+            StepError: always.
+        """
         raise StepError(
             "the outer optimizer steps after steps of the model's optimizer; call optimizer.step()"
         )
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Copy the state of ``stateful`` to replicas that join, as it is after a step."""
+        """Copy the state of ``stateful`` to replicas that join, as it is after a step.
+
+        Raises:
+            PlanError: there is another object with this name.
+        """
         self._state.register(name, stateful)
 
     def remove(self) -> None:
@@ -290,7 +295,7 @@ class OuterOptimizer(Optimizer):
     def _message_bytes(self, fragment: int) -> int:
         return self.fragments[fragment].packed_bytes * (self.group.num_replicas - 1)
 
-    def _apply(self, fragment: "Fragment", packed: Sequence[Tensor]) -> None:
+    def _apply(self, fragment: Fragment, packed: Sequence[Tensor]) -> None:
         """Step the shared parameters, and update this replica's parameters from them."""
         parameters = fragment.parameters
         self._step_shared(parameters, fragment.mean(packed))
@@ -328,84 +333,3 @@ def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 def optimizer_of(outer: Outer, parameters: list[Any]) -> Any:
     return (outer.optimizer or _DILOCO)(parameters)
-
-
-# -- fragments -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """Parameters that are synchronized together, and the format of their differences."""
-
-    parameters: Sequence[Tensor]
-    dtype: str  # see `Outer`
-    block: int
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """The number of real numbers in this rank's shard of each parameter."""
-        return [_real(local_of(p)).numel() for p in self.parameters]
-
-    @property
-    def packed_bytes(self) -> int:
-        if self.dtype in FORMATS:
-            return Blocks(self.dtype, self.block).num_bytes(sum(self.sizes))
-        return sum(self.sizes) * self._torch_dtype.itemsize
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Encode one tensor per parameter as uint8 [packed_bytes], on the same device."""
-        flat = torch.cat([_real(tensor).reshape(-1).to(self._wide_dtype) for tensor in tensors])
-        if self.dtype not in FORMATS:
-            return flat.to(self._torch_dtype).view(torch.uint8)
-        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8, device=flat.device)
-        Blocks(self.dtype, self.block).encode(flat, packed)
-        return packed
-
-    def mean(self, packed: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of packed tensors, as a 1-D tensor per parameter, in the parameter's dtype.
-
-        The same bytes in the same order give the same bits.
-        """
-        device = local_of(self.parameters[0]).device
-        total = torch.zeros(sum(self.sizes), dtype=self._wide_dtype, device=device)
-        for one in packed:
-            if self.dtype in FORMATS:
-                values = torch.empty_like(total)
-                Blocks(self.dtype, self.block).decode(one.to(device), values)
-                total += values
-            else:
-                total += one.to(device).view(self._torch_dtype)
-        parts = torch.split(total.div_(len(packed)), self.sizes)
-        return [_as_dtype(part, p.dtype) for part, p in zip(parts, self.parameters, strict=True)]
-
-    @property
-    def _torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def _wide_dtype(self) -> torch.dtype:
-        """The dtype in which differences are averaged."""
-        return torch.float64 if self.dtype == "float64" else torch.float32
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _as_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype.is_complex:
-        part = torch.complex(*part.view(-1, 2).unbind(1))
-    return part.to(dtype)
-
-
-def fragments_of(runtime: Runtime, outer: Outer) -> list[Fragment]:
-    """Divide the trainable parameters of ``runtime`` into ``outer.fragments`` sets of units."""
-    units = [
-        [p.sharded for p in unit.parameters if p.sharded.requires_grad] for unit in runtime.units
-    ]
-    parts = partition([sum(p.numel() for p in unit) for unit in units], outer.fragments)
-    return [
-        Fragment(list(chain.from_iterable(units[i] for i in part)), outer.dtype, outer.block)
-        for part in parts
-    ]

@@ -19,9 +19,9 @@ from shardwise.recording.attendance import changes_of_replicas
 from shardwise.train.build import memory_of
 from shardwise.train.config import Config
 from shardwise.train.data import Corpus
-from shardwise.train.loop import Summary
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import StepMetrics
+from shardwise.train.summary import Summary
 
 __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "print_line", "units_table"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.matching import ADAPTER, adapted_weights, alone, merge
+from shardwise.checkpoint.adapters import ADAPTER, adapted_weights, alone, merge
 from shardwise.checkpoint.offline import write_hf
 from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at

@@ -5,46 +5,25 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint.stores import folder_at
-from shardwise.comm.device import peak_memory_bytes
 from shardwise.comm.tree import tree_sum
 from shardwise.launch.world import World
-from shardwise.optim.clip import describe_nonfinite
-from shardwise.train.build import memory_of
-from shardwise.train.config import Config, SampleConfig
+from shardwise.optim.nonfinite import describe_nonfinite
+from shardwise.train.config import Config
 from shardwise.train.data import Batch
 from shardwise.train.plugins import resolve
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Sink, StepMetrics
-from shardwise.train.source import Source
-from shardwise.train.tokenizer import Tokenizer
+from shardwise.train.summary import Summary, summarize
 from shardwise.train.trainer import StepResult, Trainer
 from shardwise.train.utilization import wait_metrics
 
-__all__ = ["Result", "Summary", "generate", "steps", "train"]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The results of a run that reached its last step."""
-
-    loss: float  # mean over the last steps
-    loss_steps: int  # number of steps in that mean
-    validation_loss: float
-    tokens: int
-    tokens_per_second: float  # without validation
-    seconds: float
-    rank: dict[str, int]  # bytes of the rank that needs most, by use
-    process: dict[str, int]  # bytes of one process without sharding
-    resident_peaks: tuple[int, ...]  # measured peak bytes, by rank
-    overlapped_share: float | None  # share of the gather time that overlapped compute, if timed
-    sample: str
+__all__ = ["Result", "steps", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,80 +152,3 @@ def _check_finite(trainer: Trainer, result: StepResult) -> None:
     if result.grad_norm is not None and not math.isfinite(result.grad_norm):
         text += f". {describe_nonfinite(list(trainer.model.parameters()))}"
     raise FloatingPointError(text)
-
-
-# -- results ---------------------------------------------------------------------------------------
-
-
-SUMMARY_STEPS = 50  # steps of the mean loss, because the batch of a single step is small
-
-
-def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
-    """Generate the sample, and gather the measurements of all ranks."""
-    config, world, runtime = trainer.config, trainer.world, trainer.runtime
-    sample = generate(  # without sw.gathered: the whole model may not fit
-        trainer.model,
-        trainer.source,
-        config.sample,
-        trainer.corpus.tokenizer,
-        context=config.model.context,
-        seed=config.train.seed,
-        device=world.device,
-    )
-    rank, process = memory_of(config, world.device.type)
-    transient = max(world.gather(runtime.pools.peak_bytes))
-    shares = trainer.overlapped_shares
-    overlapped = world.gather(sum(shares) / len(shares) if shares else math.nan)
-    last = records[-SUMMARY_STEPS:]
-    validation_loss = records[-1].validation_loss
-    if validation_loss is None:  # the last record is from a run with more steps
-        validation_loss = trainer.validate()
-    num_trained = len(trainer.step_seconds)
-    step_tokens = config.train.global_batch * config.model.context
-    return Summary(
-        loss=sum(record.loss for record in last) / len(last),
-        loss_steps=len(last),
-        validation_loss=validation_loss,
-        tokens=records[-1].tokens,
-        tokens_per_second=num_trained * step_tokens / max(sum(trainer.step_seconds), 1e-9),
-        seconds=records[-1].seconds,
-        rank={**rank, "transient": transient},
-        process=process,
-        resident_peaks=tuple(world.gather(peak_memory_bytes(world.device))),
-        overlapped_share=None if any(map(math.isnan, overlapped)) else fmean(overlapped),
-        sample=sample,
-    )
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    source: Source,
-    config: SampleConfig,
-    tokenizer: Tokenizer,
-    *,
-    context: int,
-    seed: int,
-    device: torch.device,
-) -> str:
-    """Return the prompt and ``config.bytes`` generated tokens.
-
-    Control characters are replaced by U+FFFD. A forward of a sharded model gathers units, so every
-    rank must call this function. The result is the same on all ranks.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = tokenizer.encode(config.prompt)
-    model.eval()
-    for _ in range(config.bytes):
-        window = torch.tensor([tokens[-context:]], device=device)  # [1, time]
-        logits = source.logits(model, window)[0, -1].float().cpu()[: tokenizer.vocabulary]
-        best = logits.topk(min(config.top_k, len(logits)))  # [top_k]
-        probabilities = torch.softmax(best.values / config.temperature, dim=0)
-        choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
-        tokens.append(int(best.indices[choice]))
-    model.train()
-    text = tokenizer.decode(tokens)
-    # An untrained model may generate escape sequences, which a terminal would execute.
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )

@@ -26,13 +26,14 @@ from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.reductions import across, sum_over_leaves
 from shardwise.train.build import shard_model
 from shardwise.train.config import Config, to_toml
-from shardwise.train.data import IGNORED, Batch, Packed, Sequences, Text, open_corpus
+from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus
 from shardwise.train.documents import Documents
 from shardwise.train.optimizer import build_optimizer, build_scheduler
 from shardwise.train.replicas import Replicas
 from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import TensorRanks
+from shardwise.train.text import Text
 from shardwise.train.utilization import RankFigures, StepsOfRun, share_of_peak
 
 __all__ = ["StepResult", "Trainer"]

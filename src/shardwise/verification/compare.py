@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.verification.batches import Part, RankExchange
+from shardwise.verification.batches import Part
 from shardwise.verification.engines import BackwardFn, parameters_of
+from shardwise.verification.exchange import RankExchange
 from shardwise.verification.explain import explain
 from shardwise.verification.reference import Outcome, Reference, Training
 from shardwise.verification.result import Comparison, Worst

@@ -4,7 +4,6 @@ The command also verifies the trainer's GPT.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from shardwise.plan.policies import Units
 
-__all__ = ["FAMILIES", "MODELS", "VOCABULARY", "Subject", "next_token_loss", "random_tokens"]
+__all__ = ["MODELS", "VOCABULARY", "Subject", "next_token_loss", "random_tokens"]
 
 ROWS = 24  # rows of a global batch; divide evenly over 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 VOCABULARY = 48
@@ -223,101 +222,4 @@ MODELS: dict[str, Subject] = {
     "encoder-decoder": Subject(EncoderDecoder, _sentences, _translation_loss, TRANSFORMER_LAYERS),
     "conv": Subject(ConvNet, _images, _label_loss, ConvStage),
     "lora": Subject(Adapted, random_tokens, next_token_loss, AdaptedBlock),
-}
-
-
-# -- models of transformers ------------------------------------------------------------------------
-
-
-LENGTH = 6
-IMAGE = 8  # pixels
-
-_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-    "max_position_embeddings": 16,
-}
-_GROUPED = {**_TEXT, "num_key_value_heads": 1}
-
-# Family name -> the model's class and the arguments of its configuration.
-_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertForMaskedLM", _TEXT),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_positions": 16,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    ),
-    "llama": ("LlamaForCausalLM", _GROUPED),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {**_GROUPED, "num_local_experts": 4, "experts_implementation": "eager"},
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
-        },
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": IMAGE,
-            "patch_size": 4,
-            "num_labels": 5,
-        },
-    ),
-}
-
-
-def _build(family: str) -> nn.Module:
-    # transformers is an optional dependency and takes seconds to import.
-    import transformers  # noqa: PLC0415
-
-    name, shape = _SHAPES[family]
-    config = transformers.AutoConfig.for_model(family, **shape)
-    model: nn.Module = getattr(transformers, name)(config)
-    return model
-
-
-def _token_batch(_step: int) -> dict[str, Tensor]:
-    tokens = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _image_batch(_step: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE), "labels": torch.randint(5, (ROWS,))}
-
-
-def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
-
-
-FAMILIES = {
-    family: Subject(
-        partial(_build, family), _image_batch if family == "vit" else _token_batch, _loss
-    )
-    for family in _SHAPES
 }

@@ -16,8 +16,9 @@ from shardwise.errors import PlanError
 from shardwise.features.checks import device_for
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.verification.batches import SEED, Part, RankExchange
+from shardwise.verification.batches import SEED, Part
 from shardwise.verification.engines import BackwardFn
+from shardwise.verification.exchange import RankExchange
 from shardwise.verification.optimizers import OptimizerFn, adamw
 
 __all__ = ["LossFn", "Outcome", "Reference", "Training"]

@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
-from shardwise.replicas.outer import fragments_of, optimizer_of, outer_optimizer
+from shardwise.replicas.fragments import fragments_of
+from shardwise.replicas.outer import optimizer_of, outer_optimizer
 from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.verification.batches import Part, RankExchange
+from shardwise.verification.batches import Part
+from shardwise.verification.exchange import RankExchange
 from shardwise.verification.reference import Outcome, Reference, Training
 
 __all__ = ["ReplicaTraining", "SharedParameters", "names_in_fragments"]

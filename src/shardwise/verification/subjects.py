@@ -7,7 +7,8 @@ from shardwise.errors import ConfigError, PackageMissing
 from shardwise.forecast.models.functions import find_function
 from shardwise.plan.spelling import did_you_mean
 from shardwise.verification.engines import ENGINES, Engine
-from shardwise.verification.models import FAMILIES, Subject
+from shardwise.verification.families import FAMILIES
+from shardwise.verification.models import Subject
 from shardwise.verification.optimizers import OptimizerFn, names, optimizer_fn
 
 __all__ = ["find_engine", "find_optimizer", "find_subjects"]

@@ -26,9 +26,10 @@ from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.replicas.plan import Outer
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
-from shardwise.verification.batches import RankExchange, cut_batches
+from shardwise.verification.batches import cut_batches
 from shardwise.verification.compare import Judge
 from shardwise.verification.engines import Engine, set_up
+from shardwise.verification.exchange import RankExchange
 from shardwise.verification.reference import LossFn, Outcome, Reference, Training
 from shardwise.verification.replicas import ReplicaTraining
 from shardwise.verification.result import HEAD, Verification

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.adapters import ADAPTER, Adapted, adapted_weights, alone, merge
 from shardwise.checkpoint.collect import (
     check_kinds,
     check_sharded,
@@ -19,14 +20,7 @@ from shardwise.checkpoint.collect import (
     tensors_of,
 )
 from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
-from shardwise.checkpoint.matching import (
-    ADAPTER,
-    Adapted,
-    adapted_weights,
-    alone,
-    merge,
-    without_adapter_names,
-)
+from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.weights.gather import Output, Ranks, Source, gather_buckets
