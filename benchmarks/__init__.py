@@ -5,9 +5,13 @@ rounds, ratios are taken within a round, and JSON results include the command an
 """
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["make_parser"]
+from shardwise.bench import harness
+
+__all__ = ["make_parser", "print_figures"]
 
 
 def make_parser(
@@ -32,3 +36,16 @@ def make_parser(
         parser.add_argument("--rounds", type=int, default=rounds, help="number of measured rounds")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser
+
+
+def print_figures(
+    title: str,
+    columns: Sequence[harness.Column],
+    rows: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    **document: Any,
+) -> None:
+    """Print a table and, unless ``out`` is None, write ``document`` and the rows there."""
+    harness.make_console().print(harness.make_table(title, columns, rows))
+    if out is not None:
+        harness.write_json(out, {**document, "rows": rows})

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.calibrate import calibration_of, measure_ranks
 from shardwise.bench.work import fused_adamw
@@ -57,7 +57,7 @@ def main() -> None:
         ("least", "least", "{:+.1%}".format),
         ("most", "most", "{:+.1%}".format),
     ]
-    harness.publish(f"steps on {options.ranks} CPU ranks", columns, rows, options.out)
+    print_figures(f"steps on {options.ranks} CPU ranks", columns, rows, options.out)
 
 
 def measure(world: World, options: Namespace) -> dict[str, harness.Figures]:

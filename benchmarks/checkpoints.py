@@ -22,16 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save as dcp_save
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
@@ -244,7 +240,7 @@ def report(rounds: list[Round], options: Namespace) -> None:
     ]
     title = f"{options.size}M, {options.ranks} CPU ranks, medians of {options.rounds}"
     document = {"ranks": options.ranks, "rounds": options.rounds}
-    harness.publish(title, columns, rows, options.out, **document)
+    print_figures(title, columns, rows, options.out, **document)
 
 
 if __name__ == "__main__":

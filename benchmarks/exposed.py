@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks import host, make_parser
+from benchmarks import host, make_parser, print_figures
 from shardwise._private import TorchDispatchMode, pytree
-from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
 from shardwise.bench.options import Setting
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = (
         f"GPT of {GPT.hidden} x {options.layers}, {options.ranks} ranks, {options.batch} sequences"
     )
-    harness.publish(title, columns, rows, options.out, compute_seconds=compute)
+    print_figures(title, columns, rows, options.out, compute_seconds=compute)
 
 
 def milliseconds(seconds: float) -> str:

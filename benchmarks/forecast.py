@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from benchmarks.forecast_page import write_table
 from shardwise.bench import harness
 from shardwise.bench.calibrate import calibration_of, measure_ranks
@@ -348,7 +348,7 @@ def main() -> None:
             cases = cases_of(options.models.split(","), [size])
             rows |= compare(cases, harness.run_ranks(size, measure, cases, options))
             title = f"up to {size} ranks"
-            harness.publish(title, _COLUMNS, rows, options.out)
+            print_figures(title, _COLUMNS, rows, options.out)
     if options.page:
         write_table(options.page, rows)
 

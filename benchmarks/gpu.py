@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from benchmarks.gpu_figures import (
     count_flops,
     device_figures,
@@ -137,7 +137,7 @@ def _compare_on_one_gpu(options: Namespace) -> None:
     tasks_by_name = {str(task): asdict(task) for task in tasks}
     processes = {name: [round_.cases[name] for round_ in rounds] for name in cases}
     document = {"tasks": tasks_by_name, "processes": processes}
-    harness.publish(title, columns, rows, options.out, **document)
+    print_figures(title, columns, rows, options.out, **document)
 
 
 def measure_in_new_process(task: Task, _number: int) -> Figures:

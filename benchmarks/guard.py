@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures
@@ -53,7 +53,7 @@ def main() -> None:
     )
     title = f"the guard in a step of {step_seconds * 1e3:.0f} ms, {options.ranks} CPU ranks"
     setting = {"ranks": options.ranks, "sequences_of_a_rank": options.batch, "width": options.width}
-    harness.publish(title, columns, rows, options.out, **setting, step_seconds=step_seconds)
+    print_figures(title, columns, rows, options.out, **setting, step_seconds=step_seconds)
 
 
 def measure(world: World, options: Namespace) -> tuple[float, dict[str, Figures]]:

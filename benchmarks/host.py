@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise._private import TorchDispatchMode
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *((name.replace("_", " "), name, "{:.1f}".format) for name in COUNTED),
     )
     title = f"host time of a step per unit: {options.units} units, {options.dtype}"
-    harness.publish(title, columns, rows, options.out, rounds=options.rounds)
+    print_figures(title, columns, rows, options.out, rounds=options.rounds)
 
 
 def microseconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
@@ -45,7 +45,7 @@ def main() -> None:
         ("time", "time", "{:.2f}".format),
     )
     title = "AdamW's step on shards in host memory"
-    harness.publish(title, columns, rows, options.out, width=options.width)
+    print_figures(title, columns, rows, options.out, width=options.width)
 
 
 def measure(world: World, options: Namespace) -> dict[str, Figures]:

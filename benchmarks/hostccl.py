@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise.hostccl  # noqa: F401 - registers the backend
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.baselines import Fsdp2, start_ddp
 from shardwise.bench.engines import ENGINES
@@ -55,7 +55,7 @@ def main() -> None:
         name: getattr(options, name) for name in ("ranks", "width", "layers", "seq", "batch")
     }
     title = f"{options.ranks} ranks, width {options.width}, {options.layers} layers"
-    harness.publish(title, columns, rows, options.out, **setting)
+    print_figures(title, columns, rows, options.out, **setting)
 
 
 def _row(rounds: Sequence[Round], case: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.bench.machine import available_bytes
@@ -80,7 +80,7 @@ def main() -> None:
     )
     model = f"{options.parameters} on {options.ranks} ranks"
     title = f"{model}: shards and the largest unit are {limit / 1e6:,.0f} MB"
-    harness.publish(title, columns, rows, options.out, sizes=sizes)
+    print_figures(title, columns, rows, options.out, sizes=sizes)
 
 
 def measure_sizes(shape: Shape, ranks: int) -> dict[str, int]:

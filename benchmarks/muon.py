@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise._private import TorchDispatchMode
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures, Round
@@ -71,7 +71,7 @@ def main() -> None:
     )
     setting = {name: getattr(options, name) for name in ("ranks", "width", "layers", "rounds")}
     title = f"optimizer step of Muon, {options.ranks} CPU ranks"
-    harness.publish(title, columns, rows, options.out, **setting)
+    print_figures(title, columns, rows, options.out, **setting)
 
 
 # -- optimizer steps -------------------------------------------------------------------------------

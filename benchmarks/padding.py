@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
-from benchmarks import make_parser
-from shardwise.bench import harness
+from benchmarks import make_parser, print_figures
 from shardwise.features.padding import REPORT_THRESHOLD, explain_padding
 from shardwise.plan.granularity import Granularity, block
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out, lay_out_in_buffers
@@ -75,7 +74,7 @@ def main() -> None:
         ("time to plan, ms", "seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
         ("best suggestion, and its padding", "suggestion", str),
     )
-    harness.publish("padding, relative to the parameters", columns, rows, options.out)
+    print_figures("padding, relative to the parameters", columns, rows, options.out)
 
 
 def measure(specs: list[ParameterSpec], ranks: int) -> dict[str, Any]:

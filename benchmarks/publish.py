@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
@@ -78,7 +78,7 @@ def main() -> None:
         ("memory, MB", "memory", lambda num_bytes: f"{num_bytes / 1e6:.0f}"),
     )
     title = f"whole weights, {options.ranks} CPU ranks, buckets of {options.bucket:g} MB"
-    harness.publish(title, columns, rows, options.out, ranks=options.ranks, width=options.width)
+    print_figures(title, columns, rows, options.out, ranks=options.ranks, width=options.width)
 
 
 def measure(world: World, options: Namespace) -> list[Round]:

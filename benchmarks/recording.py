@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
@@ -58,7 +58,7 @@ def main() -> None:
     )
     setting = {name: getattr(options, name) for name in ("ranks", "batch", "width", "layers")}
     title = f"recording a step of {base:.2f} CPU seconds, {options.ranks} ranks"
-    harness.publish(title, columns, rows, options.out, **setting, detailed_share=detailed)
+    print_figures(title, columns, rows, options.out, **setting, detailed_share=detailed)
 
 
 def _row(rounds: Sequence[Round], name: str, alone: float, base: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
@@ -45,7 +45,7 @@ def main() -> None:
     )
     setting = {"ranks": options.ranks, "sequences_of_a_rank": options.batch, "width": options.width}
     title = f"reproducible={options.ranks} on {options.ranks} CPU ranks, beside an ordinary step"
-    harness.publish(title, columns, rows, options.out, **setting)
+    print_figures(title, columns, rows, options.out, **setting)
 
 
 def measure_all(world: World, options: Namespace) -> dict[str, Figures]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.launch.world import World
@@ -63,7 +63,7 @@ def main() -> None:
         ("", "is_off", lambda is_off: "off" if is_off else ""),
     )
     title = f"GPT of {options.size}, {options.ranks} CPU ranks"
-    harness.publish(title, columns, rows, options.out, ranks=options.ranks, size=options.size)
+    print_figures(title, columns, rows, options.out, ranks=options.ranks, size=options.size)
 
 
 def make_config(options: Namespace, switches: tuple[str, ...]) -> Config:

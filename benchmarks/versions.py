@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from shardwise._private import can_swap_storages
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     title = f"steps and updates on torch {torch.__version__}, {options.ranks} ranks"
     setting = {name: getattr(options, name) for name in ("ranks", "size", "batch")}
-    harness.publish(title, columns, rows, options.out, **setting)
+    print_figures(title, columns, rows, options.out, **setting)
 
 
 def _row(rounds: Sequence[Round], name: str, base: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import shardwise as sw
-from benchmarks import make_parser
+from benchmarks import make_parser, print_figures
 from benchmarks.forecast import BYTE_COLUMNS, Case, measure_bytes, predict_bytes
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
@@ -75,7 +75,7 @@ def main() -> None:
         ("reduce", "reduced_bytes of exact", "{:.3f}".format),
         ("states", "state_bytes of exact", "{:.3f}".format),
     )
-    harness.publish(f"{options.ranks} ranks", columns, rows, options.out, cases=cases)
+    print_figures(f"{options.ranks} ranks", columns, rows, options.out, cases=cases)
 
 
 def train_all(world: World, steps: int) -> dict[str, Figures]:
@@ -103,7 +103,7 @@ def compare_memory(ranks: int, strategies: Sequence[str], out: Path | None) -> N
         error = predicted["live_peak"] / measured["live_peak"] - 1
         rows[name] = measured | {f"predicted {k}": v for k, v in predicted.items()}
         rows[name]["live_peak error"] = error
-    harness.publish(f"{ranks} ranks", BYTE_COLUMNS, rows, out)
+    print_figures(f"{ranks} ranks", BYTE_COLUMNS, rows, out)
 
 
 def measure_all(world: World, cases: Sequence[Case]) -> list[Figures]:

@@ -42,10 +42,7 @@ from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
 from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.verification.result import (
-    Verification,
-    VerificationError,
-)
+from shardwise.verification.result import Verification, VerificationError
 from shardwise.verification.verify import verify
 from shardwise.weights.full_tensors import full_tensors
 from shardwise.weights.publish import publish

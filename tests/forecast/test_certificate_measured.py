@@ -22,8 +22,8 @@ from shardwise.forecast.planned import plan_of, sharding_of
 from shardwise.forecast.states import state_bytes
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
-from shardwise.optim.owner_optimizer import local_part
 from shardwise.runtime.module import handle_of
+from shardwise.tensor.sharding import local_of
 from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
@@ -153,7 +153,7 @@ def test_states_take_what_is_certified(name: str) -> None:
     model(tokens, tokens).backward()
     optimizer.step()
     states = [
-        local_part(value).nbytes
+        local_of(value).nbytes
         for state in optimizer.state.values()
         for key, value in state.items()
         if key != "step"

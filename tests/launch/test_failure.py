@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from shardwise.launch.failure import first_failure
+from shardwise.launch.local import first_failure
 
 
 def leave_traceback(logs: Path, rank: int, text: str, *, second: int) -> None:

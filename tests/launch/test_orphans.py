@@ -13,8 +13,7 @@ import pytest
 
 from shardwise.launch import local
 from shardwise.launch.environment import RankEnv
-from shardwise.launch.local import run_on_local_ranks
-from shardwise.launch.orphans import end_with_launcher
+from shardwise.launch.local import end_with_launcher, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from tests.cli.commands import forking_launcher
 from tests.forked import start_forked

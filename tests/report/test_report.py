@@ -19,8 +19,9 @@ from shardwise.cli import main
 from shardwise.page.charts import read_charts
 from shardwise.page.timeline import BarKind, Timeline, Track
 from shardwise.recording.format import RankRecording
-from shardwise.report import page, terminal
+from shardwise.report import page
 from shardwise.report.summary import summarize
+from shardwise.report.terminal import show
 from shardwise.schedule.events import EventKind
 from tests.report.synthetic import EVIL, FINDING, Run, record_run, write_run
 
@@ -217,7 +218,7 @@ def test_an_output_that_cannot_be_written_is_a_usage_error(
 def test_findings_in_the_terminal_say_what_they_save() -> None:
     out = StringIO()
     ranks = record_run(Run(num_blocks=30, num_steps=1))
-    terminal.show(Console(file=out, width=100), summarize(ranks), [FINDING])
+    show(Console(file=out, width=100), summarize(ranks), [FINDING])
     text = out.getvalue()
     assert "units 3 to 12 wait 41 ms a step for gathers" in text
     assert "saves 2.00 ms (" in text

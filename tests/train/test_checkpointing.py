@@ -12,8 +12,7 @@ import shardwise as sw
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.plan.policies import choose_units
 from shardwise.train.config import MemoryConfig
-from shardwise.train.model import GPT, Block, gpt_shape
-from shardwise.train.recomputing import prepare_blocks
+from shardwise.train.model import GPT, Block, gpt_shape, prepare_blocks
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, own_part
 

@@ -23,16 +23,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work
+from shardwise.bench.work import LEARNING_RATE, TrainedModel, Work, fused_adamw
 
 __all__ = [
+    "DeepSpeed",
     "Fsdp1",
     "Fsdp2",
     "has_deepspeed",
     "start_alone",
     "start_alone_bf16",
     "start_ddp",
-    "start_deepspeed",
     "start_zero_optimizer",
 ]
 
@@ -116,20 +116,17 @@ class Fsdp2:
 
 
 def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def start_deepspeed(work: Work) -> TrainedModel:
-    """Train with ZeRO-3 and torch's fused AdamW."""
-    return _DeepSpeed(work, work.make())
+class DeepSpeed(TrainedModel):
+    """ZeRO-3 and torch's fused AdamW."""
 
-
-class _DeepSpeed(TrainedModel):
-    def __init__(self, work: Work, model: nn.Module) -> None:
+    def __init__(self, work: Work) -> None:
         import deepspeed  # noqa: PLC0415 (optional; the import takes seconds and compiles code)
 
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        model = work.make()
+        optimizer = fused_adamw(model.parameters())
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -85,12 +85,7 @@ _Point = tuple[float, float, float]  # flops, bytes, seconds
 
 
 def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibration:
-    """Measure this machine with each of several numbers of local ranks.
-
-    Args:
-        num_ranks: numbers of ranks; with GPUs, at most the number of GPUs.
-        report: called with the name of each measurement when it begins.
-    """
+    """Measure this machine with each number of local ranks; ``report`` is told what begins."""
     ranks: dict[int, RanksCalibration] = {}
     for size in num_ranks:
         report(f"{size} rank{'s' * (size > 1)}")
@@ -99,7 +94,6 @@ def calibrate(num_ranks: Sequence[int], report: Callable[[str], None]) -> Calibr
 
 
 def calibration_of(ranks: dict[int, RanksCalibration]) -> Calibration:
-    """Return the calibration of this machine from measurements by number of local ranks."""
     return Calibration(
         format="shardwise calibration",
         version=VERSION,
@@ -142,12 +136,9 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
 
 
 def measure_ranks(world: World, times: int = _TIMES, steps: int = _STEPS) -> RanksCalibration:
-    """Measure this machine, on every rank of ``world``.
+    """Measure this machine on every rank of ``world`` at the same time.
 
-    Args:
-        world: the ranks, which measure at the same time.
-        times: maximum number of times that each operation is timed.
-        steps: steps of sharded models, for the collectives.
+    Each operation is timed up to ``times`` times, and sharded models are trained for ``steps``.
     """
     points: defaultdict[str, list[_Point]] = defaultdict(list)
     overhead: dict[torch.dtype, float] = {}  # per operation of the smallest model
@@ -204,8 +195,6 @@ class _Sample(GPT):
 
 
 class _Timer(Recorder):  # type: ignore[no-untyped-call]
-    """Times each recorded operation."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._on_gpu = device.type == "cuda"
@@ -230,7 +219,6 @@ class _Timer(Recorder):  # type: ignore[no-untyped-call]
         return event
 
     def results(self) -> tuple[list[Operation], list[float]]:
-        """Return the operations and the seconds of each."""
         if not self._on_gpu:
             return self._operations, [ended - began for began, ended in self._times]
         torch.cuda.synchronize()
@@ -392,7 +380,6 @@ def _spans(
 
 
 def _update_seconds(device: torch.device) -> float:
-    """Return the seconds of AdamW per byte of float32 gradients."""
     parameter = nn.Parameter(torch.zeros(_UPDATE_ELEMENTS, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = fused_adamw([parameter])

@@ -42,12 +42,6 @@ SHARE_OF_MEMORY = 0.6  # the rest is for activations and other processes
 
 
 def run(options: BenchOptions) -> None:
-    """Compare the engines that ``options`` name, on local CPU ranks.
-
-    Raises:
-        ConfigError: an option is not valid; nothing has been started.
-        RankError: an engine failed.
-    """
     options.check()
     check_place()
     setting = Setting(
@@ -60,7 +54,9 @@ def run(options: BenchOptions) -> None:
         batch=options.batch,
     )
     rows = {name: Row() for name in setting.engines}
-    compared = Comparison(setting, _count_parameters(setting), missing_peers(options), rows)
+    with torch.device("meta"):
+        num_parameters = sum(one.numel() for one in gpt_work(setting).build().parameters())
+    compared = Comparison(setting, num_parameters, missing_peers(options), rows)
     directory = report.make_directory(options.out, options.size)
     # Short runs come first, so that a failing engine fails early.
     measures: dict[str, Callable[[Comparison, TimeLeft], None]] = {
@@ -83,12 +79,6 @@ def _num_runs(measure: str, setting: Setting) -> int:
     """Return the number of runs of one engine that take about as long as a measurement."""
     num_engines = len(setting.engines)
     return num_engines + 1 if measure in ("traffic", "memory") else max(2, num_engines // 2)
-
-
-def _count_parameters(setting: Setting) -> int:
-    with torch.device("meta"):
-        model = gpt_work(setting).build()
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
@@ -129,7 +119,10 @@ def _measure_units(compared: Comparison, eta: TimeLeft) -> None:
 
 def _measure_traffic(compared: Comparison, eta: TimeLeft) -> None:
     setting, rows = compared.setting, compared.rows
-    alone = {name: _without_engine(setting, name) for name in rows}
+    alone = {
+        name: ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
+        for name in rows
+    }
     copied = {}
     names = dict.fromkeys((*alone.values(), *rows))
     with show_progress("traffic of", len(names)) as begin:
@@ -154,18 +147,10 @@ def _measure_trimmed(compared: Comparison, eta: TimeLeft) -> None:
             row.figures["trimmed_peak"] = max(peaks)
 
 
-def _without_engine(setting: Setting, name: str) -> str:
-    """Return the run whose copies are subtracted from those of engine ``name``."""
-    return ALONE_BF16 if setting.is_bf16 and not ENGINES[name].uses_autocast else ALONE
-
-
 def plan_heats(setting: Setting, num_parameters: int, available_bytes: int) -> list[list[str]]:
     """Group the engines that share processes; each group starts with the base.
 
-    Args:
-        setting: has the engines, the base first.
-        num_parameters: parameters of the model.
-        available_bytes: memory of the machine; 0 if unknown, which puts all engines into one heat.
+    ``available_bytes`` of the machine are 0 if unknown, which puts all engines into one heat.
     """
     base, *others = setting.engines
     limit = int(SHARE_OF_MEMORY * available_bytes)

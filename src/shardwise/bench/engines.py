@@ -150,7 +150,7 @@ _ROWS = (
     Engine("fsdp2", "fsdp2", baselines.Fsdp2(), is_quick=True),
     Engine("fsdp2-no-reshard", "fsdp2", baselines.Fsdp2(reshard=False)),
     Engine("fsdp2-async", "fsdp2", baselines.Fsdp2(unshard_async=True)),
-    Engine("deepspeed", "deepspeed", baselines.start_deepspeed),
+    Engine("deepspeed", "deepspeed", baselines.DeepSpeed),
     _ours("ddp", Ours("ddp")),
     _ours("zero1", Ours("zero1")),
     _ours("zero2", Ours("zero2")),
@@ -175,11 +175,7 @@ ENGINES = {row.name: row for row in (*_ROWS, *_ALONE)}
 
 
 def choose_engines(options: BenchOptions) -> tuple[str, ...]:
-    """Return the names of the rows that ``options`` select, the base first.
-
-    Raises:
-        ConfigError: an engine is unknown or cannot run here.
-    """
+    """Return the names of the rows that ``options`` select, the base first."""
     peers = _choose("--vs", options.vs, [row for row in _ROWS if not row.is_ours], options)
     ours = _choose("--ours", options.ours, [row for row in _ROWS if row.is_ours], options)
     return tuple(dict.fromkeys((BASE, *peers, *ours)))

@@ -41,7 +41,6 @@ __all__ = [
     "make_table",
     "medians",
     "merge",
-    "publish",
     "ratio",
     "ratios",
     "run_ranks",
@@ -95,14 +94,9 @@ def interleave(
     warm_up: int = 0,
     visible: bool = True,
 ) -> list[Round]:
-    """Measure every case once per round, in rotating order.
+    """Measure every case once per round, in rotating order; discard ``warm_up`` rounds.
 
-    Args:
-        cases: functions by name; called with the number of the round, from 0.
-        rounds: number of rounds to return.
-        title: title of the progress bar.
-        warm_up: number of rounds before these, which are discarded.
-        visible: whether to show progress.
+    Cases are called with the number of the round, from 0.
     """
     names, measured = tuple(cases), []
     started = time.perf_counter()
@@ -129,10 +123,7 @@ def merge(
 ) -> list[Round]:
     """Merge the ranks of each round, and mark noisy rounds.
 
-    Args:
-        by_rank: the rounds of each rank.
-        worst: figures to merge by the maximum over ranks; others are merged by the mean. None: all
-            figures.
+    Of the figures ``worst`` (None: all), the maximum over ranks counts; of others, the mean.
     """
     limit = NOISE * statistics.median(round_.reference_seconds for round_ in by_rank[0])
     return [
@@ -156,7 +147,6 @@ def _merge(views: Sequence[Figures], worst: Collection[str] | None) -> Figures:
 
 
 def largest(by_rank: Sequence[Figures]) -> Figures:
-    """Return the maximum of each figure over ranks."""
     return _merge(by_rank, None)
 
 
@@ -185,12 +175,7 @@ def _quiet(rounds: Sequence[Round], case: str) -> list[Round]:
 def run_ranks(
     num_ranks: int, function: Callable[[World, *Arguments], T], *args: *Arguments
 ) -> list[T]:
-    """Call ``function(world, *args)`` on new local CPU ranks; return the results by rank.
-
-    Raises:
-        ConfigError: a launcher started this process, or the machine has GPUs.
-        RankError: a rank raised or died.
-    """
+    """Call ``function(world, *args)`` on new local CPU ranks; return the results by rank."""
     check_place()
     return run_on_local_ranks(num_ranks, function, *args)
 
@@ -254,19 +239,6 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     complete = {"command": command, "machine": describe_machine(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(complete, indent=1) + "\n", encoding="utf-8")
-
-
-def publish(
-    title: str,
-    columns: Sequence[Column],
-    rows: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    **document: Any,
-) -> None:
-    """Print a table and, unless ``out`` is None, write ``document`` and the rows there."""
-    make_console().print(make_table(title, columns, rows))
-    if out is not None:
-        write_json(out, {**document, "rows": rows})
 
 
 @contextmanager

@@ -82,7 +82,6 @@ def _measure_step(trainee: TrainedModel, work: Work, rank: int, number: int) -> 
 
 
 def _communication(model: nn.Module) -> Figures:
-    """Return the communication figures of the last step from the ledger."""
     if not isinstance(model, sw.FSDPModule):
         return {}
     records = sw.ledger(model).records()
@@ -137,14 +136,8 @@ def measure_resident_peak(
     """Measure the peak of resident bytes while a model is made and trained for `NUM_STEPS` steps.
 
     Memory that was resident before (libraries, connections) is subtracted. Shared memory counts
-    with this rank's share after the last step.
-
-    Args:
-        world: the ranks, in new processes.
-        setting: the model.
-        name: the engine.
-        mmap_threshold: threshold of glibc's malloc; None: its default. With 64 KB, freed memory is
-            returned to the system at once, and new allocations cause page faults.
+    with this rank's share after the last step. With malloc's ``mmap_threshold`` at 64 KB, freed
+    memory is returned to the system at once, and new allocations cause page faults.
     """
     if mmap_threshold is not None:
         set_mmap_threshold(mmap_threshold)

@@ -51,12 +51,7 @@ def allocated_bytes() -> int:
 
 
 class Peak:
-    """Measures the largest value of ``read()`` in the context, minus the value before it.
-
-    Args:
-        read: returns bytes; called on a thread.
-        seconds: time between two calls.
-    """
+    """The largest value of ``read()``, called on a thread, in the context, minus that before it."""
 
     def __init__(self, read: Callable[[], int], seconds: float) -> None:
         self.bytes = 0
@@ -94,8 +89,6 @@ def high_water_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryUse:
-    """Resident shared memory of this process, in bytes."""
-
     resident: int
     share: int  # each page divided by the number of processes that map it
 

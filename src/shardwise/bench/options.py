@@ -25,8 +25,6 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of the command line."""
-
     size: str = "10M"  # one of `SIZES`, or a configuration of `shardwise train`
     ranks: int = 2
     dtype: str = "fp32"
@@ -40,11 +38,7 @@ class BenchOptions:
     out: Path | None = None  # a directory; None: a new one under runs/
 
     def check(self) -> None:
-        """Check the values of the options.
-
-        Raises:
-            ConfigError: an option has an invalid value.
-        """
+        """Raise a ConfigError if an option has an invalid value."""
         least = {"ranks": 2, "rounds": 2, "sequence": 1, "batch": 1}
         for option, value in least.items():
             got = getattr(self, option)
@@ -55,7 +49,6 @@ class BenchOptions:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The measurements to make."""
         if self.measures is not None:
             return self.measures
         return MEASURES if self.full else MEASURES[:1]
@@ -63,8 +56,6 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings that every rank needs."""
-
     size: str
     shape: Shape
     ranks: int
@@ -79,11 +70,7 @@ class Setting:
 
 
 def read_shape(size: str, sequence: int) -> Shape:
-    """Return the model of ``--size``: a row of `SIZES`, or [model] of a configuration file.
-
-    Raises:
-        ConfigError: ``size`` is neither.
-    """
+    """Return the model of ``--size``: a row of `SIZES`, or [model] of a configuration file."""
     sizes = {name.lower(): shape for name, shape in SIZES.items()}
     if size.lower() in sizes:
         return replace(sizes[size.lower()], context=sequence)
@@ -94,11 +81,7 @@ def read_shape(size: str, sequence: int) -> Shape:
 
 
 def check_choices(option: str, choices: Sequence[str], known: Sequence[str]) -> None:
-    """Check that ``choices`` is not empty and has only ``known`` values.
-
-    Raises:
-        ConfigError: the message names the ``option`` and the nearest known value.
-    """
+    """Raise a ConfigError if ``choices`` is empty or has others than the ``known`` values."""
     if not choices:
         raise ConfigError(
             f"{option}: expected one of {', '.join(known)}, or several separated by commas"

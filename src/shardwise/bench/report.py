@@ -44,8 +44,6 @@ MEGA = 1e6
 
 @dataclass(slots=True)
 class Row:
-    """The results of one engine."""
-
     ratio: Range | None = None  # step time relative to the base in the same round
     cpu_ratio: Range | None = None
     figures: Figures = field(default_factory=dict)
@@ -70,11 +68,7 @@ class Comparison:
 
 
 def make_directory(out: Path | None, size: str) -> Path:
-    """Make the directory ``out``, or a new one under runs/.
-
-    Raises:
-        ConfigError: the directory cannot be made or is not empty.
-    """
+    """Make the empty directory ``out``, or a new one under runs/."""
     try:
         if out is None:
             name = f"bench-{Path(size).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -88,7 +82,6 @@ def make_directory(out: Path | None, size: str) -> Path:
 
 
 def write(directory: Path, compared: Comparison) -> None:
-    """Write results.json."""
     is_bf16 = compared.setting.is_bf16
     document: dict[str, Any] = {
         "setting": asdict(compared.setting) | {"parameters": compared.num_parameters},
@@ -209,11 +202,6 @@ def _bytes(number: float) -> str:
 
 
 def _draw(path: Path, compared: Comparison) -> None:
-    """Draw one line per engine, with a panel for each measurement.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
-    """
     PackageMissing.check("matplotlib", extra="bench", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional; takes a second to import)
 

@@ -105,7 +105,6 @@ class _Watch(TorchDispatchMode):
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that an op of `_COPIES` wrote."""
     if name == "fsdp::all_gather_copy_in":  # returns the whole buffer, but fills one slot
         return _bytes(args[0])
     out = kwargs.get("out")
@@ -148,7 +147,6 @@ _SENT: dict[str, tuple[int, int]] = {
 
 
 def _queues(model: nn.Module) -> list[Collectives]:
-    """Return shardwise's collectives that run on a thread."""
     if not isinstance(model, sw.FSDPModule):
         return []
     runtime = runtime_of_root(model)

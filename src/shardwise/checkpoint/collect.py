@@ -1,7 +1,7 @@
 """Collect what a save writes: components with named tensors, and this rank's slice of each."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,12 +42,7 @@ _MAX_NAME_BYTES = 200  # file systems allow 255
 
 
 def check_kinds(action: str, model: object, optimizer: object) -> None:
-    """Raise if ``model`` or ``optimizer`` is of another kind, such as a state dict or a name.
-
-    Raises:
-        CheckpointError: states what to pass.
-        StepError: the model is inside `sw.join`.
-    """
+    """Raise if ``model`` or ``optimizer`` is of another kind, or the model inside `sw.join`."""
     if model is not None and not isinstance(model, nn.Module):
         raise CheckpointError(
             f"{action}: model={type(model).__name__}(...): expected a torch.nn.Module; pass the "
@@ -70,10 +65,8 @@ def collect(
 ) -> tuple[Component, dict[str, Tensor]]:
     """The component of ``value``, which was passed to `save` as ``name``, and its tensors by name.
 
-    With ``is_plan``, tensors may be on the meta device.
-
-    Raises:
-        CheckpointError: ``value`` cannot be saved; names the component and the key.
+    With ``is_plan``, tensors may be on the meta device. A CheckpointError names the key of what
+    cannot be saved.
     """
     _check_name(name)
     tensors: dict[str, Tensor] = {}
@@ -103,11 +96,7 @@ def collect(
 
 
 def _check_name(name: str) -> None:
-    """Raise if the component name ``name`` cannot be part of a file name.
-
-    Raises:
-        CheckpointError: names the component.
-    """
+    """Raise a CheckpointError if the component ``name`` cannot be part of a file name."""
     is_valid = re.fullmatch(r"[^\x00-\x1f/\\.][^\x00-\x1f/\\]*", name)
     if not is_valid or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
         raise CheckpointError(
@@ -117,10 +106,9 @@ def _check_name(name: str) -> None:
 
 
 def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
-    """Raise if ``tensor`` has no dense elements on this rank; ``is_plan`` allows meta tensors.
+    """Raise a CheckpointError if ``tensor`` has no dense elements on this rank.
 
-    Raises:
-        CheckpointError: names the tensor.
+    ``is_plan`` allows meta tensors.
     """
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(
@@ -128,7 +116,7 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
             "rank has its elements; pass its full_tensor()"
         )
     if keeps_its_class(tensor):
-        kind = type(local_of(tensor) if isinstance(tensor, DTensor) else tensor).__name__
+        kind = type(local_of(tensor)).__name__
         raise CheckpointError(
             f"{key}: a {kind} cannot be saved, because its elements are not in one tensor; save "
             "the trained parameters with torch.distributed.checkpoint"
@@ -141,17 +129,12 @@ def check_storable(key: str, tensor: Tensor, *, is_plan: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The tensors of a module under the names in its state dict.
+    """The tensors of a module under the names in its state dict."""
 
-    Attributes:
-        tensors: a tied tensor is listed under its first name, as in ``named_parameters()``.
-        aliases: the other names of tied tensors.
-        copies: the names of tensors that are neither parameters nor buffers, such as extra states.
-            What is read into them must be passed to ``load_state_dict()``.
-    """
-
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
+    tensors: dict[str, Tensor]  # a tied tensor under its first name, as in ``named_parameters()``
+    aliases: dict[str, str]  # the other names of tied tensors
+    # The names of tensors that are neither parameters nor buffers, such as extra states. What is
+    # read into them must be passed to ``load_state_dict()``.
     copies: frozenset[str]
 
 
@@ -161,7 +144,8 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     Where a hook, a wrapper or a subclass returns a copy of a parameter or buffer under its own
     name, the result contains the parameter or buffer, because a load into the copy would be lost.
     """
-    own = dict(_own_tensors(module))
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own |= module.named_buffers(remove_duplicate=False)
     known = {id(tensor) for tensor in own.values()}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -181,19 +165,11 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     return ModuleTensors(tensors, aliases, copies)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of ``module``, under each of its names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The parameters of ``optimizer`` by their names in ``model``, in the order of the groups.
 
-    The names are those of `tensors_of`, without the prefixes of wrappers in the model.
-
-    Raises:
-        CheckpointError: a parameter is not in the model.
+    The names are those of `tensors_of`, without the prefixes of wrappers in the model. Raise a
+    CheckpointError if one is not in the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
@@ -225,12 +201,9 @@ def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
 
 
 def check_sharded(module: nn.Module) -> None:
-    """Raise if parameters are gathered, as during a step, or differ by rank under the same name.
+    """Raise a CheckpointError if parameters are gathered, as during a step, or differ by rank.
 
     The latter are experts that are not DTensors on the mesh of expert parallelism.
-
-    Raises:
-        CheckpointError: names one such parameter.
     """
     mesh = mesh_of(module.parameters())
     for name, parameter in module.named_parameters():
@@ -290,12 +263,10 @@ class WriteJob:
 
     @cached_property
     def files(self) -> list[File]:
-        """The files of all components."""
         return [file for part in self.components.values() for file in part.files]
 
     @cached_property
     def numbers(self) -> dict[str, list[int]]:
-        """The numbers of the tensors in each file, by file name."""
         ids = tensor_ids(self.components)
         return {
             file.name: [ids[name, spec.name] for spec in file.specs]

@@ -15,12 +15,7 @@ from torch import Tensor
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise.checkpoint.slices import HostCopies
 from shardwise.comm.api import Work
-from shardwise.comm.communicator import (
-    POLL_SECONDS,
-    Communicator,
-    communicator,
-    make_collectives,
-)
+from shardwise.comm.communicator import POLL_SECONDS, Communicator, communicator, make_collectives
 from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
@@ -78,12 +73,7 @@ class Coordinator:
         self._guard: Communicator | None = None  # detects lost ranks
 
     def agree(self, mesh: DataParallelMesh, device: torch.device, action: str) -> None:
-        """Return when all ranks have called this with the same ``action``.
-
-        Raises:
-            CheckpointError: another rank has passed a different ``action``.
-            StepError: a rank raised, is lost, or waits for something else.
-        """
+        """Return when all ranks have called this; a CheckpointError if their ``action`` differs."""
         if self.size == 1:
             return
         digest = torch.tensor(zlib.crc32(action.encode()), device=device)
@@ -112,12 +102,7 @@ class Coordinator:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_to_all(self, sent: Sequence[Tensor], num_bytes: Sequence[int]) -> list[Tensor]:
-        """Send one tensor [n] of uint8 to each rank and receive one from each.
-
-        Args:
-            sent: the tensor to send to each rank.
-            num_bytes: the number of bytes that each rank sends to this one.
-        """
+        """Send one tensor [n] of uint8 to each rank; receive one, of ``num_bytes``, from each."""
         with torch.inference_mode(mode=False):  # as in `_gather_rows`
             received = [_empty(size) for size in num_bytes]
             received[self.rank] = sent[self.rank]
@@ -134,11 +119,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def raises_together(self, action: str) -> Iterator[None]:
-        """If any rank raises in the block, raise on every rank at its end.
-
-        Raises:
-            CheckpointError: on the other ranks, with the message of the rank that raised.
-        """
+        """If a rank raises in the block, raise at its end on all others, with its message."""
         own_error: Exception | None = None
         try:
             yield

@@ -167,7 +167,6 @@ def _numbered(root: Folder) -> list[tuple[int, Folder]]:
 
 
 def complete(root: Folder) -> Iterator[Folder]:
-    """The complete checkpoints directly under ``root``."""
     return (folder for folder in root.folders() if is_complete(folder))
 
 
@@ -183,12 +182,8 @@ def checkpoint_files(folder: Folder) -> list[str]:
 def prepare(folder: Folder) -> Owner:
     """Begin a checkpoint in ``folder`` and remove the files of a killed save from it.
 
-    Returns:
-        The owner of the new save, for `commit` and `release`.
-
-    Raises:
-        CheckpointError: the directory holds a checkpoint, other files, a save in progress, or a
-            symbolic link in place of a file.
+    Raise a CheckpointError if the directory holds a checkpoint, other files, a save in progress, or
+    a symbolic link in place of a file.
     """
     if is_complete(folder):
         raise CheckpointError(
@@ -216,11 +211,7 @@ def prepare(folder: Folder) -> Owner:
 
 
 def commit(folder: Folder, manifest: bytes, owner: Owner) -> None:
-    """Make the checkpoint complete. Every file that ``manifest`` names must be on disk.
-
-    Raises:
-        CheckpointError: another save has begun in ``folder``.
-    """
+    """Make the checkpoint complete. Every file that ``manifest`` names must be on disk."""
     if not is_owned(folder, owner):
         raise CheckpointError(
             f"{folder}: another process began a save to this path or removed it; save each model "

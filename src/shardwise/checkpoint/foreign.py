@@ -40,11 +40,7 @@ _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `l
 
 
 def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
-    """Open a checkpoint of another program; its files stay open until ``cleanup`` ends.
-
-    Raises:
-        CheckpointError: ``folder`` does not contain a checkpoint in this format.
-    """
+    """Open a checkpoint of another program; its files stay open until ``cleanup`` ends."""
     if source == "hf":
         tensors = cleanup.enter_context(contextlib.closing(open_hf(folder)))
         model = OpenComponent("module", Reader(tensors))
@@ -61,11 +57,7 @@ def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> 
 
 
 def _open_dcp(path: Path) -> dict[str, OpenComponent]:
-    """The components of a directory of `torch.distributed.checkpoint`, with any sharding.
-
-    Raises:
-        CheckpointError: ``path`` is not such a directory.
-    """
+    """The components of a directory of `torch.distributed.checkpoint`, with any sharding."""
     if not (path / METADATA).is_file():
         raise CheckpointError(
             f"{path}: not a checkpoint of torch.distributed.checkpoint: {METADATA} is missing"
@@ -190,11 +182,7 @@ def _read(files: DataReader, items: list[ReadItem], planner: DefaultLoadPlanner,
 
 
 def _open_torch(path: Path) -> dict[str, OpenComponent]:
-    """The components of a file of `torch.save`, whose tensors are mapped into memory.
-
-    Raises:
-        CheckpointError: ``path`` is not such a file, or contains more than tensors and plain data.
-    """
+    """The components of a file of `torch.save`, whose tensors are mapped into memory."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler does
@@ -257,11 +245,7 @@ def _with_lists(nested: Any) -> Any:
 
 
 def _named(states: Any) -> Any:
-    """Optimizer states by parameter name, from nested or flattened ones.
-
-    Raises:
-        CheckpointError: the states have numbers as keys.
-    """
+    """Optimizer states by parameter name, from nested or flattened ones."""
     if not isinstance(states.get("state", {}), dict) or "param_groups" not in states:
         states = _unflattened(states)
     if any(name == "$dict" or name.isdigit() for name in states.get("state", {})):

@@ -11,13 +11,13 @@ on its own. The format is defined at https://huggingface.co/docs/safetensors.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ __all__ = [
     "DTYPES",
     "File",
     "Spec",
+    "in_groups",
     "index_of",
     "is_plain_file_name",
     "pack",
@@ -59,11 +60,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 64  # alignment of the first tensor; the format requires 8
 
+_Item = TypeVar("_Item")
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The description of a tensor in the header of a file."""
-
     name: str
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
@@ -86,11 +87,7 @@ class Spec:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> Spec:
-    """The Spec of ``tensor`` under ``name``, with its global shape.
-
-    Raises:
-        CheckpointError: safetensors does not support its dtype.
-    """
+    """The Spec of ``tensor``, with its global shape; a CheckpointError if its dtype has no name."""
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
             f"{name}: safetensors has no {tensor.dtype}; convert it, for example with "
@@ -124,7 +121,6 @@ class File:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The offset of each tensor in the file."""
         starts = accumulate((spec.num_bytes for spec in self.specs), initial=len(self.head))
         return {spec.name: start for spec, start in zip(self.specs, starts, strict=False)}
 
@@ -133,20 +129,30 @@ class File:
         return len(self.head) + sum(spec.num_bytes for spec in self.specs)
 
 
+def in_groups(
+    items: Iterable[_Item], bytes_of: Callable[[_Item], int], max_bytes: int
+) -> Iterator[list[_Item]]:
+    """``items`` in order, in groups of at most ``max_bytes`` or of a single item."""
+    group: list[_Item] = []
+    room = max_bytes
+    for item in items:
+        if group and bytes_of(item) > room:
+            yield group
+            group, room = [], max_bytes
+        group.append(item)
+        room -= bytes_of(item)
+    if group:
+        yield group
+
+
 def pack(component: str, specs: Iterable[Spec], max_bytes: int) -> list[File]:
     """The files of a component, each with at most ``max_bytes`` of tensors or a single tensor.
 
     Tensors are assigned to files by name. Within a file, wider dtypes come first, so that all are
     aligned. The result depends only on names, shapes and dtypes.
     """
-    groups: list[list[Spec]] = []
-    room = 0
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        if not groups or spec.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(spec)
-        room -= spec.num_bytes
+    by_name = sorted(specs, key=lambda spec: spec.name)
+    groups = list(in_groups(by_name, lambda spec: spec.num_bytes, max_bytes))
     total = len(groups)
     files = []
     for number, group in enumerate(groups, start=1):
@@ -172,14 +178,8 @@ def index_of(files: Sequence[File]) -> bytes:
 def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, tuple[Spec, int]]:
     """The tensors of a file by name, with their offsets after the header.
 
-    Args:
-        file: the path, for messages.
-        header: the JSON.
-        data_bytes: the size of the rest of the file, which the tensors must fill without overlaps.
-
-    Raises:
-        CheckpointDamaged: the header is malformed; names the tensor.
-        CheckpointError: a dtype is unknown.
+    They must fill ``data_bytes``, the rest of the file, without overlaps. Otherwise, a
+    CheckpointDamaged names the tensor.
     """
     found: dict[str, tuple[Spec, tuple[int, int]]] = {}
     try:
@@ -196,11 +196,7 @@ def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, tuple[S
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
-
-    Raises:
-        ValueError: it is not JSON, or an object has a key twice; names the key.
-    """
+    """The value of a JSON text in UTF-8; a ValueError also if an object has a key twice."""
     return json.loads(content.decode(), object_pairs_hook=_unique)
 
 
@@ -227,11 +223,7 @@ def _parse_entry(key: str, entry: Any) -> tuple[Spec, tuple[int, int]]:
 
 
 def _check_ranges(found: Mapping[str, tuple[Spec, tuple[int, int]]], data_bytes: int) -> None:
-    """Raise unless the tensors fill the file from the first to the last byte.
-
-    Raises:
-        ValueError: names the tensor.
-    """
+    """Raise a ValueError unless the tensors fill the file from the first to the last byte."""
     position, last = 0, "the header"
     for key, (spec, (start, stop)) in sorted(found.items(), key=lambda item: item[1][1]):
         if stop - start != spec.num_bytes:

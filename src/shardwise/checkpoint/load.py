@@ -152,7 +152,6 @@ class _LoadPlan:
         ]
 
     def add(self, name: str, value: Any) -> None:
-        """Load the component ``name`` into ``value``."""
         component = self._components.get(name)
         if component is None:
             known = ", ".join(sorted(self._components))

@@ -67,9 +67,8 @@ class Manifest:
     def parse(content: bytes, where: str) -> "Manifest":
         """Parse the result of `render`.
 
-        Raises:
-            CheckpointDamaged: ``content`` is damaged or malformed; names the entry.
-            CheckpointError: another release wrote it.
+        Raise a CheckpointDamaged if ``content`` is malformed, a CheckpointError if another release
+        wrote it.
         """
         try:
             body = json.loads(content)["manifest"]
@@ -178,11 +177,7 @@ _OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, so that er
 
 
 def _manifest(body: _Body) -> Manifest:
-    """The Manifest that ``body`` describes.
-
-    Raises:
-        ValueError: ``body`` contradicts itself.
-    """
+    """The Manifest that ``body`` describes; a ValueError if it contradicts itself."""
     sums: dict[str, dict[str, list[int]]] = {name: {} for name in body.components}
     return Manifest(
         {name: _component(name, part, sums[name]) for name, part in body.components.items()},
@@ -221,7 +216,6 @@ def _file(name: str, entry: _FileEntry, sums: dict[str, list[int]]) -> File:
 
 
 def _parse_sums(spec: Spec, text: str) -> list[int]:
-    """The checksums of the blocks of a tensor."""
     found, num_blocks = text.split(), -(-spec.num_bytes // BLOCK_BYTES)
     if len(found) != num_blocks or not all(re.fullmatch("[0-9a-f]{8}", crc) for crc in found):
         raise ValueError(f"{spec.name}: expected {num_blocks} block checksums")

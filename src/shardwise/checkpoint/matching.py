@@ -111,11 +111,7 @@ def _section(title: str, names: list[str]) -> str:
 def match_module(
     module: nn.Module, component: OpenComponent, selection: Selection, report: LoadReport
 ) -> list[Target]:
-    """Match the tensors of ``module``; a tied one matches by any of its names.
-
-    Raises:
-        CheckpointError: ``module`` would not load what is read into a copy.
-    """
+    """Match the tensors of ``module``; a tied one matches by any of its names."""
     check_sharded(module)
     own = tensors_of(module)
     names = {name: [name] for name in own.tensors}
@@ -135,7 +131,9 @@ def match_module(
             continue
         target = Target(found[0], tensor, name if name in own.copies else None)
         if target.loaded_as and name.endswith(EXTRA_STATE):
-            targets.append(_in_new_memory(target, specs[found[0]]))
+            spec = specs[found[0]]  # which may change between saves
+            memory = torch.empty(spec.shape, dtype=spec.torch_dtype, device=tensor.device)
+            targets.append(replace(target, tensor=memory))
         elif _fits(specs[found[0]], tensor, report):
             check_storable(name, tensor)
             targets.append(target)
@@ -148,17 +146,10 @@ def match_module(
 EXTRA_STATE = "_extra_state"  # the end of a name of what a module's get_extra_state() returns
 
 
-def _in_new_memory(target: Target, spec: Spec) -> Target:
-    """``target`` with a tensor of the saved shape and dtype, which may change between saves."""
-    tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=target.tensor.device)
-    return replace(target, tensor=tensor)
-
-
 def load_copies(module: nn.Module, copies: Mapping[str, Tensor]) -> None:
     """Load tensors that are not the memory of ``module`` with its ``load_state_dict()``.
 
-    Raises:
-        CheckpointError: it does not load one of them; names it.
+    Raise a CheckpointError if it does not load one of them.
     """
     if not copies:
         return
@@ -208,11 +199,7 @@ class OptimizerStates:
         selection: Selection,
         report: LoadReport,
     ) -> None:
-        """Allocate the tensors to read into.
-
-        Raises:
-            CheckpointError: the states belong to another kind of optimizer.
-        """
+        """Allocate the tensors to read into."""
         self.targets: list[Target] = []
         self._optimizer = optimizer
         self._specs = component.specs
@@ -267,11 +254,7 @@ class OptimizerStates:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
 
     def _check_options(self, origin: str) -> None:
-        """Raise if a saved option is of another type than the optimizer's.
-
-        Raises:
-            CheckpointError: names the file, the group and the option.
-        """
+        """Raise a CheckpointError if a saved option is of another type than the optimizer's."""
         for number, options in enumerate(self._options):
             own = dict.fromkeys(_SCHEDULED, 0.0) | self._optimizer.param_groups[number]
             for key, value in options.items():
@@ -336,13 +319,10 @@ _COMMON_OPTIONS = {"params", "decoupled_weight_decay"} | _SWITCHES | _SCHEDULED
 
 
 def _check_kind(optimizer: Optimizer, encoded: Mapping[str, Any]) -> None:
-    """Raise if the states belong to another kind of optimizer, whose next step would fail.
+    """Raise a CheckpointError if the states are of another kind of optimizer: its step would fail.
 
     The kinds differ if each side has options that the other lacks. Classes are not compared, so
     that the states of Adam can be loaded into AdamW.
-
-    Raises:
-        CheckpointError: names the options and states.
     """
     groups = encoded["param_groups"]
     saved = {key for group in groups for key in group} - _COMMON_OPTIONS

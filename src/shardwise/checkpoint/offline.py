@@ -119,14 +119,7 @@ def _to_hf(components: dict[str, OpenComponent], out: Path) -> None:
 def write_hf(
     specs: Iterable[Spec], read: Callable[[str], Tensor], out: Path, name: str = "model"
 ) -> None:
-    """Write tensors to safetensors files in the new directory ``out``, one tensor at a time.
-
-    Args:
-        specs: the specs of the tensors.
-        read: returns a tensor by its name.
-        out: the directory.
-        name: the prefix of the file names.
-    """
+    """Write tensors to safetensors files ``out``/``name``..., in a new directory, one at a time."""
     files = pack(name, specs, MAX_FILE_BYTES)
     out.mkdir(parents=True)
     for file in files:

@@ -78,14 +78,7 @@ class OpenCheckpoint:
         return [part for component in self.components.values() for part in component.reader.parts]
 
     def check(self, parts: Iterable[BlockPart]) -> None:
-        """Check the blocks that several ranks have each read in part.
-
-        Args:
-            parts: the ``unchecked`` parts of all ranks.
-
-        Raises:
-            CheckpointDamaged: names the tensor.
-        """
+        """Check the blocks that ranks have each read in part, from the ``unchecked`` of all."""
         of_tensors = by_tensor(parts)
         for component in self.components.values():
             component.reader.check(of_tensors)
@@ -94,9 +87,7 @@ class OpenCheckpoint:
 def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
     """Open the checkpoint in ``folder``; its files stay open until ``cleanup`` ends.
 
-    Raises:
-        CheckpointError: there is no checkpoint.
-        CheckpointDamaged: a file differs from its description in the manifest.
+    Raise a CheckpointDamaged if a file differs from its description in the manifest.
     """
     manifest = read_manifest(folder)
     problems = list(file_problems(folder, manifest))
@@ -115,12 +106,7 @@ def open_checkpoint(folder: Folder, cleanup: contextlib.ExitStack) -> OpenCheckp
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of the checkpoint in ``folder``.
-
-    Raises:
-        CheckpointError: there is no checkpoint; states what the folder contains instead.
-        CheckpointNotFound: the folder does not exist.
-    """
+    """The manifest of a checkpoint; a CheckpointError states what the folder contains instead."""
     if not is_complete(folder):
         kind = CheckpointError if folder.exists() else CheckpointNotFound
         raise kind(f"{folder}: not a checkpoint: {_found_instead(folder)}")
@@ -222,7 +208,6 @@ class SafetensorsSource:
 
 
 def open_component(folder: Folder, component: Component) -> SafetensorsSource:
-    """The source of a component's tensors, in the checkpoint in ``folder``."""
     locations = {
         name: (file.name, offset)
         for file in component.files
@@ -232,11 +217,7 @@ def open_component(folder: Folder, component: Component) -> SafetensorsSource:
 
 
 def open_hf(place: Folder) -> SafetensorsSource:
-    """The source of a Hugging Face checkpoint's tensors: a safetensors file or a directory of them.
-
-    Raises:
-        CheckpointError: ``place`` is neither.
-    """
+    """The tensors of a Hugging Face checkpoint: a safetensors file or a directory of them."""
     is_file = place.parent.has(place.name)
     folder = place.parent if is_file else place
     specs: dict[str, Spec] = {}
@@ -275,7 +256,6 @@ def _files_in_index(folder: Folder, index: str) -> list[str]:
 
 
 def _tensors_in(folder: Folder, file: str) -> dict[str, tuple[Spec, int]]:
-    """The tensors of one file, with their offsets."""
     path = str(folder / file)
     length = int.from_bytes(folder.read(file, 8), "little")
     data_bytes = folder.sizes()[file] - 8 - length
@@ -310,11 +290,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def read(self, name: str, target: TensorSlice) -> None:
-        """Fill ``target`` with its elements of the tensor ``name``, converted to its dtype.
-
-        Raises:
-            CheckpointDamaged: names the tensor.
-        """
+        """Fill ``target`` with its elements of the tensor ``name``, converted to its dtype."""
         spec = self.source.specs[name]
         elements = target.elements
         start, stop = (n * spec.itemsize for n in (target.start, target.start + len(elements)))
@@ -338,25 +314,14 @@ class Reader:
             self.bytes_read += stop - start
 
     def read_whole(self, name: str) -> Tensor:
-        """Read the whole tensor ``name`` into a new tensor on the CPU.
-
-        Raises:
-            CheckpointDamaged: names the tensor.
-        """
+        """Read the whole tensor ``name`` into a new tensor on the CPU."""
         spec = self.source.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         self.read(name, TensorSlice(0, whole.view(-1)))
         return whole
 
     def check(self, parts: Mapping[int, Sequence[BlockPart]]) -> None:
-        """Check the blocks that several ranks have each read in part.
-
-        Args:
-            parts: the parts of all ranks, by tensor number.
-
-        Raises:
-            CheckpointDamaged: names the tensor.
-        """
+        """Check the blocks that several ranks have each read in part, by tensor number."""
         for name, number in self._ids.items():
             for part in self._check_whole_blocks(name, parts.get(number, ())):
                 raise _damaged(name, part.block)  # replicas have read different bytes

@@ -140,7 +140,6 @@ def part_of_whole(whole: Tensor, tensor: DTensor, coordinates: Sequence[int]) ->
 
 
 def coordinates_of(mesh: DeviceMesh) -> list[int]:
-    """This rank's index in each dim of ``mesh``."""
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
     return list(coordinates)
@@ -172,7 +171,6 @@ def bytes_of(elements: Tensor) -> memoryview:
 
 
 def _part_of_replica(elements: Tensor, number: int, own: OwnPart) -> Run:
-    """The part of a shard that this replica writes."""
     num_elements, copies, replica = len(elements), own.num_replicas, own.replica
     if copies == 1:
         return Run(0, num_elements)
@@ -206,7 +204,6 @@ class HostCopies:
         self._free = {number: copy.elements for number, copy in copies.items()}
 
     def clear(self) -> None:
-        """Free the kept memory."""
         self._free = {}
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "errors_at",
     "folder_at",
     "open_unlinked",
+    "sync",
 ]
 
 # Files of a component that are open at once; processes are often limited to 1024.
@@ -43,10 +44,8 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 def folder_at(place: str | os.PathLike[str]) -> "Folder":
     """The folder at a path or URL, which need not exist. Relative paths are resolved immediately.
 
-    Stores take their options, such as credentials, from fsspec's configuration.
-
-    Raises:
-        CheckpointError: ``place`` is neither a path nor a URL, or fsspec cannot open the URL.
+    Stores take their options, such as credentials, from fsspec's configuration. Raise a
+    CheckpointError if ``place`` is neither, or if fsspec cannot open the URL.
     """
     if not isinstance(place, str | os.PathLike) or not isinstance(os.fspath(place), str):
         hint = "; sw.latest found no checkpoint" if place is None else ""
@@ -78,20 +77,13 @@ class Folder:
 
     An object appears as a whole or not at all, so nothing is renamed. fsspec caches listings; the
     cache is dropped before each use.
-
-    Attributes:
-        store: an ``fsspec.AbstractFileSystem``.
-        path: the path within the store.
-        url: the path or URL as the user wrote it.
-        read_bytes: the number of bytes to read at once, a power of two.
-        num_readers: the number of threads that should read at once.
     """
 
-    store: Any
-    path: str
-    url: str
-    read_bytes = 4 << 20
-    num_readers = 8  # most of a request is waiting
+    store: Any  # an ``fsspec.AbstractFileSystem``
+    path: str  # within the store
+    url: str  # the path or URL as the user wrote it
+    read_bytes = 4 << 20  # at once, a power of two
+    num_readers = 8  # threads that should read at once; most of a request is waiting
 
     @property
     def name(self) -> str:
@@ -120,7 +112,6 @@ class Folder:
         return bool(self._entries())
 
     def has(self, name: str) -> bool:
-        """Whether the folder contains a file of this name."""
         with errors_at(self / name):
             self.store.invalidate_cache()
             try:
@@ -173,7 +164,6 @@ class Folder:
                 self.store.pipe_file(f"{self.path}/{marker}", content)
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an object in one request."""
         with errors_at(self / name):
             self.store.pipe_file(f"{self.path}/{name}", content)
 
@@ -194,7 +184,6 @@ class Folder:
             self.store.rm_file(f"{self.path}/{name}")
 
     def remove_all_but(self, name: str) -> None:
-        """Remove all files except one, and all folders."""
         for folder in self.folders():
             folder.remove_all_but("")
             folder.remove_empty()
@@ -289,15 +278,15 @@ class LocalFolder(Folder):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.target)
+        sync(self.target)
         (self.target / marker).rename(self.target / name)
-        _sync(self.target)
-        _sync(self.target.parent)
+        sync(self.target)
+        sync(self.target.parent)
 
     def retract(self, name: str, marker: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process is also removing it
             (self.target / name).rename(self.target / marker)
-            _sync(self.target)
+            sync(self.target)
 
     def remove_all_but(self, name: str) -> None:
         for path in self._paths():
@@ -343,8 +332,7 @@ def open_unlinked(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _sync(directory: Path) -> None:
-    """Sync the names of the directory's files to disk."""
+def sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,8 +20,7 @@ __all__ = ["decode", "encode", "tensor_names"]
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     """Encode ``value`` as JSON and add its tensors to ``tensors``, by path.
 
-    Raises:
-        CheckpointError: it contains something other than data and tensors; names the path.
+    A CheckpointError names the path of what is neither data nor a tensor.
     """
     encoded: Any
     match value:
@@ -50,8 +49,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 def decode(encoded: Any, read: Callable[[str], Tensor], path: str = "") -> Any:
     """Decode the result of `encode`; ``read`` returns a tensor by its name.
 
-    Raises:
-        ValueError: `encode` cannot have returned ``encoded``; names the path.
+    A ValueError names the path of what `encode` cannot have returned.
     """
     if isinstance(encoded, list):
         return [decode(x, read, _join(path, i)) for i, x in enumerate(encoded)]
@@ -66,11 +64,7 @@ def decode(encoded: Any, read: Callable[[str], Tensor], path: str = "") -> Any:
 
 
 def tensor_names(encoded: Any, path: str = "") -> list[str]:
-    """The names of the tensors in a tree that was read from a file.
-
-    Raises:
-        ValueError: `encode` cannot have returned ``encoded``; names the path.
-    """
+    """The names of the tensors in a tree that was read from a file; errors as in `decode`."""
     names: list[str] = []
 
     def record(name: str) -> Tensor:

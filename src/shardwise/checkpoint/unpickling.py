@@ -73,11 +73,7 @@ class DataReader(FileSystemReader):
     """Reads a directory whose metadata are data only, and its files alone."""
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """The content of ``.metadata``.
-
-        Raises:
-            CheckpointError: it is missing, or is something else; names the file.
-        """
+        """The content of ``.metadata``; a CheckpointDamaged if it is something else."""
         path = Path(self.path) / METADATA
         try:
             with path.open("rb") as file:
@@ -93,11 +89,7 @@ class DataReader(FileSystemReader):
 
 
 def _check(metadata: object) -> None:
-    """Raise if ``metadata`` are something else, or an entry is stored outside the directory.
-
-    Raises:
-        CheckpointError: names the file of the entry.
-    """
+    """Raise a CheckpointError for something else than metadata, or a file outside the directory."""
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"it is a {type(metadata).__name__}")
     for index, stored in metadata.storage_data.items():
@@ -110,11 +102,7 @@ class DataPlanner(DefaultLoadPlanner):
     """Loads only values that `torch.load` accepts with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor.
-
-        Raises:
-            CheckpointDamaged: it is not data only; names it.
-        """
+        """Load a value that is not a tensor; a CheckpointDamaged if it is not data only."""
         try:
             torch.load(value, weights_only=True)
         except Exception as error:  # torch raises whatever its unpickler does

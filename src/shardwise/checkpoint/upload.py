@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockPart, crc32, split_at_blocks
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
-from shardwise.checkpoint.format import File
+from shardwise.checkpoint.format import File, in_groups
 from shardwise.checkpoint.slices import Slices, bytes_of
 from shardwise.checkpoint.stores import Folder, errors_at
 from shardwise.errors import StepError
@@ -57,12 +57,12 @@ class _Batch:
 def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
     """Send all files of ``job`` except the manifest; return the checksums of this rank's bytes.
 
-    Raises:
-        CheckpointError: on all ranks, after every upload has been discarded.
+    An error is raised on all ranks, after every upload has been discarded.
     """
     holders = _holders(job.slices, ranks)
     assigned = assign_files(job.files, ranks.size)
-    max_bytes = _round_bytes(sum(map(bool, assigned)))
+    num_files = max(1, sum(map(bool, assigned)))  # in a round
+    max_bytes = max(_MIN_BYTES, 1 << (ROUND_BYTES // num_files).bit_length() - 1)
     streams = [
         chain.from_iterable(
             _batches(file, _segments(job.numbers[file.name], holders, max_bytes), max_bytes)
@@ -90,11 +90,6 @@ def assign_files(files: Sequence[File], num_ranks: int) -> list[list[File]]:
         assigned[rank].append(file)
         loads[rank] += file.num_bytes
     return assigned
-
-
-def _round_bytes(num_files: int) -> int:
-    """The bytes of each file in a round of ``num_files``, a power of two."""
-    return max(_MIN_BYTES, 1 << (ROUND_BYTES // max(1, num_files)).bit_length() - 1)
 
 
 class _Uploads:
@@ -135,10 +130,7 @@ class _Uploads:
 
 
 def _send(
-    rounds: Iterable[Sequence[_Batch]],
-    job: WriteJob,
-    uploads: _Uploads,
-    ranks: Coordinator,
+    rounds: Iterable[Sequence[_Batch]], job: WriteJob, uploads: _Uploads, ranks: Coordinator
 ) -> list[BlockPart]:
     """Send ``rounds``, in each of which every rank sends the batch at its own index."""
     parts: list[BlockPart] = []
@@ -171,7 +163,6 @@ def _joined(batch: _Batch, own: Slices, rank: int, parts: list[BlockPart]) -> Te
 
 
 def _bytes_by_rank(batch: _Batch, num_ranks: int) -> list[int]:
-    """The number of bytes of a batch that each rank holds."""
     sizes = [0] * num_ranks
     for segment in batch.segments:
         sizes[segment.rank] += segment.num_bytes
@@ -201,7 +192,6 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
 
 
 def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iterator[_Segment]:
-    """The segments that make up ``tensors``, given by their numbers."""
     size = min(max_bytes, BLOCK_BYTES)  # both are powers of two
     for number in tensors:
         for start, stop, rank in holders.get(number, ()):
@@ -211,12 +201,6 @@ def _segments(tensors: Iterable[int], holders: _Holders, max_bytes: int) -> Iter
 
 def _batches(file: File, segments: Iterable[_Segment], max_bytes: int) -> Iterator[_Batch]:
     """The batches of a file; at least one, even if no tensor of the file has elements."""
-    batch: list[_Segment] = []
-    room = max_bytes
-    for segment in segments:
-        if segment.num_bytes > room:
-            yield _Batch(file, batch)
-            batch, room = [], max_bytes
-        batch.append(segment)
-        room -= segment.num_bytes
-    yield _Batch(file, batch)
+    groups = in_groups(segments, lambda segment: segment.num_bytes, max_bytes)
+    yield _Batch(file, next(groups, ()))
+    yield from (_Batch(file, group) for group in groups)

@@ -15,14 +15,7 @@ from shardwise.checkpoint.checksums import (
 )
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
-from shardwise.checkpoint.directory import (
-    Owner,
-    commit,
-    is_owned,
-    prepare,
-    release,
-    remove_remains,
-)
+from shardwise.checkpoint.directory import Owner, commit, is_owned, prepare, release, remove_remains
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
@@ -36,11 +29,7 @@ _FLUSH_BYTES = 8 << 20  # saves were not faster with 1 MiB or 32 MiB
 
 
 def write(job: WriteJob, ranks: Coordinator) -> None:
-    """Write the slices of all ranks; an error on one rank is raised on all.
-
-    Raises:
-        CheckpointError: a rank failed. Written files are removed if possible.
-    """
+    """Write the slices of all ranks; after an error, remove the files and raise it on all."""
     owner: Owner | None = None  # on rank 0
     try:
         with ranks.raises_together("prepare the directory"):
@@ -105,11 +94,7 @@ def _write_in_place(folder: LocalFolder, job: WriteJob, ranks: Coordinator) -> l
 
 
 def _write_file(
-    folder: LocalFolder,
-    file: File,
-    job: WriteJob,
-    ranks: Coordinator,
-    opened: contextlib.ExitStack,
+    folder: LocalFolder, file: File, job: WriteJob, ranks: Coordinator, opened: contextlib.ExitStack
 ) -> list[BlockPart]:
     """Write this rank's slices to a file, which stays open; rank 0 also writes the header."""
     numbers = zip(file.offsets.values(), job.numbers[file.name], strict=True)
@@ -181,11 +166,7 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: LocalFolder, name: str) -> Iterator[int]:
-    """Open a file that other ranks also write to; it is synced to disk at the end of the block.
-
-    Raises:
-        OSError: names the path.
-    """
+    """Open a file that other ranks also write to; it is synced to disk at the end of the block."""
     path = folder.target / name
     try:
         descriptor = open_unlinked(path, os.O_WRONLY | os.O_CREAT)

@@ -8,11 +8,7 @@ __all__ = ["check_outputs", "split_names"]
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check that files can be written at ``paths``, before work that takes long.
-
-    Raises:
-        ConfigError: the directory of a path does not exist, or a path is a directory.
-    """
+    """Raise a ConfigError if no file can be written at ``paths``, before work that takes long."""
     for path in filter(None, paths):
         if not path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: {path.parent} is not a directory")

@@ -78,8 +78,7 @@ def plan(
     context: Annotated[str, _DEGREE] = "1",
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class."),
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class.")
     ] = "adamw",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")

@@ -56,12 +56,7 @@ class VerifyOptions:
     granularity: str | None = None  # None: the default, or what the optimizer needs
 
     def check(self) -> None:
-        """Find errors in the options before any rank is started.
-
-        Raises:
-            ConfigError: the model does not exist, or an option is not valid.
-            PlanError: a strategy does not exist.
-        """
+        """Raise a ConfigError or a PlanError for an invalid option, before any rank is started."""
         if self.steps < 1:
             raise ConfigError(f"--steps {self.steps}: expected 1 or more")
         if self.corrupt is not None and self.model is None:
@@ -98,31 +93,19 @@ class VerifyOptions:
             )
 
     def sharding(self) -> dict[str, Any]:
-        """The arguments of `fully_shard` that the options set.
-
-        Raises:
-            PlanError: the formats of the wire are not valid.
-            ConfigError: the wire is malformed.
-        """
+        """The arguments of `fully_shard` that the options set."""
         # 8-bit states do not support parameters that are cut by element.
-        granularity = self.granularity or ("row" if self._has_blocks else None)
+        spec = OPTIMIZERS.get(self.optimizer or "")
+        has_blocks = spec is not None and spec.kind == "blocks"
+        granularity = self.granularity or ("row" if has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
         return options if self.wire is None else {**options, "wire": self._wire()}
-
-    @property
-    def _has_blocks(self) -> bool:
-        spec = OPTIMIZERS.get(self.optimizer or "")
-        return spec is not None and spec.kind == "blocks"
 
     def _wire(self) -> Wire:
         return parse_wire(self.wire)
 
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh's dims by name; empty without a mesh.
-
-        Raises:
-            ConfigError: the mesh is malformed, or no engine is given.
-        """
+        """The sizes of the mesh's dims by name; empty without a mesh."""
         if self.mesh is None:
             return {}
         if self.engine is None:
@@ -138,13 +121,7 @@ class VerifyOptions:
 
 
 def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
-    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default).
-
-    Raises:
-        VerificationError: the results of a strategy differ from those of one process.
-        ConfigError, PlanError: the options are not valid.
-        RankError: a local rank failed.
-    """
+    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default)."""
     env = read_rank_env(os.environ)
     if env is not None:
         _join(options, env, nproc)
@@ -208,11 +185,6 @@ def _verify(world: World, options: VerifyOptions) -> ShardwiseError | None:
 
 
 def _mesh(options: VerifyOptions, world: World) -> DeviceMesh | None:
-    """Create the mesh of ``--mesh``.
-
-    Raises:
-        ConfigError: the mesh has a different number of ranks.
-    """
     dims = options.dims()
     if not dims:
         return None

@@ -10,9 +10,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardwise.features.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.fsdp import api
 from shardwise.fsdp.api import *  # noqa: F403 (all option classes, as in PyTorch)
-from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from shardwise.fsdp.fully_shard import (
+    DataParallelMeshDims,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from shardwise.fsdp.mesh_dims import DataParallelMeshDims
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [

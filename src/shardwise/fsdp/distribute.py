@@ -1,35 +1,42 @@
-"""Shard tensors like parameters: tensors that every rank has, or that the first rank sends."""
+"""Shard tensors like parameters: tensors that every rank has, or that the first rank sends.
 
-from collections.abc import Mapping
+If the device mesh of FSDP1's sharded state dicts has more dims than data parallelism uses, every
+tensor in them is on the mesh with both dims, and replicated over a dim that the parameter lacks.
+There, the first dim cuts a tensor before the second. Tensor-parallel parameters are cut in the
+opposite order, which `_StridedShard` expresses.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwise._private import pytree
+from shardwise._private import is_strided_shard, pytree, root_mesh
 from shardwise.errors import PlanError
-from shardwise.fsdp.collectives import broadcast_object, broadcast_tensors
 from shardwise.fsdp.names import clean_names
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
-from shardwise.fsdp.whole_mesh import as_parameter
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
-__all__ = ["group_of", "receive", "shard_like"]
+__all__ = [
+    "broadcast_object",
+    "broadcast_tensors",
+    "gather_objects",
+    "group_of",
+    "on_whole_mesh",
+    "receive",
+    "shard_like",
+]
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
     """A copy of ``value``, a state of ``parameter``, sharded like the parameter.
 
-    Args:
-        value: the full tensor, this rank's elements of it [n], a tensor that is sharded in any way
-            (every rank must then call this), or a value that is not sharded, such as a number of
-            steps.
-        parameter: sharded or not.
-
-    Raises:
-        PlanError: ``value`` has neither the shape of the parameter nor that of its local shard.
+    ``value`` is the full tensor, this rank's elements of it [n], a tensor that is sharded in any
+    way (every rank must then call this), or something else, such as a number of steps.
     """
     if not isinstance(value, Tensor):
         return value
@@ -69,7 +76,7 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
     given = states or {"state": {}, "param_groups": []}
     group = group_of(model)
     received: dict[str, Any] = broadcast_object(
-        pytree.tree_map_only(Tensor, _placeholder, given), group
+        pytree.tree_map_only(Tensor, lambda one: one.to("meta") if one.ndim else one, given), group
     )
     parameters = clean_names(model)
     received["state"] = {
@@ -82,10 +89,6 @@ def receive(states: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any
     return received
 
 
-def _placeholder(value: Tensor) -> Tensor:
-    return value.to("meta") if value.ndim else value
-
-
 def _receive(
     placeholder: Any, own: Tensor | None, parameter: Tensor | None, group: dist.ProcessGroup | None
 ) -> Any:
@@ -96,3 +99,81 @@ def _receive(
         full.copy_(own)
     broadcast_tensors([full], group)
     return full if parameter is None else shard_like(full, parameter)
+
+
+# -- exchanges over the user's process groups; every rank of a group must call these -------------
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of ``tensors`` from the first rank of ``group`` to all its ranks."""
+    if group is None or dist.get_backend(group) == "fake":
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            dense = tensor.detach().contiguous()
+            dist.broadcast(dense, group=group, group_src=0)
+            tensor.copy_(dense)
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the ``value`` of the first rank of ``group`` on every rank. It is pickled."""
+    values = [value]
+    if group is not None and dist.get_backend(group) != "fake":
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the ``value`` of each rank of ``group`` on every rank. They are pickled."""
+    if group is None or dist.get_backend(group) == "fake":
+        return [value]
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# -- meshes of two dims ----------------------------------------------------------------------------
+
+
+_NUM_DIMS = 2  # data and tensor parallelism; the job may have others, such as pipelines
+
+
+def on_whole_mesh(tensor: DTensor) -> DTensor:
+    """``tensor`` on the root of its mesh; every rank must call this."""
+    mesh = root_mesh(tensor.device_mesh)
+    if mesh.ndim != _NUM_DIMS or mesh.mesh_dim_names is None:
+        return tensor
+    placements = _placements_on(mesh, tensor)
+    whole = _from_local(local_of(tensor), mesh, placements, tensor)
+    in_order = [Shard(p.dim) if is_strided_shard(p) else p for p in placements]
+    return whole.redistribute(placements=in_order)
+
+
+def as_parameter(value: Tensor, parameter: DTensor) -> DTensor:
+    """A copy of ``value``, whole or sharded in any way, distributed like ``parameter``.
+
+    Every rank must call this.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(value, DTensor) and value.device_mesh == root_mesh(mesh):
+        value = value.redistribute(placements=_placements_on(value.device_mesh, parameter))
+        return _from_local(local_of(value).detach().clone(), mesh, placements, parameter)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    replicated = _from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, parameter)
+    part = local_of(replicated.redistribute(placements=placements))
+    return _from_local(part.clone(), mesh, placements, parameter)
+
+
+def _placements_on(mesh: DeviceMesh, tensor: DTensor) -> list[Placement]:
+    """The placements of ``tensor`` on ``mesh``, whose dims include those of the tensor's mesh."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    placements = dict(zip(names, tensor.placements, strict=True))
+    return [placements.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
+
+
+def _from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: DTensor
+) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

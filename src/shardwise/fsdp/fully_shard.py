@@ -1,10 +1,12 @@
 """FSDP2's functions: `fully_shard` and its companions."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -17,7 +19,7 @@ from shardwise.plan.granularity import Granularities
 from shardwise.runtime.module import handle_of, register_forward_method
 from shardwise.tensor.mesh import data_parallel_part
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["DataParallelMeshDims", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -73,3 +75,33 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Do nothing: models over the same ranks always share their communicators."""
+
+
+Names = str | tuple[str, ...] | None
+
+
+@dataclass
+class _DataParallelMeshDims:
+    """The dims of a mesh over which `fully_shard` shards and replicates parameters."""
+
+    shard: Names = None
+    replicate: Names = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims: expected shard=, replicate= or both, got none")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_tuple(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_tuple(self.replicate)
+
+
+def _as_tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", _DataParallelMeshDims)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
-from torch.distributed.tensor import DTensor
 
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard
@@ -19,9 +18,8 @@ from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
-from shardwise.fsdp.collectives import broadcast_tensors
+from shardwise.fsdp.distribute import broadcast_tensors
 from shardwise.fsdp.errors import WrapperError
-from shardwise.fsdp.eval_precision import EvalPrecision
 from shardwise.fsdp.local_states import use_local_states
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.options import (
@@ -34,7 +32,7 @@ from shardwise.fsdp.options import (
     resolve_ignored,
     resolve_ranks,
 )
-from shardwise.fsdp.states import buffer_dtypes, materialize, move, preserved_buffers
+from shardwise.fsdp.states import EvalPrecision, buffer_dtypes, materialize, move, preserved_buffers
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
@@ -178,7 +176,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, NEVER_CALLED):
             warn_caller(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
-                f"{type(module).__name__}, whose parameters belong to the unit that contains it",
+                f"{type(module).__name__}, whose parameters belong to the unit that contains it"
             )
             return
         if isinstance(module, FSDPModule):
@@ -330,7 +328,7 @@ class FullyShardedDataParallel(nn.Module):
         if all(parameter.grad is None for parameter in self.parameters()):
             warn_caller(
                 f"clip_grad_norm_: called on rank {self.rank} with no gradients -- returning the "
-                "total norm in the default dtype torch.float32",
+                "total norm in the default dtype torch.float32"
             )
         return clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
 
@@ -413,7 +411,7 @@ def _reported_strategy(strategy: api.ShardingStrategy, ranks: Ranks) -> api.Shar
     if strategy is no_shard or not dist.is_initialized() or not ranks.is_alone:
         return strategy
     warn_caller(
-        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+        f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1."
     )
     return no_shard
 
@@ -428,7 +426,7 @@ def _warn_if_on_cpu(states: list[Tensor]) -> None:
     if states and states[0].is_cpu and torch.accelerator.device_count():
         warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "
-            "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it",
+            "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it"
         )
 
 
@@ -436,7 +434,7 @@ def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Ten
     """The unsharded parameters and buffers; the local tensors of tensor-parallel ones."""
     parameters = [p for p in module.parameters() if p not in ignored]
     states = [t for t in (*parameters, *module.buffers()) if sharding_of(t) is None]
-    return [local_of(t) if isinstance(t, DTensor) else t for t in states]
+    return [*map(local_of, states)]
 
 
 def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

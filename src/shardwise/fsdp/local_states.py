@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.fsdp.errors import StateError
+from shardwise.runtime.attach import parameters_of
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import local_of, sharding_of
@@ -35,11 +36,7 @@ class LocalState(Tensor):
     """
 
     def __create_write_items__(self, fqn: str, _object: object) -> NoReturn:
-        """Is called by torch's planner.
-
-        Raises:
-            StateError: names the state, and what to save instead.
-        """
+        """Raise a StateError: torch's planner calls this."""
         raise StateError(
             f"{fqn}: optimizer.state_dict() of an FSDP1 module has this rank's elements alone, and "
             "torch.distributed.checkpoint would save one rank's for all; pass it the result of "
@@ -82,8 +79,7 @@ def _watch_optimizers() -> None:
 
 def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Make ``optimizer`` save and load local states if it steps parameters of FSDP1 modules."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if optimizer in _adopted or not any(map(_is_of_fsdp1, parameters)):
+    if optimizer in _adopted or not any(map(_is_of_fsdp1, parameters_of(optimizer))):
         return
     _adopted.add(optimizer)
     _wrap_local_states(optimizer)

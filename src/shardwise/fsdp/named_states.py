@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.fsdp.api import StateDictType
-from shardwise.fsdp.collectives import broadcast_object, gather_objects
-from shardwise.fsdp.distribute import group_of, shard_like
+from shardwise.fsdp.distribute import broadcast_object, gather_objects, group_of, shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.local_states import as_dtensor, as_local
 from shardwise.fsdp.names import clean_name, clean_names
@@ -107,11 +106,7 @@ def _by_name(model: nn.Module, optim: Optimizer, states: States) -> States:
 
 
 def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None) -> set[Any]:
-    """The parameters with sharded states on the first rank.
-
-    Raises:
-        StateError: another rank lacks some of these states.
-    """
+    """The parameters with sharded states on the first rank; a StateError if another lacks some."""
     own = {name for name, entries in states.items() if _is_sharded(entries)}
     first: set[Any] = broadcast_object(own, group)
     for rank, missing in enumerate(gather_objects(sorted(first - own, key=str), group)):
@@ -194,8 +189,7 @@ def groups_for(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> G
 def warn_of_input(optim_input: Any) -> None:
     if optim_input is not None:
         warn_caller(
-            "The `optim_input` argument is deprecated; pass the optimizer as `optim`",
-            FutureWarning,
+            "The `optim_input` argument is deprecated; pass the optimizer as `optim`", FutureWarning
         )
 
 

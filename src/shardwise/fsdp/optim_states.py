@@ -35,6 +35,7 @@ __all__ = [
     "sharded_optim_state_dict",
 ]
 
+
 # Arguments named ``group`` are ignored; PyTorch's signatures have them. The model knows its ranks.
 
 

@@ -80,11 +80,9 @@ def resolve_ranks(
     *,
     wraps_by_hand: bool,
 ) -> Ranks:
-    """The mesh and the strategy for FSDP1's options.
+    """The mesh and the strategy for FSDP1's options, or a PlanError if they do not fit.
 
-    Raises:
-        PlanError: both a group and a mesh are given, or the wrong number of groups; or, with
-            ``wraps_by_hand``, neither is given for a hybrid strategy.
+    ``wraps_by_hand``: a hybrid strategy needs a group or a mesh.
     """
     if process_group is not None and device_mesh is not None:
         raise PlanError("process_group and device_mesh: expected one of them, got both")
@@ -111,7 +109,6 @@ def resolve_ranks(
 
 
 def precision_policy(mixed_precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """The policy for FSDP1's option."""
     if mixed_precision is None:
         return MixedPrecisionPolicy(master_dtype="keep")
     return MixedPrecisionPolicy(
@@ -151,8 +148,6 @@ def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules and parameters that are not sharded."""
-
     modules: set[nn.Module]
     parameters: set[nn.Parameter]
 
@@ -166,9 +161,6 @@ def resolve_ignored(
     """The modules and parameters that ``ignored_modules`` or ``ignored_states`` exclude.
 
     Modules inside excluded ones are included. Warns if all of ``root`` is excluded.
-
-    Raises:
-        PlanError: both are given, or one contains objects of other types or a ``wrapper``.
     """
     if modules is not None and states is not None:
         raise PlanError(
@@ -203,7 +195,7 @@ def resolve_ignored(
     if root in ignored.modules:
         warn_caller(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
-            f"result in all parameters being ignored: {type(root).__name__}",
+            f"result in all parameters being ignored: {type(root).__name__}"
         )
     return ignored
 

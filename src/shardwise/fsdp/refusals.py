@@ -28,12 +28,12 @@ def check_as_fsdp2(
     place: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Raise for modules, parameters, placements and meshes that FSDP2 does not accept.
-
-    Raises:
-        PlanError: it is also of the type that FSDP2 raises.
-    """
-    _check_mesh(mesh)
+    """Raise for modules, parameters, placements and meshes that FSDP2 does not accept."""
+    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:  # noqa: PLR2004
+        raise WrapperError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, such as "
+            "mesh_dim_names=('replicate', 'shard')"
+        )
     ignored_ids = {id(parameter) for parameter in ignored}
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -52,14 +52,6 @@ def _unsharded(module: object) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of ``module`` that are in no unit; none if it is not a module."""
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
     return ((name, parameter) for name, parameter in named if sharding_of(parameter) is None)
-
-
-def _check_mesh(mesh: DeviceMesh | None) -> None:
-    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:  # noqa: PLR2004
-        raise WrapperError(
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified, such as "
-            "mesh_dim_names=('replicate', 'shard')"
-        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from shardwise._private import ShardMetadata, TorchShardedTensor, new_sharded_tensor
 from shardwise.comm.groups import backend_of, rank_device
 from shardwise.errors import PlanError
-from shardwise.fsdp.collectives import join_parts
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import Sharding
@@ -57,9 +56,6 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     """This rank's part of ``value`` under ``sharding``.
 
     Every rank must call this, because it gathers ``value``.
-
-    Raises:
-        PlanError: the size of ``value`` does not fit, or ranks outside the group hold shards of it.
     """
     group, metadata = shard_group(sharding.mesh), value.metadata()
     if metadata.size.numel() != sharding.shape.numel():
@@ -81,8 +77,17 @@ def part_of(value: TorchShardedTensor, sharding: Sharding) -> Tensor:
     for shard in value.local_shards():
         box = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
         whole[tuple(slice(start, start + size) for start, size in box)].copy_(shard.tensor)
-    join_parts(whole, group)
+    _join_parts(whole, group)
     return sharding.own_part_of(whole.view(sharding.shape))
+
+
+def _join_parts(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum ``tensor`` over ``group``, whose ranks each have some elements and zeros for the others.
+
+    The bytes are summed, so every value is kept exactly, including negative zeros and NaNs.
+    """
+    if group is not None and dist.get_backend(group) != "fake":
+        dist.all_reduce(tensor.view(-1).view(torch.uint8), group=group)
 
 
 def _rank_of(shard: ShardMetadata) -> int:

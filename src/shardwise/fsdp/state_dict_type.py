@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 from shardwise._warnings import warn_caller
 from shardwise.fsdp import api
 from shardwise.fsdp.api import StateDictSettings, StateDictType
-from shardwise.fsdp.distribute import shard_like
+from shardwise.fsdp.distribute import on_whole_mesh, shard_like
 from shardwise.fsdp.errors import StateError
 from shardwise.fsdp.names import WRAPPED, clean_name
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, in_chunks
-from shardwise.fsdp.whole_mesh import on_whole_mesh
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import sharding_of
 
@@ -33,10 +32,7 @@ _SETTINGS = "_state_dict_settings"  # an attribute of each FSDP1 module
 _CONFIGS: dict[StateDictType, tuple[type[api.StateDictConfig], type[api.OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (api.FullStateDictConfig, api.FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (api.LocalStateDictConfig, api.LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (
-        api.ShardedStateDictConfig,
-        api.ShardedOptimStateDictConfig,
-    ),
+    StateDictType.SHARDED_STATE_DICT: (api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig),
 }
 
 
@@ -173,11 +169,7 @@ def _sharded_as(parameter: nn.Parameter, value: Tensor, *, is_local: bool) -> Te
 
 
 def convert_for_saving(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
-    """``value`` in the form that state dicts of ``kind`` contain. All ranks must call this.
-
-    Raises:
-        StateError: ``kind`` is flattened and the model has a device mesh.
-    """
+    """``value`` in the form that state dicts of ``kind`` contain. All ranks must call this."""
     if not isinstance(value, DTensor):
         return value.cpu() if to_cpu and isinstance(value, Tensor) else value
     if kind is StateDictType.FULL_STATE_DICT:

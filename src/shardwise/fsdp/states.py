@@ -1,15 +1,21 @@
 """Parameters and buffers of a module before it is sharded; as in FSDP1, ignored ones stay as is."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import PlanError
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.names import clean_name
+from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.engine import HANDLE
+from shardwise.runtime.module import handle_of, keeping_gradients
 
-__all__ = ["buffer_dtypes", "materialize", "move", "preserved_buffers"]
+__all__ = ["EvalPrecision", "buffer_dtypes", "materialize", "move", "preserved_buffers"]
 
 
 @torch.no_grad()
@@ -19,12 +25,7 @@ def materialize(
     device: torch.device | None,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one.
-
-    Raises:
-        PlanError: a module has no ``reset_parameters()`` and ``param_init_fn`` is None, or
-            ``param_init_fn`` is not callable or left a module on the meta device.
-    """
+    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise PlanError(f"Expected param_init_fn={param_init_fn!r} to be callable")
     for name, inner in list(module.named_modules()):
@@ -54,7 +55,6 @@ def _meta_states(module: nn.Module) -> list[Tensor]:
 
 
 def _own_states(module: nn.Module) -> tuple[Tensor, ...]:
-    """The parameters and buffers of ``module``, without those of its children."""
     return (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
 
@@ -80,7 +80,6 @@ def move(
 
 @contextlib.contextmanager
 def preserved_buffers(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of ``modules`` at the end of the block."""
     before = [(module, dict(module._buffers)) for module in modules]
     yield
     for module, buffers in before:
@@ -94,3 +93,51 @@ def buffer_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
         for name, dtype in module.__dict__.get("_buffer_dtypes", {}).items():
             dtypes[clean_name(f"{path}.{name}" if path else name)] = dtype
     return dtypes
+
+
+_VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+
+class EvalPrecision:
+    """Changes the dtypes of a model when it switches between training and evaluation.
+
+    As in FSDP1, with ``FSDP_USE_FULL_PREC_IN_EVAL=1`` in the environment.
+    """
+
+    def __init__(self) -> None:
+        self._is_used = os.environ.get(_VARIABLE) == "1"
+        # During evaluation, the policies that the units have in training.
+        self._in_training: dict[FSDPModule, MixedPrecisionPolicy] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the model now computes in full precision, regardless of its policies."""
+        return bool(self._in_training)
+
+    def follow(self, root: nn.Module, *, training: bool) -> None:
+        """Shard ``root`` again if it has the dtypes of the other mode. Call it between steps."""
+        if not self._is_used or training != self.is_full:
+            return
+        if training:
+            policies, self._in_training = self._in_training, {}
+        else:
+            units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+            self._in_training = {unit: handle_of(unit).options.precision for unit in units}
+            policies = {
+                unit: MixedPrecisionPolicy(master_dtype=policy.master_dtype)
+                for unit, policy in self._in_training.items()
+            }
+        _shard_again(root, policies)
+
+
+def _shard_again(root: nn.Module, policies: Mapping[FSDPModule, MixedPrecisionPolicy]) -> None:
+    """Shard ``root`` again between steps, with new ``policies`` for its units; keep gradients."""
+    runtime = handle_of(root).runtime
+    runtime.scheduler.check_idle("units cannot be sharded again in the middle of a step")
+    for module, policy in policies.items():
+        handle = handle_of(module)
+        options = replace(handle.options, precision=policy)
+        module.__dict__[HANDLE] = replace(handle, options=options)
+    runtime.scheduler.prepare_conversion()
+    with keeping_gradients(root):
+        runtime.request.apply(root)

@@ -14,7 +14,6 @@ from shardwise.fsdp.names import clean_names
 from shardwise.runtime import hooks
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.module import handle_of, ledger
-from shardwise.runtime.scheduler import Scheduler
 
 __all__ = ["summon_full_params"]
 
@@ -47,9 +46,15 @@ def summon_full_params(
     _check_flags(parameters, writeback, rank0_only, offload_to_cpu, with_grads)
     gradients = _full_gradients(parameters) if with_grads else {}
     with contextlib.ExitStack() as stack:
-        for unit in _unit_per_model(module):
+        units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for unit in {id(ledger(unit)): unit for unit in units}.values():  # one of each model
             scheduler = handle_of(unit).runtime.scheduler
-            _check_between_steps(scheduler)
+            in_backward = hooks.current_task() != hooks.NO_TASK
+            if in_backward or scheduler.in_gathered or not scheduler.is_idle:
+                raise InStepError(
+                    "Cannot manually unshard parameters during forward/backward, or inside "
+                    "summon_full_params; use it between steps"
+                )
             try:
                 stack.enter_context(holding(scheduler, write_back=writeback))
             except PlanError as error:  # a parameter was replaced
@@ -63,15 +68,6 @@ def summon_full_params(
         kept = parameters[name].grad
         if writeback and kept is not None and gradient_after is not None:
             kept.copy_(gradient_after)
-
-
-def _check_between_steps(scheduler: Scheduler) -> None:
-    in_backward = hooks.current_task() != hooks.NO_TASK
-    if in_backward or scheduler.in_gathered or not scheduler.is_idle:
-        raise InStepError(
-            "Cannot manually unshard parameters during forward/backward, or inside "
-            "summon_full_params; use it between steps"
-        )
 
 
 def _check_flags(
@@ -114,9 +110,3 @@ def _full_gradient(gradient: DTensor) -> Tensor:
     is_replicated = all(placement.is_replicate() for placement in gradient.placements)
     local = gradient.to_local()
     return local.view(gradient.shape) if is_replicated else gradient.full_tensor()
-
-
-def _unit_per_model(module: nn.Module) -> list[nn.Module]:
-    """One unit of each sharded model in ``module``; units of the same model share a ledger."""
-    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    return list({id(ledger(unit)): unit for unit in units}.values())

@@ -42,6 +42,7 @@ from shardwise.integrations.state import (
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.join import join
 from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.attach import parameters_of
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["Accelerator"]
@@ -92,7 +93,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             _switch_parameters(optimizers, self._before.get(model, ()), parameters)
             ids = set(map(id, parameters.values()))
             for optimizer in optimizers:
-                if _parameter_ids(optimizer) & ids and optimizer not in model_optimizers:
+                is_its_own = not ids.isdisjoint(map(id, parameters_of(optimizer)))
+                if is_its_own and optimizer not in model_optimizers:
                     model_optimizers.append(optimizer)
         return super().prepare(*args, **options)
 
@@ -224,10 +226,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 for hook in hooks:
                     stack.callback(hook.remove)
             yield
-
-
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

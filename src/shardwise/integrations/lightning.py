@@ -67,7 +67,4 @@ class FabricStrategy(FabricModelParallel):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(parallelize_fn=lambda module, _mesh: fully_shard(module, **options))
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    distributed_sampler_kwargs = Strategy.distributed_sampler_kwargs

@@ -17,12 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.unpickling import DataPlanner, DataReader
 
-__all__ = [
-    "full_state_dict",
-    "load_full_state_dict",
-    "load_optimizers",
-    "save_optimizers",
-]
+__all__ = ["full_state_dict", "load_full_state_dict", "load_optimizers", "save_optimizers"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

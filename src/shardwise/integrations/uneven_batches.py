@@ -182,8 +182,6 @@ class UnevenBatches:
 
 
 class EpochBegins(transformers.TrainerCallback):  # type: ignore[misc]
-    """Tells ``trainer`` when an epoch begins."""
-
     def __init__(self, trainer: UnevenBatches) -> None:
         self._trainer = trainer
 
@@ -201,8 +199,6 @@ class _Step:
 
 
 class _OfLength:
-    """A data loader with another length."""
-
     def __init__(self, loader: Any, length: int | None) -> None:
         self._loader = loader
         self._num_batches = length
@@ -277,12 +273,10 @@ def _length(loader: Any) -> int | None:
 
 
 def _across(trainer: Any, number: int) -> list[int]:
-    """The ``number`` of each rank."""
     return [int(own) for [own] in _rows(trainer, number)]
 
 
 def _rows(trainer: Any, *numbers: float) -> list[list[float]]:
-    """The ``numbers`` of each rank."""
     runtime = runtime_of_root(trainer.model)
     own = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     values = own.to(runtime.pools.device).unbind()

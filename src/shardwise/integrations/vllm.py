@@ -56,15 +56,15 @@ class WeightSource:
     ) -> None:
         self._model = model
         self._to = to
-        self._selection = dtype, names, adapters
         self._bucket_bytes = bucket_bytes
+        self._selected: dict[str, Any] = {"dtype": dtype, "names": names, "adapters": adapters}
 
     @cached_property
     def metadata(self) -> list[ParameterMetadata]:
         """Name, dtype and shape of each weight; gathers nothing."""
         return [
             ParameterMetadata(one.name, one.info.dtype, one.info.shape)
-            for one in outputs_of(self._model, *self._selection)
+            for one in outputs_of(self._model, **self._selected)
         ]
 
     def owned_names(self, rank: int) -> list[str]:  # noqa: ARG002 - all are the same
@@ -81,15 +81,8 @@ class WeightSource:
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; every rank must iterate."""
-        dtype, names, adapters = self._selection
-        return full_tensors(
-            self._model,
-            bucket_bytes=self._bucket_bytes,
-            dtype=dtype,
-            names=names,
-            adapters=adapters,
-            to=self._to,
-        )
+        limits: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "to": self._to}
+        return full_tensors(self._model, **limits, **self._selected)
 
 
 class WeightSyncClient(Protocol):

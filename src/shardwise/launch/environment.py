@@ -11,8 +11,6 @@ __all__ = ["RankEnv", "read_rank_env"]
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The position of this process among the ranks that a launcher started."""
-
     rank: int
     world_size: int
     local_rank: int  # rank on this machine
@@ -22,11 +20,7 @@ class RankEnv:
     master: tuple[str, str] | None = None
 
     def check_nproc(self, nproc: int | None) -> None:
-        """Raise an error if ``--nproc`` contradicts the launcher.
-
-        Raises:
-            ConfigError: ``nproc`` is not None and not the world size.
-        """
+        """Raise a ConfigError if ``--nproc`` contradicts the launcher."""
         if nproc not in (None, self.world_size):
             raise ConfigError(
                 f"--nproc {nproc}: this process is one of {self.world_size} ranks that a launcher "
@@ -42,10 +36,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS
 def read_rank_env(environment: Mapping[str, str]) -> RankEnv | None:
     """Read RANK and WORLD_SIZE, or the variables of a SLURM step with several tasks.
 
-    Returns None if no launcher started this process.
-
-    Raises:
-        ConfigError: a variable is missing or not valid.
+    None if no launcher started this process; a ConfigError if a variable is missing or invalid.
     """
     if {"RANK", "WORLD_SIZE"} & set(environment):
         env = _read(environment, *_TORCH)

@@ -1,10 +1,15 @@
-"""Starts local ranks with torch's elastic launcher."""
+"""Starts local ranks with torch's elastic launcher, and finds the one that failed first."""
 
+import ctypes
+import json
 import logging
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,13 +21,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.comm.device import num_local_accelerators
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import read_rank_env
-from shardwise.launch.failure import first_failure
-from shardwise.launch.orphans import end_with_launcher
 from shardwise.launch.world import World, join_world
 
-__all__ = ["check_num_ranks", "run_on_local_ranks"]
+__all__ = ["check_num_ranks", "end_with_launcher", "first_failure", "run_on_local_ranks"]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
@@ -41,16 +44,8 @@ def run_on_local_ranks(
 ) -> list[T]:
     """Call ``function(world, *args)`` in ``num_ranks`` new processes; return the results by rank.
 
-    Args:
-        num_ranks: number of ranks on this machine, 1 or more.
-        function: defined at module level, because the function, its arguments and its results are
-            pickled.
-        args: arguments of the function.
-
-    Raises:
-        RankError: a rank raised or died; the others were stopped.
-        KeyboardInterrupt: SIGINT stopped the ranks.
-        SystemExit: another signal stopped the ranks.
+    The function, its arguments and its results are pickled. Raise a RankError if a rank raised or
+    died, KeyboardInterrupt after SIGINT, and SystemExit after another signal.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _quiet_launcher():
         launch = elastic_launch(_launch_config(num_ranks, Path(logs)), _run_rank)
@@ -66,11 +61,7 @@ def run_on_local_ranks(
 
 
 def check_num_ranks(num_ranks: int, option: str) -> None:
-    """Raise an error if this machine cannot start ``num_ranks`` local ranks.
-
-    Raises:
-        ConfigError: names the ``option`` that sets the number.
-    """
+    """Raise a ConfigError, which names ``option``, if this machine cannot start that many ranks."""
     if num_ranks < 1:
         raise ConfigError(f"{option}: expected 1 or more ranks")
     count = num_local_accelerators()
@@ -125,3 +116,55 @@ def _quiet_launcher() -> Iterator[None]:
         if in_main_thread:
             for stop, handler in handlers.items():
                 signal.signal(stop, handler)
+
+
+def first_failure(error: ChildFailedError, logs: Path) -> RankError:
+    """The error of the rank that failed first, from the files <logs>/.../<rank>/error.json.
+
+    The launcher reports the rank whose exit it saw first. This may be a different rank, because
+    every rank that waits for a failed rank fails too. The order is given by the modification times
+    of the files that ranks write when they raise.
+    """
+    files = sorted(logs.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return RankError(f"rank {rank} was killed by {name} (pid {failure.pid})")
+    if not files:
+        return RankError(f"rank {rank} exited with code {failure.exitcode} and no traceback")
+    message = json.loads(files[0].read_text(encoding="utf-8"))["message"]
+    traceback = message["extraInfo"]["py_callstack"].rstrip()
+    return RankError(f"rank {files[0].parent.name} failed:\n{traceback}")
+
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_POLL_SECONDS = 1.0
+
+
+def end_with_launcher() -> None:
+    """Kill this process, which the launcher has started, when the launcher ends or if it has ended.
+
+    Even SIGKILL of the launcher is noticed, and a rank that waits in C++ is ended. torch asks for
+    SIGINT instead, which a training run takes for a request to save, and it does not notice a
+    launcher that was killed before.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        _end_if_orphaned(parent.pid)
+    else:
+        watch = threading.Thread(target=_watch, args=(parent.pid,), daemon=True)
+        watch.start()
+
+
+def _watch(launcher: int | None) -> None:
+    while True:
+        _end_if_orphaned(launcher)
+        time.sleep(_POLL_SECONDS)
+
+
+def _end_if_orphaned(launcher: int | None) -> None:
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)

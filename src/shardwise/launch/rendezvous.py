@@ -20,10 +20,8 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout_seconds: float
     """Agree with all ranks of this attempt on a new prefix in ``store``.
 
     Each rank publishes a token of its own. Rank 0 answers every token that it finds, including
-    those of earlier attempts, until all ranks have acknowledged the prefix.
-
-    Raises:
-        TimeoutError: names the ranks that did not join.
+    those of earlier attempts, until all ranks have acknowledged the prefix. A TimeoutError names
+    the ranks that did not.
     """
     if rank:
         token = uuid.uuid4().hex

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import SpawnProcess
 
 from shardwise.errors import PackageMissing, RankError
-from shardwise.launch.orphans import end_with_launcher
+from shardwise.launch.local import end_with_launcher
 
 __all__ = ["run_replicas"]
 
@@ -29,19 +29,7 @@ def run_replicas(
     """Run the command ``main(arguments)`` ``count`` times, and start replicas that die again.
 
     Replica n uses ``directory``/n; one that has died begins in ``directory``/n-1 and so on, with
-    the state of a live one.
-
-    Args:
-        main: the command line, with its exit code.
-        arguments: ``["train", ...]``, the same for all replicas.
-        count: number of replicas.
-        num_ranks: number of ranks of a replica.
-        directory: where their run directories are created.
-
-    Raises:
-        PackageMissing: torchft is not installed.
-        RankError: a replica has failed too often.
-        SystemExit: a signal has stopped the replicas.
+    the state of a live one. One that fails too often raises a RankError, a signal SystemExit.
     """
     PackageMissing.check("torchft", extra="ft", needed_for="--replicas")
     os.environ.setdefault("RUST_LOG", "error")  # torchft logs each quorum otherwise

@@ -35,7 +35,6 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of every rank, by rank."""
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -43,9 +42,8 @@ class World:
     def check(self, validate: Callable[[], T]) -> T:
         """Call ``validate`` on every rank and return its result.
 
-        Raises:
-            ConfigError: on rank 0, with the ConfigErrors and PlanErrors of all ranks combined.
-            SystemExit: with code 2, on the other ranks, if any rank failed.
+        On rank 0, raise a ConfigError with the ConfigErrors and PlanErrors of all ranks; on the
+        others, SystemExit with code 2.
         """
         results: list[T] = []
         problem = ""
@@ -59,12 +57,7 @@ class World:
         return results[0]
 
     def on_first(self, decide: Callable[[], T]) -> T:
-        """Call ``decide`` on rank 0 and return its result on every rank.
-
-        Raises:
-            ConfigError: on rank 0, from ``decide``.
-            SystemExit: with code 2, on the other ranks, if ``decide`` raised a ConfigError.
-        """
+        """Return the result of ``decide`` of rank 0, or raise its ConfigError, on every rank."""
         message: list[Any] = [None, ""]  # the result and the problem
         if self.is_first:
             try:

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shardwise.blockwise import Blocks
 from shardwise.errors import CheckpointError, PlanError
-from shardwise.optim.owner_optimizer import check_state_dict, local_part
+from shardwise.optim.owner_optimizer import CheckedOptimizer, check_state_dict
 from shardwise.plan.granularity import Dim
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
-from shardwise.tensor.sharding import Sharding, sharding_of
+from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
 __all__ = ["Adam8bit"]
 
@@ -26,7 +25,7 @@ _QUANTIZED = {"exp_avg": "dynamic", "exp_avg_sq": "dynamic_unsigned"}
 _SCALES = {f"{name}_scale" for name in _QUANTIZED}
 
 
-class Adam8bit(Optimizer):
+class Adam8bit(CheckedOptimizer):
     """AdamW whose two averages take one byte per element and a scale per block.
 
     A step dequantizes the averages, computes in single precision, element by element, and quantizes
@@ -84,22 +83,7 @@ class Adam8bit(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: _Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            PlanError: ``state_bits`` or ``block`` is not valid, or ranks would divide the blocks of
-                a parameter.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._check(group, len(self.param_groups) - 1)
-        except PlanError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: _Group, number: int) -> None:
+    def _check_group(self, number: int, group: _Group) -> None:
         if group["state_bits"] not in _BITS:
             raise PlanError(f"Adam8bit(state_bits={group['state_bits']!r}): expected 8 or 32")
         if group["block"] < 2 or group["block"] % 2:  # noqa: PLR2004 - even
@@ -113,10 +97,7 @@ class Adam8bit(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -181,7 +162,7 @@ class Adam8bit(Optimizer):
             self._initialize_state(parameter, group)
         state["step"] += 1
         assert parameter.grad is not None
-        local, gradient = local_part(parameter), local_part(parameter.grad).float()
+        local, gradient = local_of(parameter), local_of(parameter.grad).float()
         weights = local.float()
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         if not group["decoupled_weight_decay"]:
@@ -210,13 +191,13 @@ class Adam8bit(Optimizer):
             state[name] = torch.zeros_like(contiguous, dtype=dtype, requires_grad=False)
             if is_quantized:
                 state[f"{name}_scale"] = granules.scales()
-                local = local_part(parameter)
+                local = local_of(parameter)
                 zero = local.new_zeros((), dtype=torch.float32)
                 self._write(granules, name, zero.expand_as(local))
 
     def _read(self, granules: "_Granules", name: str) -> Tensor:
         """This rank's elements of a state, in float32."""
-        codes = local_part(self.state[granules.parameter][name])
+        codes = local_of(self.state[granules.parameter][name])
         if codes.dtype is not torch.uint8:
             return codes
         blocks = Blocks(_QUANTIZED[name], granules.block)
@@ -225,7 +206,7 @@ class Adam8bit(Optimizer):
         return torch.cat([codes.new_empty(0, dtype=torch.float32), *numbers]).view(codes.shape)
 
     def _write(self, granules: "_Granules", name: str, numbers: Tensor) -> None:
-        if local_part(self.state[granules.parameter][name]).dtype is not torch.uint8:
+        if local_of(self.state[granules.parameter][name]).dtype is not torch.uint8:
             return  # `numbers` is the state itself
         blocks = Blocks(_QUANTIZED[name], granules.block)
         into = self._quantized_parts(granules, name)
@@ -237,8 +218,8 @@ class Adam8bit(Optimizer):
     def _quantized_parts(self, granules: "_Granules", name: str) -> list[tuple[Tensor, Tensor]]:
         """The codes and scales of a state, divided as by `_Granules.cut`."""
         state = self.state[granules.parameter]
-        codes = granules.cut(local_part(state[name]))
-        scales = granules.cut_scales(local_part(state[f"{name}_scale"]))
+        codes = granules.cut(local_of(state[name]))
+        scales = granules.cut_scales(local_of(state[f"{name}_scale"]))
         return list(zip(codes, scales, strict=True))
 
 
@@ -310,13 +291,13 @@ class _Granules:
         return self._cut(scales.reshape(-1), self._blocks_per_granule)
 
     def _cut(self, flat: Tensor, per_granule: int) -> list[Tensor]:
-        num_full = local_part(self.parameter).numel() // self._size * per_granule
+        num_full = local_of(self.parameter).numel() // self._size * per_granule
         parts = [flat[:num_full].view(-1, per_granule), flat[num_full:].view(1, -1)]
         return [part for part in parts if part.numel()]
 
     def scales(self) -> Tensor:
         """Zeros as scales: one for each block, on the rank that has the block."""
-        local = local_part(self.parameter)
+        local = local_of(self.parameter)
         num_blocks = self.num_blocks(local.numel())
         zeros = torch.zeros(num_blocks, dtype=torch.float32, device=local.device)
         sharding = self.sharding

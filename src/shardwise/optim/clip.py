@@ -78,7 +78,6 @@ def clip_grad_norm_(
 
 
 def _total_norm(parameters: Iterable[Tensor], order: float) -> Tensor:
-    """The norm of all gradients over all ranks."""
     chunks = defaultdict(list)  # by the model's mesh and the device, in the same order on all ranks
     others: list[Tensor] = []
     for parameter in parameters:

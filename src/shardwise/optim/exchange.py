@@ -43,7 +43,6 @@ class Member:
         return sharding_of(self.parameter)
 
     def part(self, whole: Tensor, shard: int) -> Tensor:
-        """The part of ``whole`` in the given shard."""
         return whole if self.sharding is None else self.sharding.part_of(whole, shard)
 
     @cached_property
@@ -83,13 +82,9 @@ class _Messages:
 
 
 class MatrixExchange:
-    """The parameters of one mesh and dtype, with their owners.
+    """The parameters of one mesh and dtype, and their owners, which work on ``device``.
 
-    Args:
-        members: the same on all ranks, in the same order.
-        dtype: dtype of messages, and of the matrices that owners work on.
-        device: the device on which owners work.
-        name: name of the optimizer.
+    ``members`` are the same on all ranks, in the same order.
     """
 
     def __init__(
@@ -120,11 +115,7 @@ class MatrixExchange:
 
     @contextlib.contextmanager
     def step(self, indices: Sequence[int], steps: Steps) -> Iterator[None]:
-        """Update the members at ``indices``; the first parts move during the ``with`` block.
-
-        Raises:
-            StepError: another rank raised, is lost or steps other members.
-        """
+        """Update the members at ``indices``; the first parts move during the ``with`` block."""
         comm = None if self.mesh is None else communicator(self.mesh.world, self.device)
         if not indices:
             yield
@@ -229,8 +220,6 @@ class MatrixExchange:
     def _return(
         self, batch: Sequence[int], updates: Mapping[int, Tensor], queue: Collectives, label: str
     ) -> _Messages:
-        """Send each rank its parts of ``updates``."""
-
         def part_of(index: int, rank: int) -> Tensor:
             return self.members[index].part(updates[index], self.jobs.shard_of[rank])
 

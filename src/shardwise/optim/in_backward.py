@@ -30,6 +30,7 @@ from shardwise.features.unused import (
     settle,
 )
 from shardwise.runtime.accumulation import is_unreduced
+from shardwise.runtime.attach import parameters_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
@@ -143,7 +144,7 @@ class _Stepper(StepObserver):
 
     def __init__(self, optimizer: Optimizer, unused: Unused, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._known = _ids_in(optimizer)
+        self._known = set(map(id, parameters_of(optimizer)))
         self._unused = unused
         self._device = device
         self._collected: set[Unit] = set()  # units that have gradients
@@ -237,7 +238,9 @@ class _Stepper(StepObserver):
     def _check_known(self, parameters: Sequence[FSDPParameter]) -> None:
         """Raise a StepError if the optimizer lacks one of ``parameters``."""
         if any(id(p.sharded) not in self._known for p in parameters):
-            self._known = _ids_in(self._optimizer)  # a group may have been added
+            self._known = set(
+                map(id, parameters_of(self._optimizer))
+            )  # a group may have been added
         for p in parameters:
             if id(p.sharded) not in self._known:
                 raise StepError(
@@ -249,8 +252,7 @@ class _Stepper(StepObserver):
     def _without_others(self) -> Iterator[None]:
         """Hide the gradients of other units, which wait for more of them or for a reduction."""
         others = [p.sharded for unit in self._collected for p in unit.parameters]
-        groups = self._optimizer.param_groups
-        others += [p for group in groups for p in group["params"] if is_unreduced(p.grad)]
+        others += [p for p in parameters_of(self._optimizer) if is_unreduced(p.grad)]
         kept = [(parameter, parameter.grad) for parameter in others]
         for parameter in others:
             parameter.grad = None
@@ -283,7 +285,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    known = _ids_in(optimizer)
+    known = set(map(id, parameters_of(optimizer)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
             raise PlanError(
@@ -315,7 +317,3 @@ def _refuse_scaled_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> 
             "sw.optimizer_in_backward steps during backward, so this step used scaled gradients; "
             "train in bfloat16 without a scaler, or call remove() of the handle"
         )
-
-
-def _ids_in(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}

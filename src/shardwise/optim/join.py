@@ -20,6 +20,7 @@ from shardwise.features.checks import iterates_in_forward
 from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
+from shardwise.runtime.attach import parameters_of
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -137,16 +138,16 @@ class _Steps:
         if kwargs.get("closure") is not None or any(map(callable, args[1:])):
             raise StepError("a closure inside sw.join: ranks without batches could not run it")
         if not (self._ranks.is_shadow or self._ranks.all_compute):
-            self._ranks.check_unchanged(_parameters_of(optimizer))
+            self._ranks.check_unchanged(parameters_of(optimizer))
             agreed = self._ranks.announce(Action.STEP, number, shared=self._options())
             self._take_options(agreed.shared)
         self._ranks.refuse_others(refuses=False)
         self._stepping_since = self._ranks.num_exchanges
-        self._ranks.note_step(_parameters_of(optimizer))
+        self._ranks.note_step(parameters_of(optimizer))
 
     def after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Is called after every step of any optimizer of this process."""
-        self._ranks.forget_complete(_parameters_of(optimizer))
+        self._ranks.forget_complete(parameters_of(optimizer))
         self._stepping_since = -1
         self._ranks.refuse_others()
 
@@ -158,7 +159,7 @@ class _Steps:
         """The schedules and options of this rank."""
         epochs = [float(one.last_epoch) for one in self._schedulers]
         groups = [group for one in self._optimizers for group in one.param_groups]
-        values = [value for group in groups for value in _options_in(group)]
+        values = [group[key] for group in groups for key in group if key != "params"]
         return epochs + [number for value in values for number in _flat(value)]
 
     def _take_options(self, options: Sequence[float]) -> None:
@@ -174,7 +175,6 @@ class _Steps:
     def _take_over(
         self, optimizer: Optimizer, group: dict[str, Any], numbers: Iterator[float]
     ) -> None:
-        """Set the options of ``group`` to ``numbers``."""
         before = float(group["lr"]) if "lr" in group else 0.0
         for key in [key for key in group if key != "params"]:
             group[key] = _filled(group[key], numbers)
@@ -189,15 +189,12 @@ class _Steps:
             )
 
     def _refuse(self, optimizer: Optimizer) -> None:
-        """Raise a StepError if ``optimizer`` has parameters of the model."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._parameters and not _steps_in_backward(optimizer):
-                    raise StepError(
-                        f"{type(optimizer).__name__} steps inside sw.join, which does not know it, "
-                        "so it would not step on ranks without batches; pass it, as in "
-                        "sw.join(model, optimizer)"
-                    )
+        is_known = any(id(one) in self._parameters for one in parameters_of(optimizer))
+        if is_known and not _steps_in_backward(optimizer):
+            raise StepError(
+                f"{type(optimizer).__name__} steps inside sw.join, which does not know it, so it "
+                "would not step on ranks without batches; pass it, as in sw.join(model, optimizer)"
+            )
 
     def _step(self, agreed: Agreement) -> None:
         """Step an optimizer with the reduced gradients, as the ranks that compute do."""
@@ -248,7 +245,7 @@ def _check_parameters(
     """Raise a PlanError if an optimizer steps parameters that are not in ``parameters``."""
     known = {id(one) for one in parameters}
     for optimizer in (one for one in stepped if isinstance(one, Optimizer)):
-        for other in _parameters_of(optimizer):
+        for other in parameters_of(optimizer):
             if other.requires_grad and id(other) not in known:
                 raise PlanError(
                     f"sw.join: {type(optimizer).__name__} steps a parameter of shape "
@@ -257,16 +254,8 @@ def _check_parameters(
                 )
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
-
-
 def _steps_in_backward(optimizer: Optimizer) -> bool:
-    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in _parameters_of(optimizer))
-
-
-def _options_in(group: dict[str, Any]) -> list[Any]:
-    return [value for key, value in group.items() if key != "params"]
+    return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters_of(optimizer))
 
 
 def _flat(value: object) -> list[float]:

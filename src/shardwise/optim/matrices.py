@@ -25,32 +25,22 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one product."""
         return 2 * prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices [out, in] that a parameter of ``shape`` consists of.
+    """The matrices [out, in] of a parameter; the options, those of `Muon`, must fit its shape.
 
-    Args:
-        name: name of the parameter.
-        shape: [out, in]; [stack, out, in], such as experts; or [out, ...], where the other dims are
-            flattened into one, as in convolutions.
-        split: the number of equal matrices into which ``out`` is divided, or their sizes. 3 for
-            fused queries, keys and values.
-        transposed: the parameter is [in, out], as in GPT-2's ``Conv1D``.
-        stacked: whether the first dim is a stack. By default, it is if there are three dims.
-
-    Raises:
-        PlanError: the options do not fit the shape.
+    Its shape is [out, in]; [stack, out, in], such as experts; or [out, ...], where the other dims
+    are flattened into one, as in convolutions.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | tuple[int, ...] = 1
     transposed: bool = False
-    stacked: bool | None = None
+    stacked: bool | None = None  # None: if there are three dims
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2 + self.is_stacked:
@@ -114,7 +104,6 @@ class Matrices:
         return tuple(sqrt(max(1.0, m / n)) if n else 1.0 for _, m, n in self.shapes)
 
     def orthogonalization(self, steps: int) -> Iterator[Product]:
-        """The products that `orthogonalize` computes."""
         for stack, m, n in self.shapes:
             small, large = min(m, n), max(m, n)
             yield Product((stack, small, small, large), steps)
@@ -135,7 +124,6 @@ class Matrices:
 
 
 def cost_of(products: Iterable[Product]) -> int:
-    """Floating-point operations of ``products`` per step."""
     return round(sum(product.times * product.flops for product in products))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import Member
 from shardwise.optim.matrices import Coefficients, Matrices, cost_of, orthogonalize
-from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
+from shardwise.optim.owner_optimizer import Group, OwnerOptimizer
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["Muon"]
 
@@ -108,11 +109,11 @@ class Muon(OwnerOptimizer):
         """Update the momentum, and return the direction that the owner orthogonalizes."""
         parameter, momentum = member.parameter, member.group["momentum"]
         assert parameter.grad is not None
-        state, gradient = self.state[parameter], local_part(parameter.grad)
+        state, gradient = self.state[parameter], local_of(parameter.grad)
         if "momentum_buffer" not in state:
             dtype = self._momentum_dtype or gradient.dtype
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
-        buffer = local_part(state["momentum_buffer"])
+        buffer = local_of(state["momentum_buffer"])
         dtype = torch.promote_types(buffer.dtype, gradient.dtype)
         gradient, average = gradient.to(dtype), buffer.to(dtype)
         average.lerp_(gradient, 1 - momentum)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
@@ -60,7 +59,7 @@ def _count_nonfinite(parameters: Sequence[Tensor]) -> list[list[int]]:
 def _counts(gradient: Tensor | None) -> list[int]:
     if gradient is None:
         return [0, 0]
-    local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    local = local_of(gradient)
     num_nan = int(local.isnan().sum())
     return [num_nan, int((~local.isfinite()).sum()) - num_nan]
 

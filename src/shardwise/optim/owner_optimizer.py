@@ -15,15 +15,37 @@ from shardwise.errors import CheckpointError, PlanError
 from shardwise.optim.exchange import MatrixExchange, Member, Steps
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.axes import NOTHING, AxisBytes
+from shardwise.runtime.attach import parameters_of
 from shardwise.tensor.sharding import ExtendedSharding, local_of, sharding_of
 
-__all__ = ["OwnerOptimizer"]
+__all__ = ["CheckedOptimizer", "OwnerOptimizer"]
 
 Group = dict[str, Any]
 _MATRIX_OPTIONS = ("split", "transposed", "stacked")
 
 
-class OwnerOptimizer(Optimizer):
+class CheckedOptimizer(Optimizer):
+    """An optimizer that supports only some groups."""
+
+    @abstractmethod
+    def _check_group(self, number: int, group: Group) -> None:
+        """Raise a PlanError if the group of this number, the last one, is not supported."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as in torch.
+
+        Raises:
+            PlanError: the options of the group, or one of its parameters, are not supported.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except PlanError:
+            self.param_groups.pop()
+            raise
+
+
+class OwnerOptimizer(CheckedOptimizer):
     """Base class of `Muon` and `SOAP`: steps groups with ``method="adamw"`` by AdamW.
 
     Matrices of other groups are stepped by their owners. A subclass defines what each rank sends to
@@ -42,20 +64,6 @@ class OwnerOptimizer(Optimizer):
         shared = {"betas": (0.9, 0.999), "adamw_eps": 1e-8, "fused": True}
         super().__init__(params, {"method": self.method, **shared, **defaults})
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            PlanError: the method is neither "adamw" nor this optimizer's, or does not support one
-                of the parameters.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check_last_group()
-        except PlanError:
-            self.param_groups.pop()
-            raise
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have gradients. Every rank must call this.
@@ -63,10 +71,7 @@ class OwnerOptimizer(Optimizer):
         Raises:
             StepError: another rank raised, is lost, or has gradients of other parameters.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         steps = Steps(self._contribute, self._work, self._apply)
         with contextlib.ExitStack() as stack:
             for exchange in self._plan():
@@ -150,7 +155,6 @@ class OwnerOptimizer(Optimizer):
         return {}
 
     def _scale(self, member: Member) -> float:  # noqa: ARG002
-        """The factor of the learning rate."""
         return 1.0
 
     # -- matrices ----------------------------------------------------------------------------------
@@ -189,8 +193,7 @@ class OwnerOptimizer(Optimizer):
                 for position, parameter in enumerate(group["params"]):
                     yield group, parameter, f"param_groups[{number}]['params'][{position}]"
 
-    def _check_last_group(self) -> None:
-        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+    def _check_group(self, number: int, group: Group) -> None:
         if group["method"] not in (self.method, "adamw"):
             raise PlanError(
                 f"param_groups[{number}]: method={group['method']!r}: expected "
@@ -203,8 +206,7 @@ class OwnerOptimizer(Optimizer):
     def _matrices(self, parameter: Tensor, group: Group, name: str) -> Matrices:
         """The matrices of ``parameter``, which is called ``name`` if it is not sharded.
 
-        Raises:
-            PlanError: the parameter does not consist of real matrices that one rank may hold.
+        Raise a PlanError if it does not consist of real matrices that one rank may hold.
         """
         sharding = sharding_of(parameter)
         name = name if sharding is None else sharding.name
@@ -247,7 +249,7 @@ class OwnerOptimizer(Optimizer):
 
     def _apply(self, member: Member, update: Tensor) -> None:
         """Apply this rank's part of an update to its shard, with weight decay."""
-        local, lr = local_part(member.parameter), float(member.group["lr"])
+        local, lr = local_of(member.parameter), float(member.group["lr"])
         local.mul_(1 - lr * member.group["weight_decay"])
         update = update.reshape(local.shape).to(local.device)
         local.add_(update, alpha=-lr * self._scale(member))
@@ -260,7 +262,8 @@ class OwnerOptimizer(Optimizer):
         by_kernel: dict[bool, list[Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                by_kernel[_has_fused_kernel(parameter)].append(parameter)
+                has_kernel = parameter.device.type in ("cpu", "cuda", "xpu")
+                by_kernel[has_kernel and not parameter.is_complex()].append(parameter)
         for fused, parameters in by_kernel.items():
             states = [self._adamw_state(parameter, fused=fused) for parameter in parameters]
             adamw(
@@ -293,11 +296,7 @@ class OwnerOptimizer(Optimizer):
 
 
 def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Check that ``state_dict`` fits ``optimizer`` and the shards of its parameters.
-
-    Raises:
-        CheckpointError: it is of another kind of optimizer, or has whole states for shards.
-    """
+    """Raise a CheckpointError if states are of another kind, or whole where shards are needed."""
     for number, group in enumerate(state_dict["param_groups"]):
         # torch adds "differentiable" to the defaults of an optimizer that has loaded a state dict.
         lacking = sorted(optimizer.defaults.keys() - group.keys() - {"differentiable"})
@@ -307,8 +306,9 @@ def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Non
                 f"the state_dict() of {type(optimizer).__name__}, got that of another optimizer"
             )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=False):  # torch compares their numbers
+    for key, parameter in zip(
+        keys, parameters_of(optimizer), strict=False
+    ):  # torch compares their numbers
         sharding = sharding_of(parameter)
         for name, value in state_dict["state"].get(key, {}).items():
             is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -318,12 +318,3 @@ def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Non
                     'each rank, expected a shard; load whole states with granularity="dim" and '
                     "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
                 )
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank stores."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _has_fused_kernel(parameter: Tensor) -> bool:
-    return parameter.device.type in ("cpu", "cuda", "xpu") and not parameter.is_complex()

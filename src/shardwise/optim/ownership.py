@@ -22,8 +22,6 @@ Flow = tuple[int, int, int, int]  # job, source, destination and number of eleme
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work on one matrix."""
-
     cost: int  # floating-point operations
     parts: tuple[int, ...]  # the number of elements in each shard
     owner: int | None = None  # the owner that has its states already
@@ -35,29 +33,21 @@ class Job:
 
 @dataclass(frozen=True)
 class OwnedJobs:
-    """Jobs with their owners, and what ranks send each other for them.
+    """Jobs with their owners, and what ranks send each other for them."""
 
-    Args:
-        jobs: the same on all ranks, in the same order.
-        replicas: for each replica of the model, its ranks in the order of their shards.
-        num_rows: the number of mesh rows that a replica spans: more than 1 with two levels of
-            sharding, where the ranks of a column have neighboring shards.
-        itemsize: bytes per element that is sent.
-    """
-
-    jobs: tuple[Job, ...]
-    replicas: tuple[tuple[int, ...], ...]
+    jobs: tuple[Job, ...]  # the same on all ranks, in the same order
+    replicas: tuple[tuple[int, ...], ...]  # of the model; their ranks in the order of the shards
+    # The mesh rows that a replica spans: more than 1 with two levels of sharding, where the ranks
+    # of a column have neighboring shards.
     num_rows: int
-    itemsize: int
+    itemsize: int  # bytes per element that is sent
 
     @cached_property
     def shard_of(self) -> dict[int, int]:
-        """The shard that each rank holds."""
         return {rank: i for ranks in self.replicas for i, rank in enumerate(ranks)}
 
     @cached_property
     def replica_of(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each rank's replica."""
         return {rank: ranks for ranks in self.replicas for rank in ranks}
 
     @cached_property
@@ -101,7 +91,6 @@ class OwnedJobs:
                     yield index, owner, rank, self.jobs[index].parts[shard]
 
     def sent_bytes(self, batches: Sequence[Sequence[int]], rank: int) -> AxisBytes:
-        """The bytes that ``rank`` sends in a step of these batches."""
         in_row = elsewhere = 0
         for batch in batches:
             for flows in (self.to_owners(batch), self.to_all(batch)):

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import PlanError
 from shardwise.optim.exchange import Member
 from shardwise.optim.matrices import Matrices, cost_of
-from shardwise.optim.owner_optimizer import Group, OwnerOptimizer, local_part
+from shardwise.optim.owner_optimizer import Group, OwnerOptimizer
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
 from shardwise.tensor.sharding import local_of
@@ -121,7 +120,7 @@ class SOAP(OwnerOptimizer):
         if not state:
             self._initialize_state(member)
         state["step"] += 1
-        return local_part(parameter.grad)
+        return local_of(parameter.grad)
 
     def _initialize_state(self, member: Member) -> None:
         parameter = member.parameter
@@ -183,7 +182,7 @@ class SOAP(OwnerOptimizer):
 
 def _whole_of(state: Tensor) -> Tensor:
     """A view of all elements of a state, on its owner."""
-    return local_of(state).view(state.shape) if isinstance(state, DTensor) else state
+    return local_of(state).view(state.shape)
 
 
 # -- one matrix ------------------------------------------------------------------------------------
@@ -275,5 +274,4 @@ def _improve(side: _Side, damping: float) -> Tensor:
 
 
 def _means(covariance: Tensor) -> Tensor:
-    """The mean eigenvalue of each matrix of ``covariance``."""
     return covariance.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -11,9 +11,7 @@ __all__ = ["changes_of_replicas"]
 def changes_of_replicas(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each step in which replicas left, came back or repeated, and a last one for all.
 
-    Args:
-        records: the metrics of the steps, in order, with the names of `StepMetrics`. Those of a run
-            without replicas give no lines.
+    ``records`` are the metrics of the steps. Those of a run without replicas give no lines.
     """
     lines: list[str] = []
     away: dict[int, Mapping[str, Any]] = {}  # by the number of a replica, the step without it

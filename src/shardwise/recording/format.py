@@ -180,8 +180,6 @@ _LINES: TypeAdapter[list[Line]] = TypeAdapter(list[_AnyLine])
 
 @dataclass(frozen=True, slots=True)
 class RankRecording:
-    """The file of one rank."""
-
     header: Header
     events: tuple[RecordedEvent, ...]
     spans: tuple[Span, ...]
@@ -196,7 +194,6 @@ class RankRecording:
 
 
 def file_of_rank(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's file in a run's directory."""
     return directory / "recording" / f"rank-{rank:05}.jsonl"
 
 
@@ -208,9 +205,7 @@ def to_json(line: Line) -> str:
 def read_recording(directory: Path) -> tuple[RankRecording, ...]:
     """Read the files of all ranks of the run in ``directory``, in rank order.
 
-    Raises:
-        ConfigError: there is no recording.
-        RecordingError: a file is damaged (the message names file and line), or one is missing.
+    A RecordingError names the file and the line of damage, or the ranks whose files are missing.
     """
     paths = sorted((directory / "recording").glob("rank-*.jsonl"))
     if not paths:

@@ -41,7 +41,7 @@ class MemoryMeter:
         self._buffer_bytes = self._bytes_of(*model.buffers())
         self._optimizer_bytes = 0
         views = [view for flat in self._flats for view in flat.codec.buffer.views[:1]]
-        parameters = [local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()]
+        parameters = map(local_of, model.parameters())
         self._saved: SavedTensors | None = None
         if not is_accelerator(self._device):
             self._saved = SavedTensors([*views, *shards, *parameters, *model.buffers()])
@@ -50,12 +50,8 @@ class MemoryMeter:
         """Measure the optimizer state, which changes little within a step."""
         state = {} if self._optimizer is None else self._optimizer.state
         values = [value for own in state.values() for value in own.values()]
-        tensors = [
-            local_of(value) if isinstance(value, DTensor) else value
-            for value in values
-            if isinstance(value, Tensor)
-        ]
-        self._optimizer_bytes = self._bytes_of(*tensors)
+        tensors = (value for value in values if isinstance(value, Tensor))
+        self._optimizer_bytes = self._bytes_of(*map(local_of, tensors))
 
     def forward_began(self) -> None:
         if self._saved is not None:
@@ -66,7 +62,6 @@ class MemoryMeter:
             self._saved.end()
 
     def sample(self, gathered_bytes: int) -> HeldBytes:
-        """Measure the bytes held now."""
         pools = self._pools
         shards = sum(map(self._gradient_bytes_of, self._flats))
         buffers = pools.of_gradients.allocated_bytes

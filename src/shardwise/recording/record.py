@@ -26,6 +26,7 @@ from shardwise.recording.format import (
 )
 from shardwise.recording.memory_meter import MemoryMeter
 from shardwise.recording.steps import EndedSpan, EndedStep
+from shardwise.runtime.attach import parameters_of
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import LedgerReader, Record, is_timed
 from shardwise.runtime.module import runtime_of_root
@@ -113,7 +114,9 @@ class Recorder(LedgerReader):
         path = file_of_rank(directory, world.index)
         path.parent.mkdir(parents=True, exist_ok=True)
         if world.index == 0:
-            _remove_files_of_more_ranks(path.parent, world.size)
+            for left in path.parent.glob("rank-*.jsonl"):  # by an earlier run on more ranks
+                if int(left.stem.removeprefix("rank-")) >= world.size:
+                    left.unlink(missing_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._write([_header(runtime, clock.seconds, info)])
         runtime.scheduler.ledger.readers.append(self)
@@ -231,7 +234,6 @@ class Recorder(LedgerReader):
         self._meter.forward_ended()
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the steps of ``optimizer`` as spans."""
         began: list[SupportsFloat] = []
         clock, this = self._clock, weakref.ref(self)
 
@@ -266,13 +268,6 @@ def _header(runtime: Runtime, clock_offset: float, info: dict[str, Any]) -> Head
     )
 
 
-def _remove_files_of_more_ranks(directory: Path, num_ranks: int) -> None:
-    """Remove files left by an earlier run on more than ``num_ranks`` ranks."""
-    for path in directory.glob("rank-*.jsonl"):
-        if int(path.stem.removeprefix("rank-")) >= num_ranks:
-            path.unlink(missing_ok=True)
-
-
 def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
     """Return the elements of each repeated block, for units with such blocks and no child units."""
     blocks: dict[str, list[int]] = {}
@@ -289,7 +284,7 @@ def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
 def _info_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Describe ``optimizer``, and whether it is fused, uses foreach or loops over its tensors."""
     groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     on_accelerator = all(is_accelerator(parameter.device) for parameter in parameters)
     if all(group.get("fused") for group in groups):
         implementation = "fused"

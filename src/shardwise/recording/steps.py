@@ -34,7 +34,6 @@ class EndedSpan:
         return device.is_over(self.ended)
 
     def lines(self, offset: float) -> Iterator[Line]:
-        """Yield its line, with ``offset`` added to the clock of this rank."""
         yield Span(self.step, self.name, float(self.began) + offset, float(self.ended) + offset)
 
 
@@ -53,7 +52,6 @@ class EndedStep:
     ended: SupportsFloat
 
     def is_over(self, device: Device) -> bool:
-        """Whether its times are known without blocking the host."""
         works = (work for record in self.records for work in record.works)
         return device.is_over(self.ended) and all(
             work.done and device.is_over(work.times[1]) for work in works

@@ -84,11 +84,8 @@ def split_unit(measured: Measured, unit: int, shares: Sequence[float]) -> Measur
 
 
 def _split_over(
-    seconds: Mapping[tuple[EventKind, int], float],
-    unit: int,
-    parts: Iterable[tuple[int, float]],
+    seconds: Mapping[tuple[EventKind, int], float], unit: int, parts: Iterable[tuple[int, float]]
 ) -> dict[tuple[EventKind, int], float]:
-    """Replace the seconds of ``unit`` by those of its parts."""
     found = {key: value for key, value in seconds.items() if key[1] != unit}
     for (kind, owner), value in seconds.items():
         if owner == unit:

@@ -76,11 +76,7 @@ def savings(finding: Finding, step_seconds: float) -> list[str]:
 
 
 def find(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """Return what slows the recorded steps down, the most costly first.
-
-    Raises:
-        RecordingError: no update was recorded with all its events.
-    """
+    """Return what slows the recorded steps down, the most costly first."""
     measured = measure(ranks)
     run = _Run(ranks, measured, measured.replayed())
     findings = [finding for check in _CHECKS for finding in check(run)]
@@ -324,7 +320,6 @@ _CHECKS: tuple[Callable[[_Run], Iterator[Finding]], ...] = (
 
 
 def _span_seconds(run: _Run, name: str) -> list[float]:
-    """Return the seconds per update of the spans called ``name``, by rank."""
     updates = max(1, len({step.updates for step in run.ranks[0].steps}))
     return [
         sum(span.seconds for span in rank.spans if span.name == name) / updates

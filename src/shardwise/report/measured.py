@@ -68,7 +68,6 @@ class Measured:
         )
 
     def bytes_of(self, key: _Key) -> int:
-        """Return the size of the buffer that a collective gathers or reduces."""
         kind, unit = key
         figures = self.units[unit]
         return figures.gradient_bytes if kind is EventKind.REDUCE else figures.gathered_bytes
@@ -99,16 +98,11 @@ class Measured:
         return replace(self, programs=programs, **changes)
 
     def compute_seconds(self, rank: int) -> float:
-        """Return the compute time of a rank in an update."""
         return sum(part.seconds for parts in self.programs[rank].passes for part in parts)
 
 
 def measure(ranks: Sequence[RankRecording]) -> Measured:
-    """Take medians over the recorded updates that have the most frequent form.
-
-    Raises:
-        RecordingError: no update was recorded in full.
-    """
+    """Take medians over the recorded updates that have the most frequent form."""
     events = [by_step(rank.events) for rank in ranks]
     updates = _common_updates(ranks, events[0])
     programs = tuple(map(_program, ranks, events, repeat(updates)))
@@ -243,8 +237,7 @@ def _unreduced(
 def transfer_seconds(ranks: Sequence[Iterable[RecordedEvent]]) -> dict[_Key, float]:
     """Return how long each collective took from the last rank's launch, as medians.
 
-    Args:
-        ranks: the events of each rank, in the same order on all of them.
+    The events of all ranks have the same order.
     """
     launched = [
         [event for event in events if event.spans and event.event not in COPIES] for events in ranks

@@ -24,15 +24,7 @@ def render(
     findings: Sequence[Finding],
     charts: Sequence[Chart],
 ) -> str:
-    """Render the page as HTML.
-
-    Args:
-        title: the run's name.
-        ranks: the recording of the run.
-        summary: the summary of the recording.
-        findings: the findings, most costly first.
-        charts: values over the steps of the run.
-    """
+    """Render the page as HTML; ``charts`` are values over the steps of the run."""
     header = ranks[0].header
     lines = [Timeline(rank) for rank in ranks]
     shown = {"findings": bool(findings), "run": bool(charts)}
@@ -48,7 +40,7 @@ def render(
             *(
                 f"{name.replace('_', ' ')} {value}"
                 for name, value in header.info.items()
-                if _is_short(value)
+                if isinstance(value, str | int | float) and len(str(value)) <= MAX_FACT
             ),
         ],
         sections={
@@ -72,7 +64,3 @@ def _drawn_steps(steps: Sequence[int], lines: Sequence[Timeline]) -> Sequence[in
     spacing = len(steps) / (MAX_STEPS - num_slowest)
     spaced = {steps[int(number * spacing)] for number in range(MAX_STEPS - num_slowest)}
     return sorted(spaced | set(by_time[-num_slowest:]))
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, str | int | float) and len(str(value)) <= MAX_FACT

@@ -7,9 +7,10 @@ from rich.console import Console
 from shardwise.page.charts import read_charts, read_metrics
 from shardwise.recording.attendance import changes_of_replicas
 from shardwise.recording.format import RecordingError, read_recording
-from shardwise.report import page, terminal
+from shardwise.report import page
 from shardwise.report.findings import find
 from shardwise.report.summary import summarize
+from shardwise.report.terminal import show
 from shardwise.report.trace import write_trace
 
 __all__ = ["report"]
@@ -18,20 +19,9 @@ __all__ = ["report"]
 def report(
     directory: Path, output: Path | None, trace: Path | None, console: Console
 ) -> list[Path]:
-    """Write the page of the run in ``directory`` and print its findings.
+    """Write the page of the run in ``directory``, print its findings, and return the files written.
 
-    Args:
-        directory: the run's directory.
-        output: where to write the page; None: ``report.html`` in ``directory``.
-        trace: where to write a trace for Perfetto; None: write none.
-        console: output console.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ConfigError: there is no recording.
-        RecordingError: none of its steps is complete on all ranks.
+    The page is ``output``, by default ``report.html`` in ``directory``; ``trace`` is for Perfetto.
     """
     ranks = read_recording(directory)
     summary = summarize(ranks)
@@ -45,7 +35,7 @@ def report(
     target = output or directory / "report.html"
     title = directory.resolve().name
     target.write_text(page.render(title, ranks, summary, found, charts), encoding="utf-8")
-    terminal.show(console, summary, found)
+    show(console, summary, found)
     for line in changes_of_replicas(read_metrics(directory)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if trace is None:

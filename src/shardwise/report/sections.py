@@ -4,23 +4,24 @@ from collections.abc import Sequence
 from html import escape
 from statistics import median_low
 
-from shardwise.page.formatting import NOTHING, bytes_text, percent, seconds_text
-from shardwise.page.tables import cell, figure_tiles, table
+from shardwise.page.formatting import (
+    NOTHING,
+    bytes_text,
+    cell,
+    figure_tiles,
+    percent,
+    seconds_text,
+    table,
+)
 from shardwise.plan.spelling import counted
 from shardwise.recording.format import Header
 from shardwise.report.findings import Finding, savings
 from shardwise.report.summary import EXPOSED, RankSummary, Summary, UnitSummary
 
-__all__ = [
-    "findings_section",
-    "ranks_table",
-    "tiles",
-    "units_table",
-]
+__all__ = ["findings_section", "ranks_table", "tiles", "units_table"]
 
 
 def tiles(summary: Summary, header: Header) -> str:
-    """Render the figures at the top of the page."""
     share = f"{summary.exposed_share:.0%} of a step"
     found = [
         (
@@ -86,7 +87,6 @@ _RANK_COLUMNS = (
 
 
 def units_table(summary: Summary) -> str:
-    """Render the table of units, which the script sorts and filters."""
     caption = "Per unit: bytes, and seconds of a step (means over ranks and steps)"
     rows = (_unit_row(unit) for unit in summary.units)
     return table("units", caption, _UNIT_COLUMNS, rows)

@@ -17,7 +17,6 @@ MAX_ROWS = 20  # rows per table; the page has all
 
 
 def show(console: Console, summary: Summary, findings: Sequence[Finding]) -> None:
-    """Print the overview and the tables of a report."""
     console.print(Text(overview(summary)))
     if findings:
         console.print(_findings_table(findings, summary.seconds))

@@ -74,8 +74,6 @@ def _names(rank: int) -> Iterator[_Json]:
 
 
 class _Rank:
-    """The trace of one rank, with times in seconds."""
-
     def __init__(self, recording: RankRecording) -> None:
         self._recording = recording
         self._labels = [unit.label for unit in recording.header.units]

@@ -29,6 +29,7 @@ __all__ = [
     "current",
     "move_buffers",
     "owner_of",
+    "parameters_of",
     "put_sharded",
     "replace_parameter",
     "restore_ties",
@@ -128,6 +129,11 @@ def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
 def current(parameter: Tensor) -> Tensor:
     """The parameter that replaced ``parameter``, or ``parameter`` itself."""
     return parameter._sharded if isinstance(parameter, ReplacedParameter) else parameter
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of ``optimizer``, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def restore_ties(root: nn.Module) -> None:

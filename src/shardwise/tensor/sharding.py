@@ -467,9 +467,10 @@ def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor object of a DTensor; ``to_local()`` may return a view of it.
 
-    The host waits for a copy that `arrives`.
+    The host waits for a copy that `arrives`. Other tensors are returned as they are.
     """
-    assert isinstance(tensor, DTensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
     local = tensor._local_tensor
     if _BEFORE_USE in vars(local):
         vars(local).pop(_BEFORE_USE)()

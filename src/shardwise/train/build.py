@@ -25,12 +25,7 @@ __all__ = ["build_model", "check", "memory_of", "plan_of_rank", "shard_model"]
 
 
 def check(config: Config) -> None:
-    """Find errors in the configuration before any rank is started.
-
-    Raises:
-        ConfigError: the text is missing or too short, a package is missing, or keys conflict.
-        PlanError: the strategy or the units do not fit the model.
-    """
+    """Raise a ConfigError or a PlanError if the run cannot start, before any rank is started."""
     check_trackers(config)
     check_optimizer(config.train)
     check_tensor_parallel(config)
@@ -56,27 +51,17 @@ def _check_step_in_backward(config: Config) -> None:
 
 
 def build_model(config: Config) -> nn.Module:
-    """The model on the meta device; its values are initialized when it is sharded."""
     return source_of(config).build()
 
 
 def plan_of_rank(config: Config) -> Plan:
-    """The plan of a rank's part of the model.
-
-    Raises:
-        ConfigError: tensor parallelism cannot divide the model.
-        PlanError: the strategy or the units do not fit the model.
-    """
     return plan_of(part_of_rank(build_model(config), config), configuration_of(config))
 
 
 def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = None) -> None:
-    """Shard the ``model`` of ``source``, and initialize or load this rank's part.
+    """Shard ``model``, on the meta device, and initialize or load this rank's part.
 
-    Args:
-        model: on the meta device.
-        source: the source of the model.
-        ranks: the ranks that divide its layers; None: each rank has all of them.
+    ``ranks`` divide its layers; None: each rank has all of them.
     """
     config = source.config
     arguments = sharding_of(configuration_of(config))
@@ -84,9 +69,7 @@ def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = No
         arguments |= {"mesh": ranks.data_mesh, "sharding_factor": None}
         ranks.divide(model)
     sw.fully_shard(
-        model,
-        **arguments,
-        init=sw.Initialization(config.train.seed, source.filler(model)),
+        model, **arguments, init=sw.Initialization(config.train.seed, source.filler(model))
     )
     source.load(model)
 
@@ -94,13 +77,8 @@ def shard_model(model: nn.Module, source: Source, ranks: TensorRanks | None = No
 def memory_of(config: Config, device: str) -> tuple[dict[str, int], dict[str, int]]:
     """Forecast the bytes of a step by use, without activations; see `Certificate.uses`.
 
-    Args:
-        config: the configuration of the run.
-        device: where ranks compute, "cpu" or "cuda".
-
-    Returns:
-        The bytes of one rank, and those of one process that holds the whole model and neither
-        gathers nor reduces anything.
+    They are those of one rank on ``device`` ("cpu" or "cuda"), and those of one process that holds
+    the whole model and neither gathers nor reduces anything.
     """
     configuration = configuration_of(config)
     rank = memory_certificate(plan_of_rank(config), None, configuration, on_cpu=device == "cpu")

@@ -291,14 +291,12 @@ class Config(Section):
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward of a rank."""
         if self.train.reproducible:
             return self.train.global_batch // self.train.reproducible
         return self.train.micro_batch or self.rank_batch
 
     @property
     def num_micro_batches(self) -> int:
-        """Forwards of a rank in one step."""
         return self.rank_batch // self.micro_batch
 
     @property
@@ -307,12 +305,7 @@ class Config(Section):
         return self.num_micro_batches > 1
 
     def with_ranks(self, num_ranks: int) -> "Config":
-        """Return the configuration of the same run on ``num_ranks`` ranks.
-
-        Raises:
-            ConfigError: the global batch cannot be divided into micro-batches on that many ranks,
-                or ``shard.tensor`` does not divide them.
-        """
+        """The same run on ``num_ranks`` ranks; a ConfigError if they cannot divide its batch."""
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: expected 1 or more ranks")
         if num_ranks % self.shard.tensor:
@@ -362,11 +355,7 @@ _KEYS = {
 
 
 def read_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
-    """Read ``path``, or take the defaults, overridden by ``section.key=value`` texts.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or a value is not valid.
-    """
+    """Read ``path``, or take the defaults, overridden by ``section.key=value`` texts."""
     given: dict[str, dict[str, Any]] = {}
     for text in overrides:
         section, key, value = _parse_override(text)

@@ -19,15 +19,7 @@ from shardwise.train.documents import Documents, prepare, reader_of
 from shardwise.train.text import STDLIB, Text, find_files, split_files
 from shardwise.train.tokenizer import Bytes, Subwords, Tokenizer
 
-__all__ = [
-    "IGNORED",
-    "VOCABULARY",
-    "Batch",
-    "Corpus",
-    "Packed",
-    "Sequences",
-    "open_corpus",
-]
+__all__ = ["IGNORED", "VOCABULARY", "Batch", "Corpus", "Packed", "Sequences", "open_corpus"]
 
 VOCABULARY = Bytes.vocabulary
 IGNORED = -100  # a target that does not count
@@ -218,10 +210,8 @@ def _shuffled(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 def open_corpus(config: Config) -> Corpus:
     """Open the standard library, the files of a directory, or a single file.
 
-    The first run that uses a set of documents tokenizes them.
-
-    Raises:
-        ConfigError: there is no such text, or none of its tokens would count in the loss.
+    The first run that uses a set of documents tokenizes them. Raise a ConfigError if there is no
+    such text, or if none of its tokens would count in the loss.
     """
     data = config.data
     tokenizer = config.tokenizer

@@ -27,8 +27,6 @@ __all__ = ["Display", "ProgressSink", "draw_losses", "memory_table", "print_line
 
 
 class Display:
-    """Prints the start and the end of a run."""
-
     def __init__(self, console: Console, config: Config, run: RunDirectory, corpus: Corpus) -> None:
         self.console = console
         self._config = config
@@ -120,7 +118,6 @@ class ProgressSink:
 
 
 def _formatted(record: StepMetrics) -> Iterator[str]:
-    """The known metrics of a step, in human-readable form."""
     yield f"loss {record.loss:.3f}"
     yield f"{record.tokens_per_second:,.0f} tokens/s"
     if record.grad_norm is not None:
@@ -196,11 +193,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def draw_losses(path: Path, title: str, records: Sequence[StepMetrics]) -> None:
-    """Draw the losses, their mean over a fiftieth of the run, and the validation losses.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
-    """
+    """Draw the losses, their mean over a fiftieth of the run, and the validation losses."""
     PackageMissing.check("matplotlib", extra="plot", needed_for=path.name)
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional, and takes a second)
 

@@ -106,9 +106,6 @@ def prepare(
     Files are given by names that are the same on every machine. One process of a host tokenizes;
     the others wait. Without files for ``validation``, the digest of a document decides whether it
     is used for validation, so equal documents are on one side.
-
-    Raises:
-        ConfigError: a file or the tokenizer cannot be read, or a side has no documents.
     """
     cache = Path(data.cache or "~/.cache/shardwise").expanduser()
     directory = cache / f"tokens-{_key([*files.items(), *validation.items()], data, tokenizer)}"
@@ -173,11 +170,7 @@ def _write(
 
 
 def _read(path: Path, data: DataConfig) -> Iterator[Document]:
-    """The non-empty documents of a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or contains something else; names the file.
-    """
+    """The non-empty documents of a file; a ConfigError names a file that cannot be read."""
     try:
         for document in reader_of(data.format)(path, data.column):
             if document:
@@ -227,7 +220,6 @@ class _Writer:
             self._flush()
 
     def _flush(self) -> None:
-        """Tokenize and write the pending documents."""
         texts = [document for document in self._pending if isinstance(document, str)]
         encoded = iter(self._tokenizer.encode_texts(texts) if texts else ())
         for document in self._pending:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.read import OpenComponent, open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError, PackageMissing
 from shardwise.train.config import Config, ModelConfig
-from shardwise.train.recomputing import prepare_blocks
+from shardwise.train.model import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace", "settings_from"]
@@ -40,7 +40,6 @@ class HuggingFace:
 
     @cached_property
     def settings(self) -> Any:
-        """The config of the model."""
         PackageMissing.check("transformers", extra="hf", needed_for="model.path")
         from transformers import AutoConfig  # noqa: PLC0415 (optional, and takes seconds)
 
@@ -52,7 +51,6 @@ class HuggingFace:
         return settings
 
     def check(self) -> None:
-        """Raise a ConfigError if the trainer cannot train a model of this type."""
         _ = self.settings
 
     @property
@@ -175,7 +173,6 @@ class HuggingFace:
 
 
 def settings_from(fields: Mapping[str, Any]) -> Any:
-    """The config of a model with these fields of a config.json."""
     PackageMissing.check("transformers", extra="hf", needed_for="model.path")
     from transformers import AutoConfig  # noqa: PLC0415 (optional, and takes seconds)
 

@@ -28,19 +28,12 @@ __all__ = ["Result", "steps", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended on this rank."""
-
     stopped_by: int = 0  # number of the signal that stopped the run; 0 if it reached its last step
     summary: Summary | None = None  # None if the run was stopped
 
 
 def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink] = ()) -> Result:
-    """Train the model of ``config``, and log each step to ``sinks``.
-
-    Raises:
-        FloatingPointError: the loss or the gradient norm is not finite.
-        CheckpointError: a checkpoint cannot be written, or is damaged.
-    """
+    """Train the model of ``config``, and log each step to ``sinks``."""
     trainer = Trainer(config, world)
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
@@ -71,9 +64,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
 def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
     """Train until the last step; yield the metrics of each step.
 
-    Args:
-        trainer: the state of this rank.
-        seconds: duration of the steps before the run was resumed.
+    ``seconds`` is the duration of the steps before the run was resumed.
     """
     config = trainer.config.train
     step_tokens = config.global_batch * trainer.config.model.context

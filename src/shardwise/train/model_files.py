@@ -25,28 +25,17 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model, and the configuration with which the trainer builds it.
-
-    Attributes:
-        model: the model to forecast.
-        base: the trainer's configuration; None: the trainer cannot build the model.
-        directory: where `write_model` writes a config.json; None: there is nothing to write.
-    """
+    """A model to forecast, and the configuration with which the trainer builds it."""
 
     model: Model
-    base: Config | None = None
-    directory: Path | None = None
+    base: Config | None = None  # None: the trainer cannot build the model
+    directory: Path | None = None  # where `write_model` writes a config.json, if it does
 
     @classmethod
     def of(cls, name: str, config: Path | None) -> "ModelFiles":
-        """Find the model that ``name`` stands for.
+        """Find the model that ``name`` stands for: as in `resolve_model`, or the TOML of a run.
 
-        Args:
-            name: as for `resolve_model`, or the TOML file of a run.
-            config: the file that will be written; a built-in model is written beside it.
-
-        Raises:
-            ConfigError: there is no such model.
+        A built-in model will be written beside the file ``config``.
         """
         path = Path(name)
         if path.suffix == ".toml":
@@ -68,11 +57,7 @@ class ModelFiles:
         return cls(model, _base(directory, model, has_tokenizer=False), directory)
 
     def toml_of(self, configuration: Configuration) -> str:
-        """Return a file with which `shardwise train` trains the model in this way.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """The file with which `shardwise train` trains in this way; a ConfigError if it cannot."""
         if self.base is None:
             raise ConfigError(
                 "shardwise train builds a GPT of its own, or models of transformers: pass the TOML "
@@ -94,7 +79,6 @@ class ModelFiles:
         return toml_of(config)
 
     def write_model(self, sequence: int) -> None:
-        """Write the config.json of a built-in model."""
         if self.directory is not None:
             assert self.model.shape is not None
             self.directory.mkdir(exist_ok=True)

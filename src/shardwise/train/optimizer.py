@@ -32,9 +32,6 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
     This works on shards because a sharded parameter keeps its ``ndim``. With "muon" and "soap",
     ``optimizer_options`` may also contain the options of `shardwise.optim.parameter_groups`.
-
-    Raises:
-        ConfigError: the optimizer is not known, or does not take its options.
     """
     spec = spec_of(config)
     kind = resolve("train.optimizer", spec.path, {})
@@ -75,11 +72,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def spec_of(config: TrainConfig) -> OptimizerSpec:
-    """The optimizer with its options.
-
-    Raises:
-        ConfigError: the optimizer is not known, or its class needs whole parameters.
-    """
+    """The optimizer with its options; a ConfigError if it is unknown or needs whole parameters."""
     try:
         spec = optimizer_spec(config.optimizer, config.optimizer_options)
     except PlanError as error:
@@ -97,12 +90,7 @@ def build_scheduler(optimizer: Optimizer, config: TrainConfig, *, after: int = 0
     """A linear warm-up, then ``train.schedule`` to ``final_lr_share`` of ``lr`` at the last step.
 
     The learning rate depends only on the step, so a resumed run may have other ``steps`` and ``lr``
-    than its checkpoint.
-
-    Args:
-        optimizer: its learning rates are set to that of step ``after + 1``.
-        config: lr, schedule, steps, warmup_share and final_lr_share.
-        after: the last completed step.
+    than its checkpoint. That of step ``after + 1`` is set.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = config.lr

@@ -13,8 +13,8 @@ from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.replicas.plan import Outer
 from shardwise.train.config import Config, MemoryConfig
+from shardwise.train.model import modes_of
 from shardwise.train.optimizer import spec_of
-from shardwise.train.recomputing import modes_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_tensor_parallel
 
@@ -24,11 +24,7 @@ _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all"
 
 
 def configuration_of(config: Config) -> Configuration:
-    """Return how ``config`` trains.
-
-    Raises:
-        ConfigError: the replicas do not fit the strategy or the ranks, or the optimizer is unknown.
-    """
+    """Return how ``config`` trains; raise a ConfigError if that is impossible."""
     spec = spec_of(config.train)
     shard_size, replicas = _sizes(config)
     return Configuration(
@@ -68,12 +64,7 @@ def configuration_of(config: Config) -> Configuration:
 def config_of(configuration: Configuration, base: Config) -> Config:
     """Return ``base`` changed so that it trains as ``configuration``.
 
-    Args:
-        configuration: how to train.
-        base: the model, the data and all other settings.
-
-    Raises:
-        ConfigError: the trainer cannot train in this way. The message says what it lacks.
+    A ConfigError says what the trainer lacks if it cannot.
     """
     if configuration.tensor == 1:  # these two say nothing
         configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)
@@ -147,10 +138,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
 def _outer(config: Config) -> Outer | None:
     if not config.outer.every or config.replicas.count == 1:
         return None
-    return Outer(**config.outer.model_dump(include=_OUTER))
-
-
-_OUTER = {"every", "fragments", "dtype", "delay", "mixing", "block"}
+    return Outer(**config.outer.model_dump(exclude={"lr", "momentum"}))
 
 
 def _adapters(config: Config) -> Adapters | None:

@@ -12,16 +12,9 @@ __all__ = ["resolve"]
 
 
 def resolve(key: str, name: str, known: Mapping[str, Any], group: str = "") -> Any:
-    """Return the object that ``name`` refers to.
+    """The object that ``name`` refers to; a ConfigError names the ``key`` of the configuration.
 
-    Args:
-        key: the key of the configuration, for errors.
-        name: one of ``known``, the name of an entry point, or ``package.module:attribute``.
-        known: the built-in objects by name.
-        group: group of the entry points; "" if the key has none.
-
-    Raises:
-        ConfigError: there is no such part.
+    ``name`` is one of ``known``, an entry point of ``group``, or ``package.module:attribute``.
     """
     if name in known:
         return known[name]

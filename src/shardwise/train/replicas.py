@@ -55,16 +55,12 @@ def check_replicas(config: Config) -> None:
 
 
 class Replicas:
-    """The other replicas of a run, if there are any.
-
-    Attributes:
-        outer: the outer optimizer, if replicas train alone for many steps.
-    """
+    """The other replicas of a run, if there are any."""
 
     def __init__(
         self, config: Config, world: World, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        self.outer: sw.OuterOptimizer | None = None
+        self.outer: sw.OuterOptimizer | None = None  # if they train alone for many steps
         self._elastic: sw.Elastic | None = None
         self._manager: Any = None
         self._count = config.replicas.count
@@ -83,7 +79,6 @@ class Replicas:
             self._elastic = sw.elastic(model, optimizer, self._manager)
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Copy the state of ``stateful`` to replicas that join."""
         if self.outer is not None:
             self.outer.register(name, stateful)
         elif self._elastic is not None:
@@ -136,7 +131,6 @@ class Replicas:
             self.outer.begin_after(step)
 
     def close(self) -> None:
-        """Leave the other replicas."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
 
@@ -178,11 +172,6 @@ def _manager_of(config: Config, world: World) -> tuple[Any, Any]:
 
 
 def _outer_settings(config: Config) -> sw.Outer:
-    keys = ("every", "fragments", "delay", "dtype", "block", "mixing")
-    momentum = config.outer.momentum
-    return sw.Outer(
-        **{key: getattr(config.outer, key) for key in keys},
-        optimizer=partial(
-            torch.optim.SGD, lr=config.outer.lr, momentum=momentum, nesterov=momentum > 0
-        ),
-    )
+    lr, momentum = config.outer.lr, config.outer.momentum
+    optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return sw.Outer(**config.outer.model_dump(exclude={"lr", "momentum"}), optimizer=optimizer)

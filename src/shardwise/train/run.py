@@ -27,17 +27,9 @@ __all__ = ["run"]
 
 
 def run(config: Config, nproc: int | None = None) -> None:
-    """Train on the ranks of a launcher, or on local ranks.
+    """Train on the ranks of a launcher, or on ``nproc`` local ranks (default: ``shard.nproc``).
 
-    Args:
-        config: the configuration of the run.
-        nproc: number of local ranks, instead of ``shard.nproc``.
-
-    Raises:
-        ConfigError: the run cannot start.
-        RankError: a local rank failed.
-        KeyboardInterrupt: SIGINT stopped the local ranks.
-        SystemExit: another signal, or any signal under a launcher; the code is 128 + signal.
+    After a signal, raise SystemExit with 128 + signal, or KeyboardInterrupt after SIGINT.
     """
     env = read_rank_env(os.environ)
     if env is None:
@@ -47,7 +39,6 @@ def run(config: Config, nproc: int | None = None) -> None:
 
 
 def launch(config: Config) -> None:
-    """Start local ranks and wait for them."""
     check(config)
     check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
     directory = open_run(config)
@@ -69,8 +60,6 @@ def launch(config: Config) -> None:
 
 @record
 def join(config: Config, env: RankEnv, nproc: int | None) -> None:
-    """Train as one of the ranks that a launcher started."""
-
     def checked() -> Config:
         env.check_nproc(nproc)
         on_ranks = config.with_ranks(env.world_size)
@@ -107,9 +96,8 @@ def _check_restarts(config: Config) -> None:
 def _run_rank(world: World, config: Config, directory: RunDirectory) -> None:
     """Train on this rank, and report on rank 0.
 
-    Raises:
-        SystemExit: a signal stopped the run. If a local rank returned instead, it would wait for
-            its launcher to read the result, and the launcher waits for the rank to exit.
+    After a signal, raise SystemExit. If a local rank returned instead, it would wait for its
+    launcher to read the result, and the launcher waits for the rank to exit.
     """
     if world.is_first:
         result = _train_and_report(config, world, directory)

@@ -75,14 +75,8 @@ class RunDirectory:
 def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
     """Create the directory of a run and write its configuration, or resume an existing run.
 
-    Args:
-        config: the configuration of the run.
-        is_restart: whether a launcher restarted the ranks, so that existing files belong to the
-            run.
-
-    Raises:
-        ConfigError: the directory cannot be written, contains other files and must not be
-            overwritten, or contains checkpoints of another model or of other text.
+    With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run.
+    Raise a ConfigError if the directory cannot be used.
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
@@ -129,14 +123,10 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
 
 
 def _check_same_run(checkpoint: Path | str, config: Config) -> int:
-    """Return the step of a checkpoint; raise an error if its model or data differ.
+    """Return the step of a checkpoint; a ConfigError names what differs of its model or data.
 
     The number of ranks, the strategy, the number of steps and the learning rate may differ. This
     reads only the manifest, because `sw.load` would need all ranks.
-
-    Raises:
-        ConfigError: names the key that differs.
-        CheckpointError: the checkpoint is damaged, or was not saved by the trainer.
     """
     component = read_manifest(folder_at(checkpoint)).components.get("run")
     match component and component.tree:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.train.config import Config
 from shardwise.train.huggingface import HuggingFace
-from shardwise.train.model import GPT, gpt_shape
-from shardwise.train.recomputing import prepare_blocks
+from shardwise.train.model import GPT, gpt_shape, prepare_blocks
 from shardwise.train.tokenizer import vocabulary_of
 
 __all__ = ["Gpt", "Source", "source_of"]
@@ -39,7 +38,6 @@ class Gpt:
         return model
 
     def filler(self, model: nn.Module) -> Callable[[nn.Module], None]:
-        """A function that initializes one module of ``model``."""
         assert isinstance(model, GPT)
         return model.fill
 
@@ -66,9 +64,5 @@ Source = Gpt | HuggingFace
 
 
 def source_of(config: Config) -> Source:
-    """The source that [model] names.
-
-    Raises:
-        ConfigError: the directory contains no model.
-    """
+    """The source that [model] names; a ConfigError if its directory contains no model."""
     return HuggingFace(config) if config.model.path else Gpt(config)

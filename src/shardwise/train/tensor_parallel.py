@@ -48,19 +48,13 @@ class TensorRanks:
         rank         0  1  2  3
         data rank    0  0  1  1      order of data, shards, mean of the loss
         index        0  1  0  1      part of each divided layer
-
-    Attributes:
-        size: number of ranks in a group.
-        index: this rank's number in its group.
-        data_rank: number of the group.
-        num_data_ranks: number of groups.
-        data_mesh: the ranks with this ``index``, over which `fully_shard` shards; None: all ranks.
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        self.size = config.shard.tensor
+        self.size = config.shard.tensor  # of a group
         self.data_rank, self.index = divmod(world.rank, self.size)
         self.num_data_ranks = world.size // self.size
+        # The ranks with this index, over which `fully_shard` shards; None: all ranks.
         self.data_mesh: DeviceMesh | None = None
         self._mesh: DeviceMesh | None = None
         self._device, self._is_checked = world.device, False
@@ -86,14 +80,11 @@ class TensorRanks:
         return _gather(rows, self._mesh).transpose(0, 1).flatten(0, 1)
 
     def check_gradients(self, model: nn.Module) -> None:
-        """In the first step, check that the plan of ``model`` names all modules that it must.
+        """In the first step, raise a PlanError if the plan of ``model`` lacks a module.
 
         The ranks of a group compute the same gradients of parameters that they do not divide. A
         parameter that is used with a part of the activations, and that the plan has left out, has
         on each rank a part of its gradient.
-
-        Raises:
-            PlanError: there is such a parameter, on all ranks of the group.
         """
         if self._mesh is None or self._is_checked:
             return
@@ -163,12 +154,7 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def check_settings(settings: Any, degree: int) -> None:
-    """Raise a ConfigError if a model with these settings cannot be divided over ``degree`` ranks.
-
-    Args:
-        settings: the config of a model of transformers.
-        degree: the value of shard.tensor.
-    """
+    """Raise a ConfigError if a model of transformers cannot be divided over ``degree`` ranks."""
     plan: Mapping[str, str] = getattr(settings, "base_model_tp_plan", None) or {}
     _check_styles(plan, settings.model_type, degree)
     if not any(name.endswith(_KEYS) and style == "colwise" for name, style in plan.items()):
@@ -183,11 +169,7 @@ def check_settings(settings: Any, degree: int) -> None:
 
 
 def part_of_rank(model: nn.Module, config: Config) -> nn.Module:
-    """Divide ``model``, on the meta device, and return it as the part of one rank.
-
-    Raises:
-        ConfigError: its plan does not fit it, or ``shard.tensor``.
-    """
+    """Divide ``model``, on the meta device, and return it as the part of one rank."""
     if config.shard.tensor > 1:
         check_settings(model.config, config.shard.tensor)
         ranks = torch.arange(config.shard.tensor, device="cpu")
@@ -297,7 +279,6 @@ def _check_styles(plan: Mapping[str, str], kind: str, degree: int) -> None:
 
 
 def _holders_of(model: nn.Module) -> Mapping[nn.Parameter, list[str]]:
-    """All names of each parameter."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)

@@ -20,8 +20,6 @@ STDLIB = "stdlib"
 # Tests are repetitive, and installed packages differ between machines.
 _EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
-Bytes = NDArray[np.uint8]
-
 
 class Text:
     """The concatenated bytes of files; nothing is kept in memory."""
@@ -34,12 +32,8 @@ class Text:
     def __len__(self) -> int:
         return len(self._range)
 
-    def read(self, start: int, size: int) -> Bytes:
-        """Return ``size`` bytes from ``start`` on, uint8 [size].
-
-        Raises:
-            ConfigError: a file cannot be read, or is shorter than before.
-        """
+    def read(self, start: int, size: int) -> NDArray[np.uint8]:
+        """Return ``size`` bytes from ``start`` on, uint8 [size]; a ConfigError if one changed."""
         parts = [np.empty(0, np.uint8)]
         start += self._range.start
         index = bisect_right(self._starts, start) - 1

@@ -58,11 +58,7 @@ class Subwords:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Subwords":
-        """Read the tokenizer of a directory.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Read the tokenizer of a directory; raise a ConfigError if there is none."""
         PackageMissing.check("transformers", extra="hf", needed_for="[tokenizer]")
         from transformers import AutoTokenizer  # noqa: PLC0415 (optional, and takes seconds)
 
@@ -80,13 +76,7 @@ class Subwords:
     def train(cls, texts: Iterable[str], vocabulary: int) -> "Subwords":
         """Train a byte-level BPE of at most ``vocabulary`` tokens on ``texts``."""
         PackageMissing.check("transformers", extra="hf", needed_for="tokenizer.vocabulary")
-        from tokenizers import (  # noqa: PLC0415 (optional)
-            Tokenizer as Model,
-            decoders,
-            models,
-            pre_tokenizers,
-            trainers,
-        )
+        from tokenizers import Tokenizer as Model, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 (optional)
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
         model = Model(models.BPE())
@@ -120,8 +110,7 @@ class Subwords:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], NDArray[np.bool_]]:
         """Return the tokens of a conversation, and whether the assistant wrote each of them.
 
-        Raises:
-            ConfigError: the template writes a message differently if other messages follow it.
+        Raise a ConfigError if the template writes a message differently when others follow it.
         """
         texts = ["", *(self._render(messages[: n + 1]) for n in range(len(messages)))]
         if not all(text.startswith(start) for start, text in pairwise(texts)):
@@ -151,7 +140,6 @@ class Subwords:
 
 
 def vocabulary_of(config: Config) -> int:
-    """The vocabulary size that the model needs."""
     if config.tokenizer.vocabulary:
         return config.tokenizer.vocabulary
     path = config.tokenizer.path or config.model.path

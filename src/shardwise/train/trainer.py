@@ -151,14 +151,7 @@ class Trainer:
         """Save model, optimizer, step, configuration and random states.
 
         The position in the data is not saved, because it follows from the seed and the step.
-
-        Args:
-            path: path or URL of the checkpoint.
-            keep: number of checkpoints to keep, including this one; None: ``checkpoint.keep``.
-
-        Raises:
-            CheckpointError: this checkpoint, or the previous one if it was saved in the background,
-                cannot be written.
+        ``keep`` checkpoints are kept, including this one; None: ``checkpoint.keep``.
         """
         options = self.config.checkpoint
         outer: dict[str, Any] = {}
@@ -245,7 +238,6 @@ class Trainer:
     # -- a step ----------------------------------------------------------------------------------
 
     def loss_sum(self, part: Batch) -> Tensor:
-        """The sum of the losses of the targets that count."""
         logits = self.source.logits(self.model, part.inputs, part.positions)
         return functional.cross_entropy(  # [micro_batch, context, vocabulary]
             logits.flatten(0, 1).float(),

@@ -20,13 +20,8 @@ __all__ = ["within"]
 def within(config: Config, budget: str) -> Config:
     """Return ``config`` with the strategy, prefetch, micro-batch and checkpointing for ``budget``.
 
-    Args:
-        config: a configuration with the number of ranks of the run.
-        budget: memory of each rank's device, such as "24GB".
-
-    Raises:
-        PlanError: nothing fits.
-        ConfigError: this GPU is not known, or layers are divided over ranks.
+    ``config`` has the number of ranks of the run; ``budget`` is the memory of each, such as "24GB".
+    Raise a PlanError if nothing fits.
     """
     degree = config.shard.tensor
     if degree > 1:

@@ -19,8 +19,6 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one step."""
-
     rows: Any  # the structure that batch_fn returned, with 1/N of the rows
     seed: int  # for layers that draw random numbers, such as dropout
 
@@ -43,8 +41,7 @@ def cut_batches(
 ) -> list[list[Part]]:
     """Return the parts of each batch, by step and part, on ``device`` and in float64.
 
-    Raises:
-        PlanError: a batch differs between ranks, or its rows do not divide evenly over the ranks.
+    Raise a PlanError if a batch differs between ranks, or does not divide evenly over them.
     """
     return [_cut(batch_fn, step, exchange, device) for step in range(num_steps)]
 
@@ -94,7 +91,6 @@ def _problem(tensors: list[Tensor], source: str, num_ranks: int) -> str | None:
 
 
 def _rows(batch: Any, part: int, num_parts: int) -> Any:
-    """Return the rows of ``part`` from every tensor."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.chunk(num_parts)[part], batch)
 
 

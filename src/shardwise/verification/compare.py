@@ -44,8 +44,7 @@ class Judge:
     ) -> Comparison:
         """Train the sharded ``model`` until a step differs from the reference.
 
-        Args:
-            backward: computes the gradients of ``model``; None: the backward of its loss.
+        ``backward`` computes its gradients; None: the backward of its loss.
         """
         optimizer = self.training.optimizer(model)
         loss, gradient, parameter = Worst(), Worst(), Worst()
@@ -56,7 +55,9 @@ class Judge:
                 own, _ = self.training.backward(model, part, weight)
             else:
                 own = self.training.backward_with(backward, part)
-            loss = _worst_of(loss, self._loss_error(own, expected.loss, step))
+            mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
+            error = abs(mean - expected.loss) / max(abs(expected.loss), SMALL)
+            loss = _worst_of(loss, Worst(_nan_to_inf(error), step=step))
             gradients = {name: p.grad for name, p in parameters_of(model).items()}
             found = self._worst(gradients, expected.gradients, step)
             gradient = _worst_of(gradient, self._with_cause(found, gradients.get(found.name)))
@@ -68,15 +69,8 @@ class Judge:
                 break
         return Comparison(strategy, step + 1, self.tolerance, loss, gradient, parameter)
 
-    def _loss_error(self, own: float, expected: float, step: int) -> Worst:
-        mean = math.fsum(self.exchange.gather(own)) / self.exchange.size
-        return Worst(_nan_to_inf(abs(mean - expected) / max(abs(expected), SMALL)), step=step)
-
     def _worst(
-        self,
-        found: Mapping[str, Tensor | None],
-        expected: Mapping[str, Tensor | None],
-        step: int,
+        self, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], step: int
     ) -> Worst:
         """The largest error of any tensor on any rank (replicas may differ too)."""
         norm = math.hypot(*(_norm(tensor) for tensor in expected.values() if tensor is not None))
@@ -93,17 +87,14 @@ class Judge:
             else:
                 assert tensor is not None
                 error = _distance(_full(tensor), wanted, SMALL * norm)
-                note = _not_finite(wanted) if math.isinf(error) else ""
+                note = "is not finite" if math.isinf(error) else ""
+                if note and not torch.isfinite(wanted).all():
+                    note += " in one process, so cannot be compared"
             worst = _worst_of(worst, Worst(error, name if error else "", step, note))
         return _worst_of(*self.exchange.gather(worst))
 
     def _with_cause(self, worst: Worst, gradient: Tensor | None) -> Worst:
-        """Add the possible causes, if there are any, as the note of ``worst``.
-
-        Args:
-            worst: the largest error of a gradient.
-            gradient: the parameter's gradient, on the ranks that have it.
-        """
+        """Add the possible causes of the error in ``gradient`` as the note of ``worst``."""
         if self.reference is None or worst.note or worst.error <= self.tolerance:
             return worst
         cause = "" if gradient is None else self._cause(worst, _full(gradient))
@@ -146,12 +137,6 @@ def _distance(tensor: Tensor, wanted: Tensor, least: float) -> float:
     distance = _norm(tensor - wanted)
     scale = max(_norm(wanted), least)
     return _nan_to_inf(distance / scale if scale else distance)
-
-
-def _not_finite(wanted: Tensor) -> str:
-    """Return the note for an infinite error."""
-    is_finite = bool(torch.isfinite(wanted).all())
-    return "is not finite" if is_finite else "is not finite in one process, so cannot be compared"
 
 
 def _norm(tensor: Tensor) -> float:

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.api import fully_shard
@@ -62,11 +58,7 @@ ENGINES: dict[str, Engine] = {"shardwise": _shardwise, "fsdp2": _fsdp2, "ddp": _
 def set_up(
     engine: Engine, model: nn.Module, mesh: DeviceMesh | None, units: Units
 ) -> tuple[nn.Module, BackwardFn | None]:
-    """Apply ``engine`` to ``model``; return the resulting model and the engine's backward, if any.
-
-    Raises:
-        PlanError: the engine returned something else.
-    """
+    """Apply ``engine`` to ``model``; return the new model and the engine's backward, if any."""
     result = engine(model, mesh, units)
     backward = None
     if isinstance(result, tuple) and len(result) == 2:  # noqa: PLR2004
@@ -81,7 +73,6 @@ def set_up(
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of ``model`` by the names they had before an engine wrapped it."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return dict(inner.named_parameters())
 
@@ -98,11 +89,7 @@ def splits_batch(dim: str) -> bool:
 
 
 def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return ``mesh`` without "tp".
-
-    Raises:
-        PlanError: ``mesh`` has a dim that is neither "tp" nor data-parallel.
-    """
+    """Return ``mesh`` without "tp"; raise a PlanError if another dim is not data-parallel."""
     names = () if mesh is None else mesh.mesh_dim_names or ("",)
     if not all(name.startswith("dp") or name == "tp" for name in names):
         raise PlanError(

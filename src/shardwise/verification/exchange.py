@@ -32,7 +32,6 @@ class RankExchange:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of a batch."""
         return self.size if self.mesh is None else prod(map(self.mesh.size, self._dims))
 
     @property
@@ -49,7 +48,6 @@ class RankExchange:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes of the mesh's dims, by name."""
         if self.mesh is None:
             return {}
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
@@ -61,7 +59,6 @@ class RankExchange:
         return [names.index(name) for name in data_dims(self.mesh)]
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's ``value``, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -69,12 +66,9 @@ class RankExchange:
         return values
 
     def raise_first(self, problem: str | None) -> None:
-        """Raise the first problem found by any rank on every rank.
+        """Raise the first problem found by any rank on every rank, as a PlanError.
 
         If only one rank raised, the others would wait for it.
-
-        Raises:
-            PlanError: a rank found a problem.
         """
         for rank, found in enumerate(self.gather(problem)):
             if found is not None:

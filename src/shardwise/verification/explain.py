@@ -19,16 +19,11 @@ def explain(
     num_rows: int,
     dims: Mapping[str, int],
 ) -> str:
-    """Describe the error in ``found`` and its possible causes; "" if no known cause fits.
+    """Describe the error in the gradient ``found`` and its possible causes; "" if none fits.
 
-    Args:
-        found: the gradient to explain.
-        expected: the gradient of the reference.
-        contributions: takes the number of pieces to split each part into, and returns what each
-            piece adds to the expected gradient.
-        counts: number of tokens of each part; 1 each where losses are means.
-        num_rows: rows of each part.
-        dims: sizes of the mesh's dims.
+    ``contributions`` takes the number of pieces to split each part into, and returns what each
+    piece adds to the ``expected`` gradient. ``counts`` are the tokens of each part, 1 each where
+    losses are means; each has ``num_rows``.
     """
     if found.is_complex():
         return ""

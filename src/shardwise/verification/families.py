@@ -88,10 +88,7 @@ def _sentences(_step: int) -> dict[str, Tensor]:
 
 
 def _images(_step: int) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE),
-        "labels": torch.randint(5, (ROWS,)),
-    }
+    return {"pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE), "labels": torch.randint(5, (ROWS,))}
 
 
 def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

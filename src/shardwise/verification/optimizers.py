@@ -32,12 +32,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def names() -> Collection[str]:
-    """The optimizers that work on shards."""
     return [spec.name for spec in OPTIMIZERS.values() if spec.path]
 
 
 def optimizer_fn(name: str) -> OptimizerFn:
-    """Return the function that builds the optimizer of this name from parameters."""
     return partial(_build, OPTIMIZERS[name])
 
 
@@ -83,5 +81,4 @@ def _groups(
 
 
 def _row(parameter: nn.Parameter) -> int:
-    """Return the number of elements in a row."""
     return prod(parameter.shape[1:])

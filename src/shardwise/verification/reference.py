@@ -35,11 +35,7 @@ class Training:
     optimizer_fn: OptimizerFn | None
 
     def build(self) -> nn.Module:
-        """Build a new model, with the same float64 values each time.
-
-        Raises:
-            PlanError: model_fn returned something that cannot be sharded.
-        """
+        """Build a new model, with the same float64 values each time."""
         torch.manual_seed(SEED)
         model = self.model_fn()
         if not isinstance(model, nn.Module) or isinstance(model, FSDPModule):
@@ -62,11 +58,7 @@ class Training:
         return float(backward(self.loss_fn or _model_is_loss, part.draw()))
 
     def backward(self, model: nn.Module, part: Part, weight: float = 1.0) -> tuple[float, int]:
-        """Multiply the loss of a part by ``weight`` and run its backward.
-
-        Returns:
-            The weighted loss, and the number of tokens that it sums over (1 for a mean).
-        """
+        """Run the backward of the loss of a part times ``weight``; return it, and its tokens."""
         loss, count = _with_count((self.loss_fn or _model_is_loss)(model, part.draw()))
         weighted = loss * weight
         weighted.backward()  # type: ignore[no-untyped-call]
@@ -84,8 +76,6 @@ class Outcome:
 
 
 class Reference:
-    """Trains the model in one process."""
-
     def __init__(
         self,
         training: Training,
@@ -112,11 +102,7 @@ class Reference:
         self._optimizer = training.optimizer(model)
 
     def rebuild(self) -> nn.Module:
-        """Build a new model with the initial values.
-
-        Raises:
-            PlanError: model_fn returned different values or the same parameters again.
-        """
+        """Build a new model; raise a PlanError unless its values are the initial ones."""
         model = self._training.build()
         self._exchange.raise_first(self._difference(model))
         return model
@@ -124,22 +110,16 @@ class Reference:
     def train(self, batches: Sequence[Sequence[Part]], *, zeros: bool) -> list[Outcome]:
         """Train one step per batch, each model on its part.
 
-        Args:
-            batches: the parts of each batch.
-            zeros: whether the gradient of a parameter that no part used is zero instead of None.
+        With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
         """
         return [self.step(parts, zeros=zeros) for parts in batches]
 
     def contributions(
         self, name: str, parts: Sequence[Part], before: Mapping[str, Tensor], num_pieces: int
     ) -> list[Tensor]:
-        """Return what each piece of each part adds to the gradient of parameter ``name``.
+        """Return what ``num_pieces`` of each part add to the gradient of parameter ``name``.
 
-        Args:
-            name: the parameter.
-            parts: the parts of the batch.
-            before: the parameter values at which the gradient is computed.
-            num_pieces: pieces to split each part into.
+        The parameters have the values ``before``.
         """
         with torch.no_grad():
             for key, parameter in self.parameters.items():
@@ -172,7 +152,6 @@ class Reference:
         return Outcome(loss / total, gradients, self.values(), counts)
 
     def values(self) -> dict[str, Tensor]:
-        """Copy the current parameters."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _fill_with_zeros(self) -> None:
@@ -204,11 +183,7 @@ def _share_parameters(other: nn.Module, model: nn.Module) -> None:
 
 
 def _with_count(loss: Any) -> tuple[Tensor, int]:
-    """Return a loss and its number of tokens, which is 1 for a mean.
-
-    Raises:
-        PlanError: the loss is neither a scalar tensor nor (scalar tensor, number of tokens).
-    """
+    """Return a loss and its number of tokens, which is 1 for a mean."""
     total, count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, 1)  # noqa: PLR2004
     if not isinstance(total, Tensor) or total.ndim:
         got = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__

@@ -64,14 +64,8 @@ class ReplicaTraining(Training):
     ) -> list[Outcome]:
         """Train all replicas in this process; return the outcomes of this rank's replica, by step.
 
-        Their loss is the mean over the replicas.
-
-        Args:
-            model: the sharded model, whose units determine the fragments.
-            mesh: the mesh of all ranks.
-            exchange: an exchange between all ranks.
-            batches: the parts of all ranks, by step.
-            zeros: as in `Reference.train`.
+        Their loss is the mean over the replicas. The units of ``model`` determine the fragments;
+        mesh, exchange and batches are those of all ranks.
         """
         parts = [[mesh.global_ranks.index(rank) for rank in row] for row in self.mesh.mesh.tolist()]
         replicas = [Reference(self, mesh, exchange, num_parts=len(row)) for row in parts]

@@ -25,8 +25,6 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of one strategy with one process."""
-
     strategy: str
     num_steps: int  # steps compared, up to the first that differs
     tolerance: float
@@ -61,7 +59,6 @@ class Comparison:
 
     @property
     def row(self) -> str:
-        """The table row under ``HEAD``."""
         loss, gradient, update = (
             f"{worst.error:.1e}" if worst.error else "0"
             for worst in (self.loss, self.gradient, self.parameter)

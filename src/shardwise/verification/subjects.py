@@ -22,10 +22,6 @@ def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Su
 
     The user's function returns the fields of `Subject`: model_fn, batch_fn and, optionally,
     loss_fn and units. It is called here and may be called again in other processes.
-
-    Raises:
-        ConfigError: the name, file, module or function does not exist, the function returns
-            something else, or transformers is not installed.
     """
     if model is None:
         return list(built_in.values())
@@ -41,20 +37,12 @@ def find_subjects(model: str | None, built_in: Mapping[str, Subject]) -> list[Su
 
 
 def find_engine(name: str) -> Engine:
-    """Resolve a key of `ENGINES`, package.module:function or file.py:function.
-
-    Raises:
-        ConfigError: the name, file, module or function does not exist.
-    """
+    """Resolve a key of `ENGINES`, package.module:function or file.py:function."""
     return ENGINES.get(name) or _find_function(name, ENGINES)
 
 
 def find_optimizer(name: str) -> OptimizerFn:
-    """Resolve the name of an optimizer, package.module:function or file.py:function.
-
-    Raises:
-        ConfigError: the name, file, module or function does not exist.
-    """
+    """Resolve the name of an optimizer, package.module:function or file.py:function."""
     return optimizer_fn(name) if name in names() else _find_function(name, names())
 
 

@@ -192,11 +192,7 @@ def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
 def resolve_strategies(
     strategies: str | Strategy | Iterable[str | Strategy] | None, mesh: DeviceMesh | None = None
 ) -> list[Strategy]:
-    """Return the strategies with these names; None: all that fit ``mesh``.
-
-    Raises:
-        PlanError: a name is unknown, or the list is empty.
-    """
+    """Return the strategies with these names; None: all that fit ``mesh``."""
     if strategies is None:
         distinct = dict.fromkeys(STRATEGIES.values())
         if mesh is None and dist.is_initialized():
@@ -232,11 +228,7 @@ def _two_dims(device: torch.device) -> DeviceMesh:
 
 
 def _replica_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return a mesh of replicas and the ranks of each replica.
-
-    Raises:
-        PlanError: ``mesh`` does not have these two dims, or there is only one process.
-    """
+    """Return a mesh of replicas and the ranks of each replica."""
     if mesh is None:
         if resolve_mesh(None, STRATEGIES["ddp"]).group is None:
             raise PlanError("outer=: expected at least two ranks; start them with torchrun")
@@ -255,11 +247,6 @@ def _needs_two_dims(row: Strategy) -> bool:
 
 
 def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
-    """Check that parameter ``name`` gets a gradient.
-
-    Raises:
-        PlanError: it gets none.
-    """
     gradients = [item for outcome in outcomes for item in outcome.gradients.items()]
     trained = sorted({key for key, gradient in gradients if gradient is not None})
     if name not in trained:

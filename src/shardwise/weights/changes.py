@@ -157,8 +157,7 @@ def _own_elements(source: Source, ranks: Ranks) -> Tensor | None:
     group = group_of(tensor, ranks)
     if ranks.to not in group or ranks.own not in group:
         return None
-    own = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return own.detach().reshape(-1)
+    return local_of(tensor).detach().reshape(-1)
 
 
 def _positions(tensor: Tensor, indices: Tensor) -> Tensor:
@@ -177,7 +176,6 @@ def _positions(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _section_bytes(output: Output, counts: Counts, number: int) -> tuple[int, int, int]:
-    """The bytes of the starts, lengths and values in the message of a rank."""
     source = output.sources[0]
     runs, elements = counts.runs[number], counts.elements[number]
     starts = runs * starts_dtype(source.tensor.numel()).itemsize
@@ -193,7 +191,6 @@ def _padded(part: Tensor) -> Tensor:
 def _decode(
     message: Tensor, outputs: Sequence[Output], counts: Mapping[str, Counts], number: int
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """The starts, lengths and values of each output in the message of a rank."""
     for output in outputs:
         source, count = output.sources[0], counts[output.name]
         kinds = starts_dtype(source.tensor.numel()), torch.uint8, source.dtype

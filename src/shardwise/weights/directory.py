@@ -27,8 +27,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.format import File, Spec, parse_header, parse_json, spec_of
+from shardwise.checkpoint.format import File, parse_header, parse_json, spec_of
 from shardwise.checkpoint.slices import bytes_of
+from shardwise.checkpoint.stores import sync
 from shardwise.errors import CheckpointError, CheckpointNotFound
 from shardwise.weights.updates import Manifest, Update
 
@@ -114,11 +115,7 @@ class Directory:
             _partial(self.path / file).rename(self.path / file)
         self._remove_others()
         if self._syncs:
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self.path)
         self._lock = None
 
     def _take_lock(self) -> None:
@@ -240,11 +237,7 @@ def _map_tensor(file: Path) -> tuple[str, Tensor]:
     begin = _LENGTH_BYTES + length
     header = content[_LENGTH_BYTES:begin].numpy().tobytes()
     [(spec, _)] = parse_header(str(file), header, num_bytes - begin).values()
-    return spec.name, _view(content[begin:], spec)
-
-
-def _view(content: Tensor, spec: Spec) -> Tensor:
-    return content.view(spec.torch_dtype).view(spec.shape)
+    return spec.name, content[begin:].view(spec.torch_dtype).view(spec.shape)
 
 
 def _partial(path: Path) -> Path:

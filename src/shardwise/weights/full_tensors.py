@@ -1,9 +1,10 @@
 """`full_tensors`: the whole tensors of a sharded model, in bounded memory."""
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any, Literal
 
@@ -22,8 +23,7 @@ from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_
 from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
-from shardwise.weights.gather import Bucket, Output, Ranks, Source, gather_buckets
-from shardwise.weights.packed import dequantize, describes_packed, packing_of
+from shardwise.weights.gather import Output, Ranks, Source, gather_buckets
 from shardwise.weights.updates import TensorInfo
 
 __all__ = ["BUCKET_BYTES", "Adapters", "describe", "full_tensors", "outputs_of", "ranks_of"]
@@ -85,9 +85,7 @@ def full_tensors(
         described = describe(outputs)
         action = f"gather {described} to {to} by {bucket_bytes} bytes"
         agreement.agree(ranks.mesh, ranks.device, action)
-    # The caller's loop variable may refer to one bucket while the next two are in memory.
-    buckets = Bucket.pack(outputs, 2 * bucket_bytes // 3)
-    return _one_by_one(gather_buckets(buckets, ranks, 2 * bucket_bytes))
+    return _one_by_one(gather_buckets(outputs, ranks, bucket_bytes))
 
 
 def describe(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
@@ -105,11 +103,7 @@ def _one_by_one(
 
 
 def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
-    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first of them.
-
-    Raises:
-        PlanError: ``to`` is not one of them.
-    """
+    """The ranks that hold a part of ``model``, and their device; ``"first"`` is the first one."""
     mesh = checkpoint_mesh([model])
     handles: list[Handle] = [vars(m)[HANDLE] for m in model.modules() if HANDLE in vars(m)]
     device = handles[0].runtime.pools.device if handles else None
@@ -124,16 +118,12 @@ def ranks_of(model: nn.Module, to: int | Literal["all", "first"]) -> Ranks:
 
 @torch.no_grad()
 def outputs_of(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    names: Sequence[str] | None,
-    adapters: Adapters,
+    model: nn.Module, dtype: torch.dtype | None, names: Sequence[str] | None, adapters: Adapters
 ) -> list[Output]:
     """The selected tensors of ``model``, in the order of its state dict.
 
-    Raises:
-        CheckpointError: one of them is gathered, or has no elements that can be sent.
-        PlanError: an argument is invalid.
+    Raise a CheckpointError if one is gathered, or has no elements that can be sent, and a PlanError
+    if ``dtype``, ``names`` or ``adapters`` do not fit the model.
     """
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise PlanError(f"dtype={dtype!r}: expected a floating-point dtype, such as torch.bfloat16")
@@ -178,11 +168,7 @@ def outputs_of(
 def _selected(
     outputs: Sequence[Output], patterns: Sequence[str], aliases: Mapping[str, str]
 ) -> list[Output]:
-    """The outputs one of whose names matches one of ``patterns``; tied tensors have several.
-
-    Raises:
-        PlanError: nothing matches a pattern.
-    """
+    """The outputs one of whose names matches one of ``patterns``; tied tensors have several."""
     names = {one.name: [one.name] for one in outputs}
     for alias, name in aliases.items():
         if name in names:
@@ -209,11 +195,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _adapter_of(model: nn.Module) -> str:
-    """The name of the active adapter.
-
-    Raises:
-        PlanError: there is none, or several.
-    """
+    """The name of the only active adapter."""
     active = getattr(model, "active_adapters", [])
     if len(active) != 1:
         raise PlanError(
@@ -225,11 +207,7 @@ def _adapter_of(model: nn.Module) -> str:
 
 
 def _merged(
-    name: str,
-    one: Adapted,
-    model: nn.Module,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype | None,
+    name: str, one: Adapted, model: nn.Module, tensors: dict[str, Tensor], dtype: torch.dtype | None
 ) -> Output:
     """A weight of the model without adapters: dequantized, and with the adapter added.
 
@@ -263,11 +241,7 @@ def _merged(
 def _adapter_and_scaling(
     name: str, one: Adapted, model: nn.Module, dtype: torch.dtype
 ) -> tuple[str, float]:
-    """The name and the factor of the adapter to add to a weight of ``dtype``.
-
-    Raises:
-        PlanError: it cannot be added.
-    """
+    """The adapter to add to a weight of ``dtype`` and its factor, or a PlanError."""
     layer: Any = model.get_submodule(one.layer)
     adapter = _adapter_of(model)
     if layer.merged_adapters:
@@ -310,3 +284,23 @@ def _merge_and_cast(
     if scaling is not None:
         merge(weight, parts[1], parts[2], scaling)
     return weight.to(final)
+
+
+# -- 4-bit weights of bitsandbytes: codes that are packed into other elements --------------------
+
+
+def packing_of(tensor: Tensor) -> Any:
+    """How the codes in ``tensor`` are packed: bitsandbytes' QuantState; None if it has none."""
+    return getattr(tensor, "quant_state", None)
+
+
+def describes_packed(name: str, packed: Container[str]) -> bool:
+    """Whether ``name`` is what a state dict has of the packing of a weight, such as its scales."""
+    layer, _, part = f".{name}".partition(".weight.")
+    return bool(part) and f"{layer}.weight".removeprefix(".") in packed
+
+
+def dequantize(codes: Tensor, packing: Any) -> Tensor:
+    functional: Any = import_module("bitsandbytes.functional")
+    values: Tensor = functional.dequantize_4bit(codes, packing)
+    return values

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.format import in_groups
 from shardwise.checkpoint.slices import coordinates_of, part_of_whole
 from shardwise.comm.communicator import Communicator, communicator
 from shardwise.tensor.mesh import DataParallelMesh
@@ -28,7 +29,7 @@ from shardwise.tensor.sharded_tensor import RunSharding, ShardedTensor
 from shardwise.tensor.sharding import local_of
 from shardwise.weights.updates import TensorInfo
 
-__all__ = ["Bucket", "Output", "Ranks", "Source", "gather_buckets", "group_of"]
+__all__ = ["Output", "Ranks", "Source", "gather_buckets", "group_of"]
 
 _PADDING_BYTES = 64  # between tensors of a flat buffer
 
@@ -59,7 +60,6 @@ class Ranks:
         return self.to in ("all", rank)
 
     def number_of(self, rank: int) -> int:
-        """The number of a global rank in collectives."""
         return self._numbers[rank]
 
 
@@ -72,7 +72,6 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.tensor.numel() * self.dtype.itemsize
 
     @property
@@ -106,46 +105,24 @@ class Output:
         return sum(source.peak_bytes for source in self.sources) + self.extra_bytes
 
 
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Tensors that are gathered together."""
-
-    outputs: Sequence[Output]
-
-    @staticmethod
-    def pack(outputs: Sequence[Output], max_bytes: int) -> "list[Bucket]":
-        """Buckets of at most ``max_bytes``, or of a single output that is larger."""
-        buckets: list[list[Output]] = []
-        room = 0
-        for output in outputs:
-            if not buckets or output.peak_bytes > room:
-                buckets.append([])
-                room = max_bytes
-            buckets[-1].append(output)
-            room -= output.peak_bytes
-        return [Bucket(each) for each in buckets]
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return sum(output.peak_bytes for output in self.outputs)
-
-
 def gather_buckets(
-    buckets: Sequence[Bucket], ranks: Ranks, most_bytes: int
+    outputs: Sequence[Output], ranks: Ranks, bucket_bytes: int
 ) -> Generator[list[tuple[str, Tensor]], None, None]:
     """Yield each bucket's outputs on the ranks that receive them; every rank has to iterate.
 
     The next bucket is gathered while this one is used, and while the caller may still hold an
-    output of the last one, unless the three exceed ``most_bytes``. A rank that stops iterating
-    takes part in the gathers of the others until all have stopped.
+    output of the last one, unless the three exceed twice ``bucket_bytes``. A rank that stops
+    iterating takes part in the gathers of the others until all have stopped.
     """
+    most_bytes = 2 * bucket_bytes
+    buckets = list(in_groups(outputs, lambda output: output.peak_bytes, most_bytes // 3))
     ranks.comm.watch.recover()
     queue = _Queue(buckets, ranks)
     if not ranks.is_receiver:
         queue.drain()
         return
     held_bytes = 0
-    sizes = [bucket.peak_bytes for bucket in buckets]
+    sizes = [sum(output.peak_bytes for output in bucket) for bucket in buckets]
     try:
         for number, num_bytes in enumerate(sizes):
             arrived = queue.take(number)
@@ -162,7 +139,7 @@ def gather_buckets(
 class _Queue:
     """Launches buckets in order, at most one ahead."""
 
-    def __init__(self, buckets: Sequence[Bucket], ranks: Ranks) -> None:
+    def __init__(self, buckets: Sequence[Sequence[Output]], ranks: Ranks) -> None:
         self._buckets = buckets
         self._ranks = ranks
         self._launched = 0
@@ -175,7 +152,6 @@ class _Queue:
             self._launched += 1
 
     def take(self, number: int) -> list[tuple[str, Tensor]]:
-        """The outputs of bucket ``number``."""
         self.launch(number)
         flight, self._flight = self._flight, None
         assert flight is not None
@@ -195,9 +171,9 @@ class _Queue:
 
 
 class _Flight:
-    """A bucket that is being gathered."""
-
-    def __init__(self, bucket: Bucket, number: int, ranks: Ranks, *, stopped: bool) -> None:
+    def __init__(
+        self, bucket: Sequence[Output], number: int, ranks: Ranks, *, stopped: bool
+    ) -> None:
         self._bucket = bucket
         self._ranks = ranks
         self._label = f"gather bucket {number} of full_tensors"
@@ -205,7 +181,7 @@ class _Flight:
         self._flags[ranks.mesh.group_rank] = stopped
         queue, world = ranks.comm.gather, ranks.mesh.world
         self._works = [queue.all_gather(self._flags, world, self._label)]
-        sources = [source for output in bucket.outputs for source in output.sources]
+        sources = [source for output in bucket for source in output.sources]
         self._pieces = [_piece(group, ranks) for group in _neighbors(sources)]
         self._works += [queue.exchange(piece.pairs, self._label) for piece in self._pieces]
 
@@ -226,8 +202,9 @@ class _Flight:
         self._pieces.clear()
         if not self._ranks.is_receiver:
             return []
-        outputs = self._bucket.outputs
-        return [(one.name, one.combine([whole.pop(id(x)) for x in one.sources])) for one in outputs]
+        return [
+            (one.name, one.combine([whole.pop(id(x)) for x in one.sources])) for one in self._bucket
+        ]
 
 
 class _Piece:
@@ -248,13 +225,9 @@ class _Piece:
     def exchange(
         self, ranks: Ranks, group: Sequence[int], own: Tensor, part: Callable[[int], Tensor]
     ) -> None:
-        """Send ``own`` to the receivers in ``group``, and receive the ``part`` of each member.
+        """Send ``own``, contiguous, to the receivers in ``group``; receive each member's ``part``.
 
-        Args:
-            ranks: who receives.
-            group: global ranks.
-            own: contiguous, not empty only if another rank receives it.
-            part: a view of the whole tensor by the position in ``group``; for receivers.
+        ``part`` is a view of the whole tensor, by the position in ``group``.
         """
         nothing = own.reshape(-1)[:0]
         for position, rank in enumerate(group):

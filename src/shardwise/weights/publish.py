@@ -10,21 +10,12 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.collect import check_kinds
-from shardwise.checkpoint.coordination import (
-    Coordinator,
-    coordinator_of,
-    warning_of_absent_ranks,
-)
+from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.format import in_groups
 from shardwise.weights.changes import Baseline, Counts, count_changes, gather_runs
 from shardwise.weights.directory import Directory
-from shardwise.weights.full_tensors import (
-    BUCKET_BYTES,
-    Adapters,
-    describe,
-    outputs_of,
-    ranks_of,
-)
-from shardwise.weights.gather import Bucket, Output, Ranks, gather_buckets
+from shardwise.weights.full_tensors import BUCKET_BYTES, Adapters, describe, outputs_of, ranks_of
+from shardwise.weights.gather import Output, Ranks, gather_buckets
 from shardwise.weights.updates import Manifest, Target, Update, identity_of
 
 __all__ = ["publish"]
@@ -135,10 +126,13 @@ class _Publication:
         with self._coordinator.raises_together("begin a version"):
             if self._ranks.is_receiver:
                 self._target.begin(manifest)
-        self._send_whole(whole)
+        for bucket in gather_buckets(whole, self._ranks, self._bucket_bytes):
+            self._send([Update(name, tensor) for name, tensor in bucket])
         patched = [output for output in self._outputs if output.name in in_runs]
         if baseline is not None:
-            self._send_runs(baseline, in_runs, patched)
+            most = self._bucket_bytes // 2  # which are received, and then joined
+            for group in in_groups(patched, lambda one: in_runs[one.name].num_bytes(one), most):
+                self._send(gather_runs(baseline, in_runs, group, self._ranks))
         with self._coordinator.raises_together("publish a version"):
             if self._error is not None:
                 raise self._error
@@ -159,26 +153,6 @@ class _Publication:
                 described = json.dumps(about).encode()
         last, accepts_runs, is_known = json.loads(self._coordinator.all_gather(described)[0])
         return last, accepts_runs, is_known
-
-    def _send_whole(self, outputs: Sequence[Output]) -> None:
-        buckets = Bucket.pack(outputs, 2 * self._bucket_bytes // 3)
-        for bucket in gather_buckets(buckets, self._ranks, 2 * self._bucket_bytes):
-            self._send([Update(name, tensor) for name, tensor in bucket])
-
-    def _send_runs(
-        self, baseline: Baseline, counts: dict[str, Counts], outputs: Sequence[Output]
-    ) -> None:
-        groups: list[list[Output]] = []
-        room = 0
-        for output in outputs:
-            num_bytes = counts[output.name].num_bytes(output)
-            if not groups or num_bytes > room:
-                groups.append([])
-                room = self._bucket_bytes // 2  # which are received, and then joined
-            groups[-1].append(output)
-            room -= num_bytes
-        for group in groups:
-            self._send(gather_runs(baseline, counts, group, self._ranks))
 
     def _send(self, bucket: Sequence[Update]) -> None:
         """Hand a bucket to the target, on the first rank. After an error, the rest is dropped."""

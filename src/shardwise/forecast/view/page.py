@@ -15,8 +15,7 @@ from shardwise.forecast.view.text import (
 )
 from shardwise.page.charts import Chart, Series
 from shardwise.page.document import Drawing, document
-from shardwise.page.formatting import NOTHING, bytes_text, seconds_text
-from shardwise.page.tables import cell, figure_tiles, table
+from shardwise.page.formatting import NOTHING, bytes_text, cell, figure_tiles, seconds_text, table
 from shardwise.page.timeline import Timeline
 
 __all__ = ["render_plan"]
