@@ -88,7 +88,6 @@ def test_a_deleted_model_frees_its_memory_without_the_cycle_collector() -> None:
         sw.fully_shard(model, units=Block)
         for _ in range(2):
             model(torch.randn(4, WIDTH).double()).sum().backward()
-        assert isinstance(model, sw.FSDPModule)
         model.set_requires_gradient_sync(False)
         model(torch.randn(4, WIDTH).double()).sum().backward()  # leaves gradients unreduced
         model(torch.randn(4, WIDTH).double())  # leaves a unit gathered
