@@ -154,29 +154,6 @@ def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
 
 @needs_swap
 @on_ranks(3)
-def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
-    buffers = Buffers(1000, 1000)
-    buffer = buffers.all[0]
-    for odd in (0, 2):
-        buffer.acquire()
-        error = ZeroDivisionError if rank() == odd else sw.PeerAborted
-        fill = _raise if rank() == odd else (lambda: None)
-        gather = buffers.comm.gather
-        pending = gather.all_gather(
-            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
-        )
-        with pytest.raises(error) as caught:
-            buffers.comm.wait(pending)
-        assert rank() == odd or f"rank {odd}" in str(caught.value)
-        buffer.release()
-        buffers.comm.watch.recover()
-        buffers.gather(1, 10.0)
-        assert buffers.is_shared(1)
-        buffers.free(1)
-
-
-@needs_swap
-@on_ranks(3)
 def test_a_rank_that_has_lost_another_one_is_not_named_as_the_reason() -> None:
     buffers = Buffers(1000)
     buffers.all[0].acquire()
@@ -232,12 +209,6 @@ def test_training_where_ranks_may_not_create_files(forbidden: set[int]) -> None:
     error = PermissionError("not permitted")
     effect = error if rank() in forbidden else os.memfd_create
     with mock.patch.object(os, "memfd_create", side_effect=effect):
-        assert_equal_training("gpt")
-
-
-@on_ranks(3)
-def test_training_without_shared_memory() -> None:
-    with mock.patch.object(handshake.Host, "can_share", return_value=False):
         assert_equal_training("gpt")
 
 
@@ -469,10 +440,6 @@ def _layout(number: int, size: int) -> Layout:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _raise() -> None:
-    raise ZeroDivisionError("it hurts")
 
 
 def _num_descriptors() -> int:
