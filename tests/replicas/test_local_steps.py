@@ -165,6 +165,7 @@ def test_a_replica_that_is_not_finite_does_not_synchronize() -> None:
         assert all(value.isfinite().all() for value in values)
 
 
+@pytest.mark.thorough  # test_elastic.py shows it, too
 def test_replicas_that_begin_with_different_values_are_refused() -> None:
     with Job(num_ranks=2, min_replicas=2) as job:
         replicas = [job.start(n, program, row="diloco", steps=8, seed=n) for n in range(2)]
