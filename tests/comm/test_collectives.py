@@ -41,7 +41,7 @@ from tests.covering import covered_first
 from tests.host.ways import only
 from tests.ranks import on_ranks
 from tests.waiting import eventually
-from tests.watching import watch_of
+from tests.watching import monitor_of, watch_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
@@ -299,7 +299,7 @@ def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
         comm.watch.abort(ValueError("it hurts"))
     else:
         with _hurried(comm):
-            check, monitor = watch_of(comm)._monitor.check_reports, watch_of(comm)._monitor
+            check, monitor = monitor_of(comm).check_reports, monitor_of(comm)
 
             def check_reports(epoch: int) -> None:
                 try:
