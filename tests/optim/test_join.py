@@ -29,6 +29,7 @@ from tests.runtime.one_process import (
     adamw,
     assert_close,
     assert_equal_models,
+    comm_of,
     full,
     options_of,
     rank,
@@ -352,53 +353,35 @@ class CallsItsBase(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_several_optimizers() -> None:
+@pytest.mark.parametrize("clears", ["all", "own", "own, to zeros"])
+def test_several_optimizers(clears: str) -> None:
+    """The first one steps every second time, or they take turns and clear their own gradients."""
     alone, joined = Alone(), Joined()
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         first, *rest = model.parameters()
         return [CallsItsBase([first], lr=0.1, momentum=0.9), adamw(iter(rest))]
 
-    ours, theirs = optimizers(joined.model), optimizers(alone.model)
-    batches = of_sizes([1], [1] * 4)
-    for number in range(4):
-        computing = [steps[number][0] for steps in batches if number < len(steps)]
-        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        for optimizer in theirs[number % 2 :]:  # the first one in every second step
-            optimizer.step()
-        alone.model.zero_grad()
-    with sw.join(joined.model, *ours):
-        for number, micro in enumerate(batches[rank()]):
-            joined.accumulate(micro)
-            for optimizer in ours[number % 2 :]:
+    def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        if clears == "all":
+            for optimizer in optimizers[number % 2 :]:
                 optimizer.step()
-            joined.model.zero_grad()
-    assert_equal_models(joined.model, alone.model, 0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_optimizers_that_clear_their_own_gradients(set_to_none: bool) -> None:
-    alone, joined = Alone(), Joined()
-
-    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-        half = len(every := list(model.parameters())) // 2
-        return [adamw(iter(every[:half])), adamw(iter(every[half:]))]
+            model.zero_grad()
+        else:  # the gradients of the other one add up
+            optimizers[number % 2].step()
+            optimizers[number % 2].zero_grad(set_to_none=clears == "own")
 
     ours, theirs = optimizers(joined.model), optimizers(alone.model)
     batches = of_sizes([1], [1] * 5)
-    for number in range(5):  # the gradients of the other half add up
+    for number in range(5):
         computing = [steps[number][0] for steps in batches if number < len(steps)]
         losses = [alone.case.loss(alone.model(batch)) for batch in computing]
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        theirs[number % 2].step()
-        theirs[number % 2].zero_grad(set_to_none)
+        update(alone.model, theirs, number)
     with sw.join(joined.model, *ours):
         for number, micro in enumerate(batches[rank()]):
             joined.accumulate(micro)
-            ours[number % 2].step()
-            ours[number % 2].zero_grad(set_to_none)
+            update(joined.model, ours, number)
     assert_equal_models(joined.model, alone.model, 0)
 
 
@@ -455,7 +438,7 @@ def test_the_mean_over_all_tokens(accumulate: Any) -> None:
 
 
 def num_collectives(model: nn.Module) -> int:
-    comm = runtime_of(model).scheduler._comm
+    comm = comm_of(model)
     return sum(queue.sent[0] for queue in (comm.gather, comm.reduce))
 
 
