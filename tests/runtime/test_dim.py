@@ -1,7 +1,6 @@
 """With granularity "dim", models train as in one process, and have FSDP2's placements."""
 
 import copy
-import io
 import warnings
 from itertools import product
 from typing import Any
@@ -17,14 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwise as sw
 from tests.covering import covered_first
-from tests.models import CASES, Block, Stack, build
+from tests.models import Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
     assert_equal_steps,
-    full,
     options_of,
-    own_part,
     step_all,
 )
 
@@ -64,26 +61,6 @@ def test_parameters_and_gradients_are_those_of_fsdp2(dim: int | None) -> None:
 def test_replicas_are_replicated_dtensors() -> None:
     model = sw.fully_shard(Stack(), strategy="ddp", granularity="dim")
     assert all(p.placements == (Replicate(),) for p in model.parameters())  # type: ignore[attr-defined]
-
-
-@on_ranks(2)
-def test_copies_and_pickled_states_are_equal() -> None:
-    model = sw.fully_shard(build("tied"), units=Block, granularity="dim")
-    model(own_part(CASES["tied"].batch(4))).square().mean().backward()
-    twin = copy.deepcopy(model)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert one is not other
-        assert torch.equal(full(one.detach()), full(other.detach()))
-        assert other.grad is None  # torch copies no gradients of parameters
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    file.seek(0)
-    twin.load_state_dict(torch.load(file, weights_only=False))
-    batch = own_part(CASES["tied"].batch(4))
-    assert torch.equal(twin(batch), model(batch))
 
 
 @on_ranks(2)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.communicator import communicator
 from shardwise.tensor.sharding import local_of
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import (
+    comm_of,
     full,
     options_of,
     own_part,
@@ -75,7 +75,7 @@ def test_gradients_of_several_backwards_are_quantized_once(strategy: str) -> Non
     """They add up locally, and are reduced with those of the last micro-batch."""
     model = Block()
     sharded: Any = sw.fully_shard(model, wire=sw.Wire(reduce="int4"), **options_of(strategy))
-    comm = communicator(runtime_of(model).mesh.world, runtime_of(model).pools.device)
+    comm = comm_of(model)
     sent = []
     for is_last in (False, True):
         sharded.set_requires_gradient_sync(is_last)

@@ -168,8 +168,11 @@ def test_seeds_by_rank_are_refused_for_any_unit() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
-def test_a_deep_copy_trains_on_its_own(when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "granularity"),
+    [("before", "element"), ("after a step", "dim"), ("with gradients", "element")],
+)
+def test_a_deep_copy_trains_on_its_own(when: str, granularity: Any) -> None:
     """In peers, copies share memory or hooks with the original."""
     reference = build("gpt")
     tokens = torch.randint(0, 11, (4, 7))
@@ -177,7 +180,7 @@ def test_a_deep_copy_trains_on_its_own(when: str) -> None:
         original = build("gpt")
         model = sw.fully_shard(copy.deepcopy(original), units="auto")
     else:
-        original = sw.fully_shard(build("gpt"), units="auto")
+        original = sw.fully_shard(build("gpt"), units="auto", granularity=granularity)
         original(own_part(tokens)).backward()
         reference(tokens).backward()
         if when == "after a step":
