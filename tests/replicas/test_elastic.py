@@ -34,21 +34,28 @@ THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_async", "kind"),
+    ("strategy", "is_async", "kind", "init_sync"),
     [
-        ("fsdp", True, ""),
-        ("zero2", False, "branches"),
-        pytest.param("ddp", True, "", marks=THOROUGH),
-        pytest.param("fsdp", True, "branches", marks=THOROUGH),
-        pytest.param("zero1", False, "", marks=THOROUGH),
+        ("fsdp", True, "", True),
+        ("zero2", False, "branches", False),
+        pytest.param("ddp", True, "", False, marks=THOROUGH),
+        pytest.param("fsdp", True, "branches", False, marks=THOROUGH),
+        pytest.param("zero1", False, "", True, marks=THOROUGH),
     ],
 )
-def test_replicas_equal_one_process(strategy: str, is_async: bool, kind: str) -> None:
+def test_replicas_equal_one_process(
+    strategy: str, is_async: bool, kind: str, init_sync: bool
+) -> None:
+    """With `init_sync`, torchft gives zeros to replicas that "heal" in the first step, and divides
+    by their number as well.
+    """
     options: dict[str, Any] = {"strategy": strategy, "is_async": is_async, "kind": kind}
+    options["init_sync"] = init_sync
     with Job(num_ranks=2, min_replicas=2) as job:
         job.finish(*job.begin(2, program, steps=6, **options))
         assert_equal_to_one_process(job, 6, range(2), kind=kind)
-        assert [line["num_replicas"] for line in job.lines(0, 0, "step")] == [2] * 6
+        for number in range(2):
+            assert [line["num_replicas"] for line in job.lines(number, 0, "step")] == [2] * 6
 
 
 @pytest.mark.parametrize(
@@ -75,16 +82,6 @@ def test_replicas_keep_the_same_bits_in_mixed_precision() -> None:
             lines = {line["step"]: line for line in job.lines(0, rank, "step")}
             assert_same_bits(lines, job.lines(1, rank, "step"))
             assert len(lines) == 9
-
-
-@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
-def test_the_samples_of_all_replicas_count_in_the_first_step(is_async: bool) -> None:
-    """torchft gives zeros to replicas that "heal" then, and divides by their number as well."""
-    with Job(num_ranks=2, min_replicas=2) as job:
-        options: dict[str, Any] = {"steps": 2, "is_async": is_async, "init_sync": True}
-        job.finish(*job.begin(2, program, **options))
-        assert_equal_to_one_process(job, 2, range(2))
-        assert [line["num_replicas"] for line in job.lines(1, 0, "step")] == [2, 2]
 
 
 @pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=THOROUGH)])
