@@ -154,6 +154,29 @@ def test_a_late_rank_is_waited_for_before_anything_is_written() -> None:
 
 @needs_swap
 @on_ranks(3)
+def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
+    buffers = Buffers(1000, 1000)
+    buffer = buffers.all[0]
+    for odd in (0, 2):
+        buffer.acquire()
+        error = ZeroDivisionError if rank() == odd else sw.PeerAborted
+        fill = _raise if rank() == odd else (lambda: None)
+        gather = buffers.comm.gather
+        pending = gather.all_gather(
+            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
+        )
+        with pytest.raises(error) as caught:
+            buffers.comm.wait(pending)
+        assert rank() == odd or f"rank {odd}" in str(caught.value)
+        buffer.release()
+        buffers.comm.watch.recover()
+        buffers.gather(1, 10.0)
+        assert buffers.is_shared(1)
+        buffers.free(1)
+
+
+@needs_swap
+@on_ranks(3)
 def test_a_rank_that_has_lost_another_one_is_not_named_as_the_reason() -> None:
     buffers = Buffers(1000)
     buffers.all[0].acquire()
@@ -452,3 +475,7 @@ def _num_mapped() -> int:
     """The number of mapped files in memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "/memfd:shardwise" in line})
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("it hurts")
