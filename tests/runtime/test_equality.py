@@ -150,14 +150,19 @@ LOOPS: tuple[dict[str, Any], ...] = (
 @on_ranks()
 @pytest.mark.parametrize(
     ("variant", "world_size", "name", "loop"),
-    covered_first(
-        (
-            (variant, size, name, (i + j) % len(LOOPS))
-            for i, (variant, (sizes, _)) in enumerate(VARIANTS.items())
-            for size, (j, name) in product(sizes, enumerate(CASES))
+    [
+        ("hsdp", 4, "stack", 1),
+        *((variant, 4, "tiny", 0) for variant in ("dim", "row")),  # some ranks have no elements
+        ("offload", 2, "tiny", 0),
+        *covered_first(
+            (
+                (variant, size, name, (i + j) % len(LOOPS))
+                for i, (variant, (sizes, _)) in enumerate(VARIANTS.items())
+                for size, (j, name) in product(sizes, enumerate(CASES))
+            ),
+            leave=LIKE_OTHERS,
         ),
-        leave=LIKE_OTHERS,
-    ),
+    ],
 )
 def test_options_change_no_number(variant: str, name: str, loop: int) -> None:
     """And no granule of the chosen granularity is cut."""
