@@ -36,7 +36,6 @@ SOME = [
         for i, way in enumerate(SOME_WAYS)
     ),
     ("gpt, reentrant", "adamw", torch.bfloat16, (8, "fsdp", 0), 2),
-    ("llama", "muon", torch.bfloat16, (4, "fsdp", 0), 2),
     ("mixtral", "adamw", torch.float32, (2, "zero2", 0), 0),
 ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from tests.covering import covered_first
 from tests.models import WIDTH
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -270,8 +272,10 @@ def train_on_features(where: str, checkpoints: str, use: str, options: dict[str,
     assert sw.ledger(model).gathered_bytes == 0
 
 
-@pytest.mark.parametrize("options", STRATEGIES)
-@pytest.mark.parametrize("where", ["hook", "argument", "loss in an argument", "global"])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    covered_first(product(("hook", "argument", "loss in an argument", "global"), STRATEGIES)),
+)
 @on_ranks(2)
 def test_a_loss_on_tensors_inside_a_unit(where: str, options: dict[str, Any]) -> None:
     """FSDP2 is silently wrong."""
