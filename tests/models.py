@@ -442,7 +442,7 @@ _UNLIKE = ("stack", "gpt", "unused and reused", "tied", "lora", "mixed dtypes", 
 LIKE_OTHERS = tuple(name for name in CASES if name not in _UNLIKE)
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
+def build(name: str, seed: int = 0) -> Any:
     """The model of a case in float64, with the same values for the same seed."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes milliseconds
     model = CASES[name].build()

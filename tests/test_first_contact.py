@@ -19,6 +19,7 @@ import shardwise as sw
 from shardwise.checkpoint import coordination
 from shardwise.plan.plan import make_plan
 from tests.ranks import on_ranks
+from tests.runtime.one_process import runtime_of
 
 
 class Block(nn.Sequential):
@@ -118,7 +119,8 @@ def test_a_mistake_is_refused_at_the_call(case: str) -> None:
 
 
 def test_units_by_the_name_of_their_class() -> None:
-    assert list(sw.ledger(make_sharded())._labels) == ["Sequential", "1", "2"]
+    labels = [unit.label for unit in runtime_of(make_sharded()).plan.units]
+    assert labels == ["Sequential", "1", "2"]
 
 
 def test_under_torchrun_the_process_group_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from shardwise.comm.communicator import Communicator, NewWatch
-from shardwise.watch.monitor import Patience
+from shardwise.watch.monitor import Monitor, Patience
 from shardwise.watch.ranks import RankWatch
 
 
@@ -11,6 +11,23 @@ def watch_of(comm: Communicator) -> RankWatch:
     """Return what watches the ranks of ``comm``."""
     assert isinstance(comm.watch, RankWatch)
     return comm.watch
+
+
+def monitor_of(comm: Communicator) -> Monitor:
+    """Return what reads the heartbeats and reports of other ranks, which nobody else sees."""
+    monitor = watch_of(comm)._monitor
+    assert monitor is not None
+    return monitor
+
+
+def is_silent(comm: Communicator) -> bool:
+    """Whether a rank of ``comm`` gives no sign of life."""
+    return bool(monitor_of(comm)._silence())
+
+
+def error_of(comm: Communicator) -> BaseException | None:
+    """Return the error that the next use of ``comm`` raises."""
+    return watch_of(comm)._error
 
 
 def watch_with(patience: Patience) -> NewWatch:

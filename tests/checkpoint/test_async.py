@@ -33,8 +33,8 @@ def test_an_asynchronous_save_writes_the_values_at_the_call(tmp_path: Path) -> N
         "ballast": ballast(),
         "at": {"step": 1},
     }
-    sw.save(tmp_path / "blocking", **everything)  # type: ignore[arg-type]
-    pending = sw.save(tmp_path / "asynchronous", wait=False, **everything)  # type: ignore[arg-type]
+    sw.save(tmp_path / "blocking", **everything)
+    pending = sw.save(tmp_path / "asynchronous", wait=False, **everything)
     for number in range(3):
         training.step(number)
     pending.wait()
@@ -160,17 +160,6 @@ def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
         with pytest.raises(sw.CheckpointError, match="no room"):
             asked.wait()
         del asked
-
-
-def test_a_save_on_a_thread_does_not_block_the_caller(tmp_path: Path) -> None:
-    model = nn.Linear(2, 3)
-    gate = threading.Event()
-    pending = Save(tmp_path, lambda: _pass(gate))
-    assert not pending.is_done
-    nn.init.zeros_(model.weight)
-    gate.set()
-    pending.wait()
-    assert pending.is_done
 
 
 def _start_and_drop(job: Callable[[], None]) -> None:

@@ -63,7 +63,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def bits(value: Any) -> bytes:
     if not isinstance(value, Tensor):
         return repr(value).encode()
-    whole = full(value).detach().contiguous()
+    whole: Tensor = full(value).detach().contiguous()
     return str(tuple(whole.shape)).encode() + whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

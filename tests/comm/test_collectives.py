@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,10 +41,7 @@ from tests.covering import covered_first
 from tests.host.ways import only
 from tests.ranks import on_ranks
 from tests.waiting import eventually
-from tests.watching import watch_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.watching import monitor_of, watch_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
@@ -302,7 +299,7 @@ def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
         comm.watch.abort(ValueError("it hurts"))
     else:
         with _hurried(comm):
-            check, monitor = watch_of(comm)._monitor.check_reports, watch_of(comm)._monitor
+            check, monitor = monitor_of(comm).check_reports, monitor_of(comm)
 
             def check_reports(epoch: int) -> None:
                 try:
@@ -319,27 +316,6 @@ def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
             comm.watch.abort(ValueError("it hurts here, too"))
     comm.watch.recover()
     _check_gather(comm)
-
-
-@pytest.mark.parametrize("aborting", [0, 2])
-@on_ranks(3)
-def test_an_error_on_one_rank_reaches_those_that_wait_for_it(aborting: int) -> None:
-    comm = _communicator()
-    with _hurried(comm):
-        for round_ in range(2):
-            _check_gather(comm)
-            dist.barrier()  # no rank raises while another one still waits for this gather
-            if comm.rank == aborting:
-                comm.watch.abort(ValueError(f"it hurts, round {round_}"))
-            else:
-                pending, _ = _reduce(comm, torch.ones(3 * comm.num_ranks))
-                message = (
-                    rf"rank {aborting} gave up in step 5, .*: ValueError: it hurts, round {round_}$"
-                )
-                with pytest.raises(sw.PeerAborted, match=message):
-                    comm.wait(pending)
-            comm.watch.recover()
-            _check_reduce(comm)
 
 
 @on_ranks(3)
@@ -359,33 +335,6 @@ def test_ranks_that_sum_in_pieces_through_gloo_recover() -> None:
         pending, out = _reduce(comm, torch.ones(3 * WINDOWS))
         comm.wait(pending)
     assert torch.equal(out, torch.full((WINDOWS,), 3.0))
-
-
-@on_ranks(2)
-def test_an_error_in_a_collective_is_raised_where_it_is_waited_for() -> None:
-    comm = _communicator()
-    fills: list[Callable[[], None]] = [_raise, lambda: None]
-    for fill in fills:
-        flat = torch.zeros(6)
-        pending = comm.gather.all_gather(flat, comm.world, "gather", fill)
-        if fill is _raise:
-            with pytest.raises(ZeroDivisionError, match="it hurts"):
-                comm.wait(pending)
-            comm.watch.recover()
-        else:
-            comm.wait(pending)
-    _check_gather(comm)
-
-
-@on_ranks(2)
-def test_a_rank_that_could_not_fill_its_slot_is_not_waited_for() -> None:
-    comm = _communicator()
-    fill, error = (_raise, ZeroDivisionError) if comm.rank else (lambda: None, sw.PeerAborted)
-    pending = comm.gather.all_gather(torch.zeros(6), comm.world, "gather", fill)
-    with _hurried(comm), pytest.raises(error):
-        comm.wait(pending)
-    comm.watch.recover()
-    _check_gather(comm)
 
 
 @on_ranks(2)
@@ -488,13 +437,6 @@ def _check_gather(comm: Communicator, size: int = 3) -> None:
     comm.wait(pending)
     expected = torch.arange(float(comm.num_ranks)).repeat_interleave(size)
     assert torch.equal(flat, expected)
-
-
-def _check_reduce(comm: Communicator) -> None:
-    pending, out = _reduce(comm, torch.arange(2.0 * comm.num_ranks))
-    comm.wait(pending)
-    expected = torch.arange(2.0) + 2 * comm.rank
-    assert torch.equal(out, comm.num_ranks * expected)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.watch import ranks as watch_ranks
 from shardwise.watch.monitor import Patience
 from shardwise.watch.store import BoundedStore
-from tests.watching import watch_of, watch_with
+from tests.watching import error_of, monitor_of, watch_of, watch_with
 
 PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
 DEADLINE_SECONDS = 60.0
@@ -143,7 +143,7 @@ def test_after_an_error_ranks_continue_with_new_groups(ranks: Ranks) -> None:
     ranks.communicators[1].watch.abort(ValueError("it hurts"))
     Late.is_open = False
     ranks.gather(0, "gather b")
-    until(lambda: watch_of(ranks.communicators[0])._error is not None)
+    until(lambda: error_of(ranks.communicators[0]) is not None)
     message = "rank 1 gave up in step 7, .*: ValueError: it hurts"
     with pytest.raises(sw.PeerAborted, match=message):
         ranks.communicators[0].watch.recover()  # as at the start of its next step
@@ -176,12 +176,12 @@ def test_a_device_that_may_continue_is_no_error(ranks: Ranks, labels: tuple[str,
 def test_a_device_that_waits_while_the_store_is_gone_is_an_error(ranks: Ranks) -> None:
     comm = ranks.communicators[0]
     gone = RuntimeError("no route to host")
-    watch_of(comm)._monitor._store._store = mock.Mock(
+    monitor_of(comm)._store._store = mock.Mock(
         **{"set.side_effect": gone, "compare_set.side_effect": gone}
     )
     Late.is_open = False
     ranks.gather(0, "gather a")
-    until(lambda: watch_of(comm)._error is not None)
+    until(lambda: error_of(comm) is not None)
     with pytest.raises(sw.PeerLost, match="holds the job's store is gone: no route to host"):
         comm.watch.recover()
 
@@ -193,9 +193,7 @@ def test_a_recovery_that_gets_no_answer_from_the_store_is_tried_again(
     for one in ranks.communicators:
         one.watch.abort(ValueError("it hurts"))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            watch_of(comm)._monitor, "meet", mock.Mock(side_effect=sw.PeerSilent("no answer"))
-        )
+        patch.setattr(monitor_of(comm), "meet", mock.Mock(side_effect=sw.PeerSilent("no answer")))
         with pytest.raises(sw.PeerSilent, match="no answer"):
             comm.watch.recover()
     ranks.recover()
@@ -225,7 +223,7 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
         goes_on.wait(DEADLINE_SECONDS)
         raise sw.PeerAborted("rank 1 gave up")
 
-    monkeypatch.setattr(watch_of(comm)._monitor, "check_reports", check_reports)
+    monkeypatch.setattr(monitor_of(comm), "check_reports", check_reports)
     Late.is_open = False
     ranks.gather(0, "gather a")
     assert looking.wait(DEADLINE_SECONDS)
@@ -236,7 +234,7 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     aborting.join(DEADLINE_SECONDS)
     time.sleep(0.05)  # for the look to end
     assert comm.watch.is_broken
-    assert watch_of(comm)._error is None
+    assert error_of(comm) is None
 
 
 def test_a_rank_whose_device_has_failed_tells_the_others(
@@ -249,7 +247,7 @@ def test_a_rank_whose_device_has_failed_tells_the_others(
     assert ranks.communicators[1].watch.is_broken
     Late.is_open = False
     ranks.gather(0, "gather b")
-    until(lambda: watch_of(ranks.communicators[0])._error is not None)
+    until(lambda: error_of(ranks.communicators[0]) is not None)
     with pytest.raises(sw.PeerAborted, match="ValueError: it hurts"):
         ranks.communicators[0].watch.recover()
 
@@ -258,9 +256,7 @@ def test_an_interrupt_while_an_error_is_announced_leaves_the_rank_out_of_step(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm = ranks.communicators[0]
-    monkeypatch.setattr(
-        watch_of(comm)._monitor, "announce", mock.Mock(side_effect=KeyboardInterrupt)
-    )
+    monkeypatch.setattr(monitor_of(comm), "announce", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         comm.watch.abort(ValueError("first"))
     assert comm.watch.is_broken, "the next step has to recover"

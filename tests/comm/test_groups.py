@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -97,17 +97,6 @@ def test_ranks_that_have_created_other_groups_agree(by_torch: bool) -> None:
         model(torch.ones(1, 4)).sum().backward()
 
 
-@on_ranks(2)
-def test_two_process_groups_are_created() -> None:
-    with _made_by(_by_torch):
-        mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-        before = _num_groups()
-        for _ in range(2):
-            model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, units=nn.Linear)
-            model(torch.ones(1, 4)).sum().backward()
-        assert _num_groups() - before == 2, "for gathers and for reductions"
-
-
 @on_ranks(3)
 def test_a_mesh_of_some_ranks_creates_its_groups_once() -> None:
     if dist.get_rank() == 2:
@@ -177,22 +166,6 @@ def test_later_stages_of_a_reduction_have_a_stream_of_their_own() -> None:
             assert torch.equal(out, torch.full((2,), 4.0))
             assert work.span[1] >= work.span[0]
     assert used == [queue.stream, queue._second_stream] * 2
-
-
-@on_ranks(3)
-def test_sums_and_gathers_of_a_permuted_group_without_point_to_point() -> None:
-    rank = dist.get_rank()
-    group = RankGroup((2, 0, 1), rank, dist.group.WORLD)
-    queue = ProcessGroupCollectives(group, CPU, "gloo", "test")
-    flat = torch.arange(6.0) * (rank + 1)
-    out = torch.empty(2)
-    stages = (Stage(Operation.REDUCE_SCATTER, group),)
-    queue.reduce(Reduction(flat, out, None, out, stages), "reduce")
-    assert torch.equal(out, 6 * torch.arange(6.0).view(3, 2)[group.index])
-    gathered: Tensor = torch.zeros(3)
-    gathered[group.index] = rank
-    queue.all_gather(gathered, group, "gather")
-    assert torch.equal(gathered, torch.tensor([2.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
@@ -313,17 +286,6 @@ def test_a_group_that_is_created_while_the_ranks_are_stopped_is_aborted() -> Non
         queue._process_group(group)
     made.abort.assert_called_once_with()
     assert not queue._groups
-
-
-def test_ranks_that_allocate_different_symmetric_memory_raise_an_error() -> None:
-    queues = [ProcessGroupCollectives(RankGroup((0, 1), r), CPU, "gloo", "same") for r in (0, 1)]
-    with mock.patch.object(process_group, "default_store", return_value=HashStore()):
-        for number, queue in enumerate(queues):
-            queue._check_same("key", "64 bytes, offsets {}", RankGroup((0, 1), number))
-        with pytest.raises(
-            sw.StepError, match="rank 1 allocates 128 bytes, and rank 0 allocates 64 bytes, offs"
-        ):
-            queues[1]._check_same("key", "128 bytes", RankGroup((0, 1), 1))
 
 
 @on_ranks(2)

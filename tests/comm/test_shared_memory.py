@@ -235,12 +235,6 @@ def test_training_where_ranks_may_not_create_files(forbidden: set[int]) -> None:
         assert_equal_training("gpt")
 
 
-@on_ranks(3)
-def test_training_without_shared_memory() -> None:
-    with mock.patch.object(handshake.Host, "can_share", return_value=False):
-        assert_equal_training("gpt")
-
-
 @on_ranks(4)
 def test_units_that_a_subgroup_gathers_again_are_not_shared() -> None:
     model = build("stack")
@@ -471,10 +465,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _raise() -> None:
-    raise ZeroDivisionError("it hurts")
-
-
 def _num_descriptors() -> int:
     """The number of open descriptors of files in memory."""
     comm = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -485,3 +475,7 @@ def _num_mapped() -> int:
     """The number of mapped files in memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if "/memfd:shardwise" in line})
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("it hurts")

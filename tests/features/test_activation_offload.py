@@ -15,9 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.device import KINDS, Device
 from tests.covering import covered_first
-from tests.models import CASES, WIDTH, Block, build
+from tests.models import CASES, WIDTH, Block
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, assert_equal_models, own_part, runtime_of
+from tests.runtime.one_process import (
+    adamw,
+    assert_close,
+    assert_equal_models,
+    own_part,
+    runtime_of,
+    sharded_pair,
+)
 
 OFFLOADED = ("checkpointed inside, reentrant", "gpt", "checkpointed inside", "unused and reused")
 ROWS = 240  # enough for activations to exceed the minimum size
@@ -30,8 +37,7 @@ ROWS = 240  # enough for activations to exceed the minimum size
 )
 def test_gradients_are_those_of_one_process(name: str, way: int, strategy: str) -> None:
     case, offload = CASES[name], OFFLOADS[way]
-    reference, model = build(name), build(name)
-    sw.fully_shard(model, units=case.units, strategy=strategy, prefetch=2)
+    reference, model = sharded_pair(name, strategy=strategy, prefetch=2)
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
     for step in range(2):
         batches = [case.batch(ROWS) for _ in "ab"]

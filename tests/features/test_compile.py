@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.runtime.gradients import Gradients
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_equal_models, own_part
+from tests.runtime.one_process import assert_equal_models, own_part, sharded_pair
 
 WIDTH = 256  # large enough for weights to use slots
 VOCABULARY = 300
@@ -67,8 +67,8 @@ def build(kind: type[Model], *ways: str) -> tuple[nn.Module, nn.Module]:
     """A model whose blocks are units, and the same model in one process."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    reference = kind(ways).double()
-    return sw.fully_shard(copy.deepcopy(reference), units=Block), reference
+    reference, model = sharded_pair(kind(ways).double(), units=Block)
+    return model, reference
 
 
 def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:

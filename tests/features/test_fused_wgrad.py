@@ -174,23 +174,17 @@ def _error(model: nn.Module, whole: nn.Module) -> float:
 WAYS = ["once", "twice", "beside", "penalty", "hook", "grad", "second order", "nested"]
 
 
-@pytest.mark.parametrize(("way", "strategy"), covered_first(product(WAYS, ("fsdp", "ddp"))))
-def test_gradients_are_those_of_one_process(way: str, strategy: str) -> None:
-    num_expected = {"hook": 0, "twice": 8}.get(way, 4)  # two layers, two backwards
-    for num_claims, error in run_on(2, _train, _build, way, strategy):
-        assert error < 1e-10
-        assert num_claims == num_expected
-
-
-def _train_hooked(way: str) -> tuple[int, float]:
+def _train_hooked(build: Callable[[str], nn.Module], way: str, strategy: str) -> tuple[int, float]:
     with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        return _train(_build, way, "fsdp")
+        return _train(build, way, strategy)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_under_saved_tensors_hooks(way: str) -> None:
-    num_expected = {"hook": 0, "twice": 8}.get(way, 4)
-    for num_claims, error in run_on(2, _train_hooked, way):
+@pytest.mark.parametrize("train", [_train, _train_hooked])
+@pytest.mark.parametrize(("way", "strategy"), covered_first(product(WAYS, ("fsdp", "ddp"))))
+def test_gradients_are_those_of_one_process(way: str, strategy: str, train: Any) -> None:
+    """Also under hooks for tensors that autograd saves."""
+    num_expected = {"hook": 0, "twice": 8}.get(way, 4)  # two layers, two backwards
+    for num_claims, error in run_on(2, train, _build, way, strategy):
         assert error < 1e-10
         assert num_claims == num_expected
 

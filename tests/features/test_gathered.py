@@ -7,30 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from tests.fsdp.extended import Pair, replace_weights
-from tests.models import Gpt, Stack, build
+from tests.models import Gpt, Stack
 from tests.ranks import on_ranks
-
-
-def _stack() -> tuple[Stack, Stack]:
-    """A model in one process and the same one sharded."""
-    reference, model = build("stack"), build("stack")
-    assert isinstance(reference, Stack)
-    assert isinstance(model, Stack)
-    sw.fully_shard(model, units="auto")
-    return reference, model
-
-
-def _gpt() -> tuple[Gpt, Gpt]:
-    """Like `_stack`, with a tied weight."""
-    reference, model = build("gpt"), build("gpt")
-    assert isinstance(reference, Gpt)
-    assert isinstance(model, Gpt)
-    sw.fully_shard(model, units="auto")
-    return reference, model
+from tests.runtime.one_process import sharded_pair
 
 
 def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
@@ -82,7 +65,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(1, 2)
 def test_write_back_keeps_every_kind_of_change(change: str) -> None:
-    reference, model = _stack()
+    reference, model = sharded_pair("stack")
     CHANGES[change](reference)
     with sw.gathered(model, write_back=True):
         CHANGES[change](model)
@@ -94,7 +77,7 @@ def test_write_back_keeps_every_kind_of_change(change: str) -> None:
 
 @on_ranks(2)
 def test_write_back_keeps_the_change_of_a_tied_parameter() -> None:
-    reference, model = _gpt()
+    reference, model = sharded_pair("gpt")
     for root in (reference, model):
         write = sw.gathered(model, write_back=True)
         with write if root is model else torch.no_grad():
@@ -131,7 +114,7 @@ def _delete(model: Gpt) -> None:
 def test_write_back_refuses_what_has_no_place_in_the_shards(
     change: Callable[[Gpt], None], message: str
 ) -> None:
-    reference, model = _gpt()
+    reference, model = sharded_pair("gpt")
     with pytest.raises(sw.PlanError, match=message), sw.gathered(model, write_back=True):
         change(model)
     _assert_equal(model, reference)
@@ -141,7 +124,7 @@ def test_write_back_refuses_what_has_no_place_in_the_shards(
 
 @on_ranks(2)
 def test_an_optimizer_that_steps_shards_inside_is_refused() -> None:
-    _, model = _stack()
+    _, model = sharded_pair("stack")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(4, 6).double()).sum().backward()
     with (
@@ -170,7 +153,7 @@ def _shuffle(model: Stack) -> None:
 
 @on_ranks(2)
 def test_changes_that_differ_between_ranks_are_refused_on_every_rank() -> None:
-    reference, model = _stack()
+    reference, model = sharded_pair("stack")
     message = r"first\.weight.*differs between ranks 0 and 1"
     for change in (_add_rank, _assign_rank, _shuffle):
         with pytest.raises(sw.PlanError, match=message), sw.gathered(model, write_back=True):
@@ -185,37 +168,14 @@ def _change_and_divide(model: Stack, divisor: int) -> None:
 
 
 @on_ranks(2)
-def test_nothing_is_written_when_the_body_raises() -> None:
-    reference, model = _stack()
-    with pytest.raises(ZeroDivisionError), sw.gathered(model, write_back=True):
-        _change_and_divide(model, 0)
-    _assert_equal(model, reference)
-
-
-@on_ranks(2)
 def test_nothing_is_written_when_the_body_of_one_rank_raises() -> None:
-    reference, model = _stack()
+    reference, model = sharded_pair("stack")
     rank = dist.get_rank()
     error = ZeroDivisionError if rank == 0 else sw.PeerAborted
     with pytest.raises(error), sw.gathered(model, write_back=True):
         _change_and_divide(model, rank)
     _assert_equal(model, reference)
     model(torch.ones(4, 6).double()).sum().backward()
-
-
-@on_ranks(2)
-def test_functional_call_takes_whole_tensors_inside_gathered_only() -> None:
-    reference, model = _stack()
-    x = torch.ones(4, 6).double()
-    doubled: dict[str, Tensor] = {n: p.detach() * 2 for n, p in model.named_parameters()}
-    with pytest.raises(sw.PlanError, match=r"functional_call.*sw\.gathered"):
-        torch.func.functional_call(model, doubled, (x,))
-    _assert_equal(model, reference)
-    whole = {name: value.detach() * 2 for name, value in reference.named_parameters()}
-    expected = torch.func.functional_call(reference, whole, (x,))
-    with sw.gathered(model):
-        assert torch.equal(torch.func.functional_call(model, whole, (x,)), expected)
-    _assert_equal(model, reference)
 
 
 @on_ranks(2)

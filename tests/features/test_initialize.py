@@ -1,6 +1,5 @@
 """C7: initial values have the same bits on any number of ranks, with and without a meta device."""
 
-import gc
 import hashlib
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +12,14 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.device import peak_memory_bytes
 from shardwise.plan.policies import Units
-from shardwise.train import model as gpt
 from tests.forked import run_forked
 from tests.models import CASES, WIDTH, Block, Stack
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import (
-    assert_equal_models,
+    adamw,
+    assert_equal_steps,
     full,
     options_of,
-    own_part,
     rank,
     runtime_of,
     world_size,
@@ -149,15 +147,7 @@ def test_a_model_from_the_meta_device_trains_like_any_other() -> None:
             parameter.copy_(values[f"{names[id(module)]}.{key}"])
 
     sw.fully_shard(model, units=Block, init=sw.Initialization(init_fn=look_up))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
-    for step in range(3):
-        batch = torch.randn(12, WIDTH).double()
-        reference(batch).square().mean().backward()
-        model(own_part(batch)).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    assert_equal_steps(model, reference, make_optimizer=adamw)
 
 
 def test_ties_are_kept_and_no_generator_is_advanced() -> None:
@@ -188,12 +178,6 @@ def test_at_most_one_unit_is_whole_at_any_time() -> None:
 def test_the_memory_of_the_process_holds_shards_and_one_unit() -> None:
     grown, shards, unit = run_forked(_measure)
     assert grown < 1.1 * (shards + unit), (grown, shards, unit)
-
-
-def test_a_gpt_of_30_million_parameters_needs_memory_for_its_shards_and_one_unit() -> None:
-    for peak, shards, unit in run_on(4, _measure_live):
-        assert shards + unit < peak * 1.2, "most of it is seen"
-        assert peak < 1.1 * (shards + unit), (peak, shards, unit)
 
 
 class Unfilled(nn.Module):
@@ -325,40 +309,6 @@ def _digest(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(name.encode() + full(tensor.detach()).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _measure_live() -> tuple[int, int, int]:
-    """Bytes: the peak while modules were filled, the shards, and the largest unit."""
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.gpt_shape(vocabulary=8192, context=64, width=512, layers=8, heads=8))
-    before, live = _live_bytes(), []
-
-    def fill_and_count(module: nn.Module) -> None:
-        if isinstance(module, gpt.GPT):
-            module.rotations = gpt.rotary_table(module.shape)
-        for parameter in module.parameters(recurse=False):
-            parameter.zero_()
-        live.append(_live_bytes() - before)
-
-    sw.fully_shard(model, units=gpt.Block, init=sw.Initialization(init_fn=fill_and_count))
-    plan = runtime_of(model).plan
-    assert plan.num_parameters == 29_368_832
-    return max(live), plan.shard_bytes, max(unit.gathered_bytes for unit in plan.units)
-
-
-def _live_bytes() -> int:
-    """The bytes of all tensors and storages; overlapping memory counts once."""
-    live: list[tuple[int, int]] = []
-    for thing in gc.get_objects():
-        is_plain = isinstance(thing, Tensor) and not isinstance(thing, sw.ShardedTensor)
-        storage = thing.untyped_storage() if is_plain else thing
-        if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-            live.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    num_bytes = end = 0
-    for start, stop in sorted(live):
-        num_bytes += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return num_bytes
 
 
 def _measure() -> tuple[int, int, int]:

@@ -163,14 +163,6 @@ def test_an_outer_wrapper_may_cut_parameters_differently() -> None:
     model(torch.ones(2, 5)).sum().backward()
 
 
-def test_forward_of_a_block_on_the_meta_device_raises() -> None:
-    with torch.device("meta"):
-        model = make_net()
-    f.fully_shard(model)
-    with pytest.raises(sw.PlanError, match=r"embed.weight'.*; call\s+model.to_em"):
-        model(torch.zeros(1, 4))
-
-
 def test_fully_shard_is_one_function() -> None:
     assert inspect.unwrap(f.fully_shard) is sw.fully_shard
     theirs = inspect.signature(torch_fsdp.fully_shard).parameters

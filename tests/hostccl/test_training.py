@@ -27,7 +27,7 @@ from shardwise.hostccl import HostGroup
 from tests import ranks
 from tests.models import Block
 from tests.ranks import RankFailed, on_ranks, run_on
-from tests.runtime.one_process import assert_equal_training, rank, runtime_of, world_size
+from tests.runtime.one_process import assert_equal_training, comm_of, rank, world_size
 
 STEPS = 5
 NAMES = itertools.count()  # of the default groups that this rank makes
@@ -151,7 +151,7 @@ def test_shardwise_trains_as_in_one_process(strategy: str) -> None:
     with default_group("cpu:hostccl"):
         mesh = _two_dimensions() if strategy == "hsdp" else None
         model = assert_equal_training("stack", strategy=strategy, mesh=mesh)
-        gather = runtime_of(model).scheduler._comm.gather
+        gather = comm_of(model).gather
         assert isinstance(gather, HostCollectives)
         assert dist.group.WORLD is not None
         assert gather.point_to_point.timeout == group_timeout(dist.group.WORLD)

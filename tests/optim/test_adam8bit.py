@@ -12,12 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardwise as sw
 from shardwise.blockwise import Blocks
 from shardwise.tensor.sharding import sharding_of
+from tests.optim.checkpoints import load_one, save_both
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import full, own_part
 
@@ -96,20 +95,12 @@ def test_states_have_the_same_bits_on_any_number_of_ranks(granularity: str) -> N
 def save_trained(path: Path, granularity: str) -> None:
     model, optimizer = make_sharded(granularity)
     step(model, optimizer, range(2))
-    sw.save(path / "ours", model=model, optimizer=optimizer)
-    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-    save(state, checkpoint_id=path / "torch")
+    save_both(path, model, optimizer)
 
 
 def load_and_train(path: Path, granularity: str, by_torch: bool) -> list[dict[str, Tensor]]:
     model, optimizer = make_sharded(granularity)
-    if by_torch:
-        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-        load(state, checkpoint_id=path / "torch")
-        model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"])
-    else:
-        sw.load(path / "ours", model=model, optimizer=optimizer)
+    load_one(path, model, optimizer, by_torch=by_torch)
     step(model, optimizer, [2])
     return states_of(optimizer)
 

@@ -7,17 +7,16 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
-from tests.models import WIDTH, Block, build
+from tests.models import WIDTH
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_close, own_part
+from tests.runtime.one_process import adamw, assert_close, own_part, sharded_pair
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_averages_are_those_of_one_process(kind: str, strategy: str) -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block, strategy=strategy)
+    reference, model = sharded_pair("stack", strategy=strategy)
     options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}  # type: ignore[no-untyped-call]
     averages = [AveragedModel(one, **options) for one in (reference, model)]
     optimizers = [adamw(one.parameters()) for one in (reference, model)]

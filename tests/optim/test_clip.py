@@ -20,6 +20,7 @@ from tests.runtime.one_process import (
     options_of,
     own_part,
     runtime_of,
+    sharded_pair,
 )
 
 ORDERS = (1.0, 2.0, 3.0, 0.5, math.inf, -math.inf, 0.0)
@@ -51,8 +52,7 @@ def _clip(strategy: str) -> list[float]:
     """Norms before clipping."""
     found = []
     for name in ("stack", "tiny"):  # some ranks hold nothing of "tiny"
-        reference, model = build(name), build(name)
-        sw.fully_shard(model, units=CASES[name].units, **options_of(strategy))
+        reference, model = sharded_pair(name, **options_of(strategy))
         runtime = runtime_of(model)
         reduce = communicator(runtime.mesh.world, runtime.pools.device).reduce
         batch = CASES[name].batch(12)
@@ -95,7 +95,7 @@ def test_a_rank_that_clips_is_notified_of_an_exception(granularity: Any) -> None
 
     backward()
     if dist.get_rank() == 0:
-        handle = first.register_post_accumulate_grad_hook(fail)  # type: ignore[no-untyped-call]
+        handle = first.register_post_accumulate_grad_hook(fail)
         with pytest.raises(ValueError, match="it hurts"):
             backward()
         handle.remove()

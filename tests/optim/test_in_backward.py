@@ -26,6 +26,8 @@ from tests.runtime.one_process import (
     own_part,
     rank,
     runtime_of,
+    sharded_pair,
+    step_all,
     world_size,
 )
 
@@ -70,9 +72,7 @@ def test_shards_on_the_host_are_stepped(policy: sw.CPUOffloadPolicy) -> None:
 
 @on_ranks(2)
 def test_few_gradients_are_alive_at_once() -> None:
-    reference, model = (nn.Sequential(*(Block() for _ in range(8))).double() for _ in "ab")
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block)
+    model = sw.fully_shard(nn.Sequential(*(Block() for _ in range(8))).double(), units=Block)
     plan = runtime_of(model).plan
     optimizer = adamw(model.parameters())
     alive = []  # units with gradients, whenever the optimizer steps
@@ -108,9 +108,7 @@ def test_few_gradients_are_alive_at_once() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero1", marks=pytest.mark.thorough)])
 def test_every_unit_is_stepped_once_after_its_last_use(strategy: str) -> None:
     def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-        reference, model = make().double(), make().double()
-        model.load_state_dict(reference.state_dict())
-        return reference, sw.fully_shard(model, units=Block, strategy=strategy)
+        return sharded_pair(make().double(), units=Block, strategy=strategy)
 
     def recompute(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x.requires_grad_()).square().mean()
@@ -124,9 +122,8 @@ def test_every_unit_is_stepped_once_after_its_last_use(strategy: str) -> None:
         model(x)
         return recompute(model, x)
 
-    def go_around(model: nn.Module, x: Tensor) -> Tensor:
+    def go_around(model: Any, x: Tensor) -> Tensor:
         """The root does not see the calls of the first block, which backward recomputes."""
-        assert isinstance(model, Stack)
         x = x.requires_grad_()
         for _ in range(2):
             x = checkpoint(model.layers[0], x, use_reentrant=True)
@@ -155,9 +152,7 @@ def test_unused_parameters_are_stepped_with_zeros() -> None:
 
 @on_ranks(2)
 def test_units_that_did_not_run_are_stepped_once() -> None:
-    reference, model = Turns().double(), Turns().double()
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block, unused="zeros")
+    reference, model = sharded_pair(Turns().double(), units=Block, unused="zeros")
 
     def forward(one: nn.Module, x: Tensor) -> Tensor:
         if one is reference:
@@ -196,8 +191,7 @@ def test_unused_parameters_are_named_in_the_error() -> None:
     ),
 )
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
-    reference, model = build("gpt"), build("gpt")
-    sw.fully_shard(model, units="auto", **options_of(strategy))
+    reference, model = sharded_pair("gpt", units="auto", **options_of(strategy))
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
     sw.optimizer_in_backward(model, optimizers[1])
     for _ in range(2):
@@ -206,16 +200,13 @@ def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str)
             getattr(model, method)(micro == 2)
             (model(own_part(batch)) / 3).backward()
             (reference(batch) / 3).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         assert_same(model, reference, *optimizers)
 
 
 @on_ranks(2)
 def test_backward_of_a_forward_from_before_the_step_is_refused() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
-    assert isinstance(model, sw.FSDPModule)
     sw.optimizer_in_backward(model, adamw(model.parameters()))
     x = torch.randn(4, WIDTH).double()
     for _ in range(2):
@@ -280,11 +271,8 @@ def _train(
     for name in names:
         case = CASES[name]
         for optimizer in optimizers:
-            reference, model = build(name), build(name)
-            sw.fully_shard(model, units=case.units, **options)
             train(
-                reference,
-                model,
+                *sharded_pair(name, **options),
                 lambda one, batch, case=case: case.loss(one(batch)),  # type: ignore[misc]
                 optimizer,
                 lambda case=case: case.batch(12),  # type: ignore[misc]
@@ -316,9 +304,8 @@ def _experts() -> tuple[list[int], list[list[int]]]:
 
 
 def _choose(unused: Any, strategy: str) -> None:
-    reference, model = Choosing().double(), Choosing().double()
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units=Block, unused=unused, **options_of(strategy))
+    options = {"unused": unused, **options_of(strategy)}
+    reference, model = sharded_pair(Choosing().double(), units=Block, **options)
     own, of_all = _experts()
 
     def forward(one: nn.Module, x: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ import shardwise as sw
 from tests.features.training import Training
 from tests.models import WIDTH, Block, Lora, LoraLinear, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, assert_equal_models, own_part, rank
+from tests.runtime.one_process import (
+    adamw,
+    assert_equal_models,
+    own_part,
+    rank,
+    sharded_pair,
+    squares,
+    step_all,
+)
 from tests.waiting import eventually
 
 
@@ -115,7 +123,7 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
         (model, r"takes a torch\.optim\.Optimizer, got FSDPStack"),
     ):
         with pytest.raises(sw.PlanError, match=match):
-            sw.optimizer_in_backward(model, optimizer)  # type: ignore[arg-type]
+            sw.optimizer_in_backward(model, optimizer)
     optimizer = torch.optim.SGD(parameters.values())
     with pytest.raises(sw.PlanError, match="Stack is not sharded"):
         sw.optimizer_in_backward(build("stack"), optimizer)
@@ -138,17 +146,14 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
 
 @on_ranks(2)
 def test_removing_the_handle_ends_steps_in_backward() -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair("stack")
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
 
     def steps() -> None:
         batch = torch.randn(12, WIDTH).double()
-        losses = reference(batch).square().mean(), model(own_part(batch)).square().mean()
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        squares(reference, batch).backward()
+        squares(model, own_part(batch)).backward()
+        step_all(optimizers)
         assert_equal_models(model, reference, 0)
 
     for _ in range(2):
@@ -177,7 +182,7 @@ def test_a_deleted_model_frees_its_memory() -> None:
         handle = sw.optimizer_in_backward(model, optimizer)
         for _ in range(2):
             model(torch.randn(4, WIDTH).double()).sum().backward()
-        shards = [weakref.ref(p.to_local()) for p in model.parameters()]  # type: ignore[attr-defined]
+        shards = [weakref.ref(p.to_local()) for p in model.parameters()]
         del model, optimizer
         assert eventually(lambda: all(shard() is None for shard in shards))
         handle.remove()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import (
@@ -30,6 +29,7 @@ from tests.runtime.one_process import (
     adamw,
     assert_close,
     assert_equal_models,
+    comm_of,
     full,
     options_of,
     rank,
@@ -95,7 +95,6 @@ class Joined(Alone):
     def __init__(self, name: str = "stack", clip: float | None = None, **options: Any) -> None:
         self.case, self.clip = CASES[name], clip
         model = sw.fully_shard(build(name), **{"units": self.case.units, **options})
-        assert isinstance(model, sw.FSDPModule)
         self.model = model
         self.prepare()
 
@@ -125,6 +124,14 @@ def assert_equal(joined: Joined, alone: Alone) -> None:
     assert joined.scheduler.state_dict() == alone.scheduler.state_dict()
 
 
+def compare(joined: Joined, alone: Alone, batches: Batches) -> None:
+    """Train both with the batches of all ranks."""
+    alone.train(batches)
+    joined.train(batches)
+    joined.optimizer.zero_grad()
+    assert_equal(joined, alone)
+
+
 STRATEGIES = ("fsdp", "zero1", "zero2", "ddp", "hsdp", "hfsdp")
 ROWS = [
     row
@@ -144,9 +151,7 @@ def test_unequal_numbers_of_batches(
     alone, joined = Alone(clip=clip), Joined(clip=clip, prefetch=prefetch, **options_of(strategy))
     for number in range(2):
         batches = draw(alone.case, (seed, number), *steps)
-        alone.train(batches)
-        joined.train(batches)
-        assert_equal(joined, alone)
+        compare(joined, alone, batches)
 
 
 @on_ranks(2, thorough=(3, 4))
@@ -160,41 +165,7 @@ def test_every_model(seed: int, name: str) -> None:
     alone, joined = Alone(name), Joined(name, prefetch=prefetch, strategy=strategy)
     batches = draw(alone.case, (seed, name), *numbers.choice([(5, 1), (3, 3)]))
     for _ in range(2):
-        alone.train(batches)
-        joined.train(batches)
-        assert_equal(joined, alone)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("name", ["checkpointed inside", "unused and reused", "stack"])
-def test_a_rank_without_any_batch(name: str) -> None:
-    alone, joined = Alone(name, clip=0.1), Joined(name, clip=0.1)
-    batches: Batches = [[], [[alone.case.batch(3)]] * 3, []]
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize(
-    "options", [{"granularity": "dim"}, {"offload_policy": sw.CPUOffloadPolicy()}], ids=str
-)
-def test_other_shards(options: dict[str, Any]) -> None:
-    alone, joined = (
-        Alone("unused and reused", clip=0.1),
-        Joined("unused and reused", 0.1, **options),
-    )
-    batches = of_sizes([2, 1, 1], [], [3])
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-
-
-@on_ranks(2)
-def test_no_rank_has_batches() -> None:
-    alone, joined = Alone(), Joined()
-    joined.train([[], []])
-    assert_equal(joined, alone)
+        compare(joined, alone, batches)
 
 
 @on_ranks(2)
@@ -222,16 +193,6 @@ class InRows(Joined):
             self.case.loss(self.model(batch)).backward()  # type: ignore[no-untyped-call]
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_sums_over_rows_that_accumulate(strategy: str) -> None:
-    alone, joined = Alone(), InRows(**options_of(strategy))
-    batches = draw(alone.case, strategy, 3, 3)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-
-
 class BeforeBackwards(Joined):
     """Runs all forwards before the backwards, which follow one by one, or in one."""
 
@@ -246,17 +207,12 @@ class BeforeBackwards(Joined):
             loss.backward()  # type: ignore[no-untyped-call]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("is_reversed", [False, True])
-@pytest.mark.parametrize("is_one", [False, True])
-@pytest.mark.parametrize("name", ["stack", "checkpointed"])
-def test_forwards_before_backwards(name: str, is_reversed: bool, is_one: bool) -> None:
-    alone, joined = Alone(name), BeforeBackwards(name)
-    joined.is_reversed, joined.is_one = is_reversed, is_one
-    batches = of_sizes([2], [2] * 3)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
+class Reversed(BeforeBackwards):
+    is_reversed = True
+
+
+class InOneBackward(BeforeBackwards):
+    is_one = True
 
 
 class SetToZero(Joined):
@@ -271,16 +227,6 @@ class SetToZero(Joined):
             loss = self.case.loss(self.model(batch))
             self.optimizer.zero_grad(set_to_none=False)
             loss.backward()  # type: ignore[no-untyped-call]
-
-
-@on_ranks(2)
-def test_gradients_that_are_set_to_zero() -> None:
-    alone, joined = Alone("unused and reused"), SetToZero("unused and reused")
-    batches = of_sizes([1, 1], [1] * 5)
-    alone.train(batches)
-    joined.train(batches)
-    joined.optimizer.zero_grad()
-    assert_equal(joined, alone)
 
 
 @on_ranks(2)
@@ -315,25 +261,6 @@ class JoinedEverySecondBackward(EverySecondBackward, Joined):
         self.run(batches[rank()], self.optimizer, self.other, self.scheduler)
 
 
-@on_ranks(2)
-def test_gradients_that_another_optimizer_keeps() -> None:
-    alone, joined = EverySecondBackward(), JoinedEverySecondBackward(granularity="dim")
-    batches = of_sizes([1, 1], [1] * 6)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("unused", ["none", "zeros", "error"])
-def test_parameters_that_the_others_use(unused: Any) -> None:
-    alone, joined = Alone("stack"), Joined("stack", unused=unused)
-    batches = of_sizes([1], [1] * 3)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-
-
 class InBackward(Joined):
     """Steps units in backward."""
 
@@ -345,14 +272,77 @@ class InBackward(Joined):
         self.scheduler.step()
 
 
-@on_ranks(2, thorough=(3,))
+class Recomputed(Joined):
+    """Computes the whole model again in backward."""
+
+    is_reentrant = False
+
+    def accumulate(self, micro: list[Tensor]) -> None:
+        for batch in micro:
+            output = checkpoint(self.model, batch.requires_grad_(), use_reentrant=self.is_reentrant)
+            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
+
+
+LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
+    "no rank has batches": (Joined, "stack", [[], []], {}),
+    **{
+        f"one rank has batches, {name}": (Joined, name, [[], [1] * 3, []], {"clip": 0.1})
+        for name in ("checkpointed inside", "unused and reused", "stack")
+    },
+    **{
+        f"{unused} for unused": (Joined, "stack", [[1], [1] * 3], {"unused": unused})
+        for unused in ("none", "zeros", "error")
+    },
+    "dim": (Joined, "unused and reused", [[2, 1, 1], [], [3]], {"granularity": "dim"}),
+    "offload": (
+        Joined,
+        "unused and reused",
+        [[2, 1, 1], [], [3]],
+        {"offload_policy": sw.CPUOffloadPolicy()},
+    ),
+    **{
+        f"in rows, {strategy}": (
+            InRows,
+            "stack",
+            [[3, 1], [], [2], [1, 2, 2]],
+            {"strategy": strategy, "sharding_factor": 2},
+        )
+        for strategy in ("hsdp", "hfsdp")
+    },
+    **{
+        f"{kind.__name__}, {name}": (kind, name, [[2], [2] * 3], {})
+        for kind in (BeforeBackwards, Reversed, InOneBackward)
+        for name in ("stack", "checkpointed")
+    },
+    "set to zero": (SetToZero, "unused and reused", [[1, 1], [1] * 5], {}),
+    "another optimizer keeps gradients": (
+        JoinedEverySecondBackward,
+        "stack",
+        [[1, 1], [1] * 6],
+        {"granularity": "dim"},
+    ),
+    "steps in backward": (InBackward, "stack", [[1] * 3, [1] * 5], {}),
+    "a checkpoint of the whole model": (Recomputed, "stack", [[1], [1] * 3], {}),
+}
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("loop", "world_size"), [(loop, len(sizes)) for loop, (_, _, sizes, _) in LOOPS.items()]
+)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_steps_in_backward() -> None:
-    alone, joined = Alone(), InBackward()
-    batches = draw(alone.case, "in backward", 5, 1)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
+def test_other_loops(loop: str) -> None:
+    kind, name, sizes, options = LOOPS[loop]
+    alone = EverySecondBackward if issubclass(kind, EverySecondBackward) else Alone
+    compare(kind(name, **options), alone(name, options.get("clip")), of_sizes(*sizes))
+
+
+@on_ranks(2)
+def test_a_reentrant_checkpoint_of_the_whole_model_is_refused() -> None:
+    joined = Recomputed()
+    joined.is_reentrant = True
+    with pytest.raises(sw.StepError, match="use_reentrant=False"):  # in the first step
+        joined.train(of_sizes([1], [1] * 3))
 
 
 class CallsItsBase(torch.optim.SGD):
@@ -363,53 +353,35 @@ class CallsItsBase(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_several_optimizers() -> None:
+@pytest.mark.parametrize("clears", ["all", "own", "own, to zeros"])
+def test_several_optimizers(clears: str) -> None:
+    """The first one steps every second time, or they take turns and clear their own gradients."""
     alone, joined = Alone(), Joined()
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         first, *rest = model.parameters()
         return [CallsItsBase([first], lr=0.1, momentum=0.9), adamw(iter(rest))]
 
-    ours, theirs = optimizers(joined.model), optimizers(alone.model)
-    batches = of_sizes([1], [1] * 4)
-    for number in range(4):
-        computing = [steps[number][0] for steps in batches if number < len(steps)]
-        losses = [alone.case.loss(alone.model(batch)) for batch in computing]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        for optimizer in theirs[number % 2 :]:  # the first one in every second step
-            optimizer.step()
-        alone.model.zero_grad()
-    with sw.join(joined.model, *ours):
-        for number, micro in enumerate(batches[rank()]):
-            joined.accumulate(micro)
-            for optimizer in ours[number % 2 :]:
+    def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        if clears == "all":
+            for optimizer in optimizers[number % 2 :]:
                 optimizer.step()
-            joined.model.zero_grad()
-    assert_equal_models(joined.model, alone.model, 0)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_optimizers_that_clear_their_own_gradients(set_to_none: bool) -> None:
-    alone, joined = Alone(), Joined()
-
-    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-        half = len(every := list(model.parameters())) // 2
-        return [adamw(iter(every[:half])), adamw(iter(every[half:]))]
+            model.zero_grad()
+        else:  # the gradients of the other one add up
+            optimizers[number % 2].step()
+            optimizers[number % 2].zero_grad(set_to_none=clears == "own")
 
     ours, theirs = optimizers(joined.model), optimizers(alone.model)
     batches = of_sizes([1], [1] * 5)
-    for number in range(5):  # the gradients of the other half add up
+    for number in range(5):
         computing = [steps[number][0] for steps in batches if number < len(steps)]
         losses = [alone.case.loss(alone.model(batch)) for batch in computing]
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        theirs[number % 2].step()
-        theirs[number % 2].zero_grad(set_to_none)
+        update(alone.model, theirs, number)
     with sw.join(joined.model, *ours):
         for number, micro in enumerate(batches[rank()]):
             joined.accumulate(micro)
-            ours[number % 2].step()
-            ours[number % 2].zero_grad(set_to_none)
+            update(joined.model, ours, number)
     assert_equal_models(joined.model, alone.model, 0)
 
 
@@ -434,18 +406,6 @@ def test_an_optimizer_with_collectives() -> None:
             equal.update()
     for own, other in zip(joined.model.parameters(), equal.model.parameters(), strict=True):
         assert_close(own.detach(), full(other.detach()), "Muon")
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_replicas_hold_the_same_bits(strategy: str) -> None:
-    joined = Joined(clip=0.1, strategy=strategy)
-    joined.train(draw(joined.case, world_size(), 5, 2))
-    for parameter in joined.model.parameters():
-        copy = full(parameter.detach())
-        first = copy.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(copy, first)
 
 
 @on_ranks(3)
@@ -478,7 +438,7 @@ def test_the_mean_over_all_tokens(accumulate: Any) -> None:
 
 
 def num_collectives(model: nn.Module) -> int:
-    comm = runtime_of(model).scheduler._comm
+    comm = comm_of(model)
     return sum(queue.sent[0] for queue in (comm.gather, comm.reduce))
 
 
@@ -643,14 +603,6 @@ def test_a_rank_without_batches_that_raises(is_in_step: bool) -> None:
         parameter.register_post_accumulate_grad_hook(Raising.trip)  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError if rank() == 1 else sw.PeerAborted, match="it hurts"):
         joined.run(of_sizes([1] * 3, [])[rank()], joined.optimizer, joined.scheduler)
-
-
-@on_ranks(2)
-def test_steps_of_different_lengths_without_notice() -> None:
-    joined = InShards()
-    batches = of_sizes([2, 2], [3, 3])[rank()]
-    with pytest.raises(sw.StepError, match=r"rank 0: .* after 1 steps; rank 1: .* after 0 steps"):
-        joined.run(batches, joined.optimizer, joined.scheduler)
 
 
 @on_ranks(2)
@@ -858,11 +810,9 @@ class Hooked(Joined):
 def test_gradients_that_hooks_change() -> None:
     alone, joined = Alone(), Hooked()
     for parameter in alone.model.parameters():
-        parameter.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+        parameter.register_hook(lambda gradient: gradient / 2)
     batches = of_sizes([1], [1] * 3)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
+    compare(joined, alone, batches)
 
 
 class Alternating(nn.Module):
@@ -935,29 +885,6 @@ def test_errors_say_which_forward() -> None:
     )
     with pytest.raises(sw.StepError, match=what):
         joined.run(of_sizes([2], [1])[rank()], joined.optimizer, joined.scheduler)
-
-
-class Reentrant(Joined):
-    """Runs the whole model again in backward."""
-
-    is_reentrant = True
-
-    def accumulate(self, micro: list[Tensor]) -> None:
-        for batch in micro:
-            output = checkpoint(self.model, batch.requires_grad_(), use_reentrant=self.is_reentrant)
-            self.case.loss(output).backward()  # type: ignore[no-untyped-call]
-
-
-@on_ranks(2)
-def test_checkpoints_of_the_whole_model() -> None:
-    alone, joined, reentrant = Alone(), Reentrant(), Reentrant()
-    joined.is_reentrant = False
-    batches = of_sizes([1], [1] * 3)
-    alone.train(batches)
-    joined.train(batches)
-    assert_equal(joined, alone)
-    with pytest.raises(sw.StepError, match="use_reentrant=False"):  # in the first step
-        reentrant.train(batches)
 
 
 class WithoutBackward(Joined):

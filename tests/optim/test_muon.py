@@ -17,7 +17,13 @@ from tests.covering import covered_first
 from tests.models import CASES, Gpt, GptBlock, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import assert_equal_training, options_of, own_part, runtime_of
+from tests.runtime.one_process import (
+    assert_equal_training,
+    comm_of,
+    options_of,
+    own_part,
+    runtime_of,
+)
 
 STRATEGIES = ("fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 GRANULARITIES = ("element", "row", "tensor", "dim")
@@ -89,8 +95,7 @@ def _step_of(name: str, granularity: Any, strategy: str, batch_bytes: int) -> di
         return work(member, *args)
 
     optimizer._work = counted  # type: ignore[method-assign,assignment]
-    runtime = runtime_of(model)
-    comm = communicator(runtime.mesh.world, runtime.pools.device)
+    comm = comm_of(model)
     sent = []
     for _ in range(2):
         worked.clear()

@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise._private import FakeTensorMode
 from tests.models import CASES, build
+from tests.optim.checkpoints import load_one, save_both
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, options_of, own_part
@@ -54,23 +49,15 @@ def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 def _save(make: Make, strategy: str, path: Path) -> None:
     model, optimizer = _sharded(make, strategy)
     _train(model, optimizer, range(3))
-    sw.save(path / "ours", model=model, optimizer=optimizer)
-    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-    save(state, checkpoint_id=path / "torch")
+    save_both(path, model, optimizer)
 
 
-def _load_and_continue(make: Make, strategy: str, path: Path, *, by_torch: bool) -> None:
+def _load_and_continue(make: Make, strategy: str, path: Path, by_torch: bool) -> None:
     reference = build("gpt")
     of_reference = make(reference.parameters())
     _train(reference, of_reference, range(6))
     model, optimizer = _sharded(make, strategy)
-    if by_torch:
-        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-        load(state, checkpoint_id=path / "torch")
-        model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"])
-    else:
-        sw.load(path / "ours", model=model, optimizer=optimizer)
+    load_one(path, model, optimizer, by_torch=by_torch)
     _train(model, optimizer, range(3, 6))
     assert_equal_models(model, reference, 6)
 
@@ -84,11 +71,7 @@ def test_another_number_of_ranks_continues(
     make: Make, before: str, after: str, ranks: tuple[int, int], by_torch: bool, tmp_path: Path
 ) -> None:
     run_on(ranks[0], _save, make, before, tmp_path)
-    run_on(ranks[1], _load_by, make, after, tmp_path, by_torch)
-
-
-def _load_by(make: Make, strategy: str, path: Path, by_torch: bool) -> None:
-    _load_and_continue(make, strategy, path, by_torch=by_torch)
+    run_on(ranks[1], _load_and_continue, make, after, tmp_path, by_torch)
 
 
 @pytest.mark.parametrize("make", [muon, soap])
@@ -114,13 +97,13 @@ def _reload(make: Make) -> None:
 def test_matrices_are_frozen_unfrozen_and_added_between_steps(make: Make) -> None:
     """Matrices that have states keep their owners."""
 
-    def trained(*, shards: bool) -> nn.Module:
+    def trained(*, shards: bool) -> Any:
         model = build("gpt")
-        added = list(model.layers[1].parameters())  # type: ignore[index,union-attr]
-        frozen = model.layers[0].requires_grad_(False)  # type: ignore[index]
+        added = list(model.layers[1].parameters())
+        frozen = model.layers[0].requires_grad_(False)
         if shards:
             sw.fully_shard(model, units=CASES["gpt"].units)
-            added = list(model.layers[1].parameters())  # type: ignore[index,union-attr]
+            added = list(model.layers[1].parameters())
         late = {id(parameter) for parameter in added}
         optimizer = make(p for p in model.parameters() if id(p) not in late)
         _train(model, optimizer, range(2))

@@ -11,10 +11,14 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.tensor.sharding import local_of, sharding_of
 from tests.covering import covered_first
-from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_equal_models, assert_equal_training, options_of
+from tests.runtime.one_process import (
+    assert_equal_models,
+    assert_equal_training,
+    options_of,
+    sharded_pair,
+)
 
 STRATEGIES = ("fsdp", "zero2", "zero1", "ddp", "hsdp", "hfsdp")
 
@@ -45,8 +49,7 @@ def test_steps_are_those_of_one_process(strategy: str, granularity: str, name: s
 @on_ranks(3, thorough=(1, 2, 4))
 def test_the_same_gradients_give_the_same_bits() -> None:
     """Also for gradients of low rank, whose basis is rounding errors."""
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=CASES["stack"].units)
+    reference, model = sharded_pair("stack")
     optimizers = []
     for one in (reference, model):
         groups = matrix_groups(one.parameters())

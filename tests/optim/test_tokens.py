@@ -10,7 +10,13 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_close, rank, world_size
+from tests.runtime.one_process import (
+    assert_close,
+    assert_equal_models,
+    rank,
+    sharded_pair,
+    world_size,
+)
 
 ROWS = 12
 
@@ -18,8 +24,7 @@ ROWS = 12
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp"])
 def test_gradients_do_not_depend_on_where_tokens_are(strategy: str) -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block, strategy=strategy)
+    reference, model = sharded_pair("stack", strategy=strategy)
     for step in range(3):
         rows = torch.randn(ROWS, WIDTH).double()
         mask = (torch.rand(ROWS) < 0.5).double()
@@ -33,16 +38,15 @@ def test_gradients_do_not_depend_on_where_tokens_are(strategy: str) -> None:
         for part in parts:
             loss = _losses(model, rows[own][part], mask[own][part]) * weight
             loss.backward()  # type: ignore[no-untyped-call]
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert_close(p.grad, q.grad, name)
-            p.grad, q.grad = None, None
+        assert_equal_models(model, reference, step)
+        for one in (model, reference):
+            one.zero_grad()
 
 
 @on_ranks(3, thorough=(1, 2, 4))
 def test_backward_computes_gradients_of_the_mean_over_all_tokens() -> None:
     """On any number of ranks and micro-batches, some of them without tokens."""
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair("stack")
     modes: tuple[Literal["shards", "whole"], ...] = ("shards", "whole")
     for num_parts, accumulate, masked in itertools.product(
         (1, 2, 4), modes, ("half", "last rank", "all")
@@ -64,11 +68,9 @@ def test_backward_computes_gradients_of_the_mean_over_all_tokens() -> None:
         )
         what = f"{num_parts} micro-batches, {accumulate}, {masked}"
         assert_close(loss, expected.detach(), what)
-        for (name, p), q in zip(
-            model.named_parameters(), reference.named_parameters(), strict=True
-        ):
-            assert_close(p.grad, q[1].grad, f"{name}, {what}")
-            p.grad, q[1].grad = None, None
+        assert_equal_models(model, reference, 0)
+        for one in (model, reference):
+            one.zero_grad()
 
 
 @on_ranks(2)

@@ -62,14 +62,6 @@ def test_runs_partition_every_parameter(layout: Layout) -> None:
         assert edges[-1] == extent.parameter.num_elements
 
 
-@given(LAYOUTS)
-def test_extents_keep_their_order_and_do_not_overlap(layout: Layout) -> None:
-    for one, next_one in pairwise(layout.extents):
-        assert one.stop <= next_one.offset
-    assert layout.extents[0].offset == 0
-    assert layout.extents[-1].stop <= layout.num_elements
-
-
 @given(parameter_lists(), WORLD_SIZES, ALIGNMENTS)
 def test_padding_is_alignment_alone(
     parameters: list[ParameterSpec], world_size: int, alignment: int
@@ -79,23 +71,13 @@ def test_padding_is_alignment_alone(
     assert all(0 <= gap < alignment for gap in gaps)
     assert all(extent.offset % alignment == 0 for extent in layout.extents)
     assert layout.shard_elements % alignment == 0
+    assert layout.extents[0].offset == 0
     assert [extent.parameter for extent in layout.extents] == parameters
     # After the last parameter: its own alignment, then each of the equal shards'.
     end = layout.extents[-1].stop
     assert 0 <= layout.num_elements - end < alignment + alignment * world_size
     assert layout.padding_elements == layout.num_elements - sum(p.num_elements for p in parameters)
     assert layout.padding_elements < alignment * (len(parameters) + world_size)
-
-
-@given(LAYOUTS | COARSE_LAYOUTS)
-def test_offset_in_shard_is_where_the_run_lies(layout: Layout) -> None:
-    for extent in layout.extents:
-        for rank, run in enumerate(layout.runs(extent)):
-            offset = layout.offset_in_shard(extent, rank)
-            assert 0 <= offset <= layout.shard_elements
-            if run:
-                assert rank * layout.shard_elements + offset == extent.offset + run.start
-                assert offset + len(run) <= layout.shard_elements
 
 
 @given(LAYOUTS | COARSE_LAYOUTS)
@@ -236,27 +218,6 @@ def test_mixed_precision_does_not_move_cuts() -> None:
     layout, other = lay_out(plain, 3), lay_out(cast, 3)
     for extent, same in zip(layout.extents, other.extents, strict=True):
         assert layout.runs(extent) == other.runs(same)
-
-
-def test_fewer_elements_than_ranks() -> None:
-    layout = lay_out([spec("a", 5)], world_size=1000)
-    (extent,) = layout.extents
-    assert [len(run) for run in layout.runs(extent)] == [5] + 999 * [0]
-    assert layout.padding_elements == 7995
-
-
-@pytest.mark.parametrize(("shape", "elements"), [((), 1), ((0,), 0), ((3, 0, 2), 0)])
-def test_scalar_and_zero_size(shape: tuple[int, ...], elements: int) -> None:
-    layout = lay_out([spec("a", *shape)], world_size=3, alignment=1)
-    assert [len(run) for run in layout.runs(layout.extents[0])] == (
-        [1, 0, 0] if elements else [0] * 3
-    )
-    assert layout.num_elements == 3 * elements
-
-
-def test_one_rank_owns_everything() -> None:
-    layout = lay_out([spec("a", 3), spec("b", 2, 2)], world_size=1)
-    assert [layout.runs(extent) for extent in layout.extents] == [(Run(0, 3),), (Run(0, 4),)]
 
 
 def test_a_layout_proves_itself() -> None:

@@ -1,6 +1,5 @@
 """Units: which modules a choice selects, and which unit owns which parameter."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from shardwise.plan.layout import Cast, ParameterExtent
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.units import UnitPlan, plan_units
+from tests.counting import num_calls
 
 
 class Attention(nn.Module):
@@ -412,15 +412,4 @@ def test_planning_takes_linear_time() -> None:
 def _calls_to_plan(num_blocks: int) -> int:
     root = Model(num_blocks)
     names = choose_units(root, Block)
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        planned(root, *names[1:])
-    finally:
-        sys.setprofile(None)
-    return calls
+    return num_calls(lambda: planned(root, *names[1:]))

@@ -34,21 +34,28 @@ THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_async", "kind"),
+    ("strategy", "is_async", "kind", "init_sync"),
     [
-        ("fsdp", True, ""),
-        ("zero2", False, "branches"),
-        pytest.param("ddp", True, "", marks=pytest.mark.thorough),
-        pytest.param("fsdp", True, "branches", marks=pytest.mark.thorough),
-        pytest.param("zero1", False, "", marks=pytest.mark.thorough),
+        ("fsdp", True, "", True),
+        ("zero2", False, "branches", False),
+        pytest.param("ddp", True, "", False, marks=THOROUGH),
+        pytest.param("fsdp", True, "branches", False, marks=THOROUGH),
+        pytest.param("zero1", False, "", True, marks=THOROUGH),
     ],
 )
-def test_replicas_equal_one_process(strategy: str, is_async: bool, kind: str) -> None:
+def test_replicas_equal_one_process(
+    strategy: str, is_async: bool, kind: str, init_sync: bool
+) -> None:
+    """With `init_sync`, torchft gives zeros to replicas that "heal" in the first step, and divides
+    by their number as well.
+    """
     options: dict[str, Any] = {"strategy": strategy, "is_async": is_async, "kind": kind}
+    options["init_sync"] = init_sync
     with Job(num_ranks=2, min_replicas=2) as job:
         job.finish(*job.begin(2, program, steps=6, **options))
         assert_equal_to_one_process(job, 6, range(2), kind=kind)
-        assert [line["num_replicas"] for line in job.lines(0, 0, "step")] == [2] * 6
+        for number in range(2):
+            assert [line["num_replicas"] for line in job.lines(number, 0, "step")] == [2] * 6
 
 
 @pytest.mark.parametrize(
@@ -77,17 +84,7 @@ def test_replicas_keep_the_same_bits_in_mixed_precision() -> None:
             assert len(lines) == 9
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_the_samples_of_all_replicas_count_in_the_first_step(is_async: bool) -> None:
-    """torchft gives zeros to replicas that "heal" then, and divides by their number as well."""
-    with Job(num_ranks=2, min_replicas=2) as job:
-        options: dict[str, Any] = {"steps": 2, "is_async": is_async, "init_sync": True}
-        job.finish(*job.begin(2, program, **options))
-        assert_equal_to_one_process(job, 2, range(2))
-        assert [line["num_replicas"] for line in job.lines(1, 0, "step")] == [2, 2]
-
-
-@pytest.mark.parametrize("init_sync", [True, False])
+@pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=THOROUGH)])
 def test_replicas_that_begin_with_different_values_are_refused(init_sync: bool) -> None:
     """With `init_sync`, torchft would give each rank the shard of another replica."""
     with Job(num_ranks=2, min_replicas=2) as job:
@@ -140,9 +137,8 @@ PLACES = ["forward", "backward", "reduction", "optimizer", "end"]
     ("num_replicas", "place"),
     [
         (2, "backward"),
-        (2, "end"),
-        *(pytest.param(2, place, marks=pytest.mark.thorough) for place in PLACES),
-        *(pytest.param(3, place, marks=pytest.mark.thorough) for place in PLACES),
+        *(pytest.param(2, place, marks=THOROUGH) for place in PLACES if place != "backward"),
+        *(pytest.param(3, place, marks=THOROUGH) for place in PLACES),
     ],
 )
 def test_a_killed_replica_returns_with_the_bits_of_the_others(
@@ -153,23 +149,18 @@ def test_a_killed_replica_returns_with_the_bits_of_the_others(
         assert_equal_to_one_process(job, 9, range(num_replicas))
         returned = [line["step"] for line in job.lines(num_replicas - 1, 0, "step")]
         assert returned[-2:] == [7, 8], "within two steps after its return"
+        # A sample is a replica's part of a step. None counts twice.
+        *others, own = (
+            [line["step"] for line in job.lines(number, 0, "counts")]
+            for number in range(num_replicas)
+        )
+        assert all(counts == list(range(9)) for counts in others)
+        if place == "backward":  # later, its samples of this step may count
+            assert own[2] in (5, 6, 7)
+            assert own == [0, 1, *range(own[2], 9)], "those of the dead one are skipped"
 
 
-def test_a_death_repeats_one_step_and_skips_the_samples_of_the_dead_replica() -> None:
-    """A sample is a replica's part of a step. None counts twice."""
-    with Job(num_ranks=1, min_replicas=1) as job:
-        kill_and_return(job, (2, "backward"), back_at=5, steps=9)
-        counts = [[line["step"] for line in job.lines(n, 0, "counts")] for n in range(2)]
-        begins = [line["step"] for line in job.lines(0, 0, "begins")]
-        assert counts[0] == list(range(9)), "the survivor's samples count once"
-        assert set(begins) == set(range(9))
-        # The step of the death is repeated, unless the quorum of this step knew of it already.
-        back = counts[1][2]
-        assert back in (5, 6, 7)
-        assert counts[1] == [0, 1, *range(back, 9)], "those of the dead one are skipped"
-
-
-@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=THOROUGH)])
 def test_a_replica_that_is_killed_in_a_save_leaves_the_last_checkpoint_whole(
     num_replicas: int,
 ) -> None:
@@ -193,7 +184,7 @@ def test_all_tokens_of_all_replicas_have_the_same_weight() -> None:
         assert {line["num_replicas"] for line in job.lines(0, 0, "step")} == {1, 2}
 
 
-@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
 def test_a_replica_takes_buffers_and_random_states(is_async: bool) -> None:
     """With an asynchronous quorum in a step that does not count, and is repeated."""
     with Job(num_ranks=2, min_replicas=1) as job:
@@ -215,7 +206,7 @@ def test_a_replica_takes_buffers_and_random_states(is_async: bool) -> None:
             assert job.lines(1, 0, "repeats")
 
 
-@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
 def test_an_exception_of_one_rank_is_undone_and_the_others_repeat_the_step(
     is_async: bool,
 ) -> None:
@@ -292,7 +283,10 @@ def test_too_few_replicas_are_named_until_one_returns() -> None:
 
 @pytest.mark.parametrize(
     ("is_async", "change"),
-    [(True, {"kind": "deep"}), (False, {"strategy": "zero2"})],
+    [
+        (True, {"kind": "deep"}),
+        pytest.param(False, {"strategy": "zero2"}, marks=THOROUGH),
+    ],
 )
 def test_a_replica_that_runs_another_program_cannot_join(
     is_async: bool, change: dict[str, Any]
@@ -314,7 +308,7 @@ def test_a_replica_that_runs_another_program_cannot_join(
         assert "PlanError" in text
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=THOROUGH)])
 def test_a_stopped_replica_is_left_out_and_heals(
     seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +462,7 @@ def test_a_replica_whose_manager_is_shut_down_says_to_restart_it() -> None:
     manager.start_quorum.assert_not_called()
 
 
+@pytest.mark.thorough
 def test_a_lighthouse_that_ends_and_starts_again_stops_nothing() -> None:
     with Job(num_ranks=2, min_replicas=1) as job:
         replicas = [

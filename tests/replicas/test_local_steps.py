@@ -90,7 +90,7 @@ def assert_same_shared_bits(job: Job, numbers: range) -> None:
                 assert bits.setdefault(line["round"], line["shared"]) == line["shared"], line
 
 
-@pytest.mark.parametrize("row", ["diloco", "streaming"])
+@pytest.mark.parametrize("row", ["streaming", pytest.param("diloco", marks=pytest.mark.thorough)])
 def test_replicas_of_a_manager_equal_diloco_in_one_process(row: str) -> None:
     with Job(num_ranks=2, min_replicas=2) as job:
         job.finish(*job.begin(2, program, row=row, steps=14))
@@ -165,6 +165,7 @@ def test_a_replica_that_is_not_finite_does_not_synchronize() -> None:
         assert all(value.isfinite().all() for value in values)
 
 
+@pytest.mark.thorough  # test_elastic.py shows it, too
 def test_replicas_that_begin_with_different_values_are_refused() -> None:
     with Job(num_ranks=2, min_replicas=2) as job:
         replicas = [job.start(n, program, row="diloco", steps=8, seed=n) for n in range(2)]

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.replicas.state import ReplicaState
 from tests.models import WIDTH, Block, Stack
+from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
 from tests.runtime.one_process import own_part
 
@@ -20,21 +20,15 @@ Make = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
 def muon(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return sw.optim.Muon(_groups(parameters))
+    return sw.optim.Muon(matrix_groups(parameters))
 
 
 def soap(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return sw.optim.SOAP(_groups(parameters), precondition_frequency=2, damping=1e-3)
+    return sw.optim.SOAP(matrix_groups(parameters), precondition_frequency=2, damping=1e-3)
 
 
 def adam8bit(parameters: Iterator[nn.Parameter]) -> Optimizer:
     return sw.optim.Adam8bit(parameters, min_elements=0, block=4)
-
-
-def _groups(parameters: Iterator[nn.Parameter]) -> list[dict[str, Any]]:
-    every = list(parameters)
-    others = {"params": [p for p in every if p.ndim <= 1], "method": "adamw"}
-    return [{"params": [p for p in every if p.ndim > 1]}, others]
 
 
 class Replica:

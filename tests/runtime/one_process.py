@@ -1,5 +1,6 @@
 """Training in one process on the global batch, and comparisons of ranks with it."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shardwise.plan.strategy import STRATEGIES
 from shardwise.runtime.engine import Runtime
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from tests.models import CASES, build
+from tests.models import CASES, WIDTH, build
 
 TOLERANCE = 1e-10
 BATCH = 12  # divides by 1, 2, 3 and 4 ranks
@@ -46,7 +47,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -173,7 +174,7 @@ def assert_equal_training(
     set_to_none: bool = True,
     clip: float | None = None,
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """Train a case sharded and in one process; compare loss, gradients and parameters."""
     case = CASES[name]
     *recorded, last = train_alone(name, steps, accumulate, make_optimizer, set_to_none, clip)
@@ -198,8 +199,64 @@ def assert_equal_training(
     return model
 
 
+def sharded_pair(model: str | nn.Module, **options: Any) -> tuple[Any, Any]:
+    """A model, given itself or by the name of its case, and a copy of it that is sharded."""
+    if isinstance(model, str):
+        options = {"units": CASES[model].units, **options}
+    alone: nn.Module = build(model) if isinstance(model, str) else model
+    return alone, sw.fully_shard(copy.deepcopy(alone), **options)
+
+
+def squares(model: Any, x: Tensor) -> Any:
+    return model(x).square().mean()
+
+
+def rows(number: int = BATCH) -> Tensor:
+    """A global batch, the same on all ranks."""
+    return torch.randn(number, WIDTH).double()
+
+
+def assert_equal_steps(
+    model: nn.Module,
+    reference: nn.Module,
+    steps: int = 3,
+    *,
+    loss: Callable[[Any, Tensor], Any] = squares,
+    batch: Callable[[], Tensor] = rows,
+    make_optimizer: MakeOptimizer | None = None,
+    zeroes: bool = False,
+) -> None:
+    """Run both on the same batches; compare gradients and parameters after each backward.
+
+    Gradients add up over the steps, unless there is an optimizer or ``zeroes``, which drops those
+    of before.
+    """
+    both: Any = [(model, own_part), (reference, Tensor.clone)]
+    optimizers = [make_optimizer(one.parameters()) for one, _ in both if make_optimizer]
+    for step in range(steps):
+        whole = batch()
+        for one, part in both:
+            if zeroes:
+                one.zero_grad()
+            loss(one, part(whole)).backward()
+        assert_equal_models(model, reference, step)
+        step_all(optimizers)
+
+
 def assert_equal_models(model: nn.Module, reference: nn.Module, step: int) -> None:
     assert_equal_parameters(model, dict(reference.named_parameters()), step)
+
+
+def assert_equal_whole(model: nn.Module, reference: nn.Module, step: int) -> None:
+    """Compare gathered parameters and gradients, for placements that `assert_close` does not cut.
+
+    The modules may have them in different orders.
+    """
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name)
+        gradient = None if parameter.grad is None else full(parameter.grad)
+        assert_close(gradient, expected.grad, f"gradient of {name} in step {step}")
+        assert_close(full(parameter.detach()), expected.detach(), f"{name} after step {step}")
 
 
 def assert_equal_parameters(

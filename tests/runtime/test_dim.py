@@ -1,7 +1,6 @@
 """With granularity "dim", models train as in one process, and have FSDP2's placements."""
 
 import copy
-import io
 import warnings
 from itertools import product
 from typing import Any
@@ -16,58 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
-from tests.models import CASES, LIKE_OTHERS, Block, Stack, build
+from tests.models import Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
-    assert_close,
-    assert_equal_models,
-    assert_equal_training,
-    full,
+    assert_equal_steps,
     options_of,
-    own_part,
     step_all,
 )
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("name", "world_size"), covered_first(product(CASES, (2, 3, 4)), leave=LIKE_OTHERS)
-)
-def test_every_model_trains_as_in_one_process(name: str) -> None:
-    assert_equal_training(name, granularity="dim")
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "name", "world_size"),
-    covered_first(
-        (strategy, name, 4 if row.num_axes > 1 else 2)
-        for (strategy, row), name in product(PRESETS.items(), ("gpt", "conv", "tied", "tiny"))
-        if not row.is_two_level
-    ),
-)
-def test_every_strategy_trains_as_in_one_process(strategy: str, name: str) -> None:
-    assert_equal_training(name, granularity="dim", **options_of(strategy))
-
-
-@on_ranks(2, thorough=(4,))
-def test_other_loops_train_as_in_one_process() -> None:
-    assert_equal_training("stack", granularity="dim", accumulate=2, clip=0.01)
-    assert_equal_training("stack", granularity="dim", prefetch=0, set_to_none=False)
-    assert_equal_training("stack", granularity="dim", reshard_after_forward=False)
-    assert_equal_training("stack", granularity="dim", offload_policy=sw.CPUOffloadPolicy())
-    last = Shard(-1)
-    assert_equal_training("gpt", granularity="dim", shard_placement_fn=lambda _: last)
-    mixed = {"*.weight": "dim", "*": "element"}
-    assert_equal_training("stack", granularity=mixed, clip=0.01)
-
-
-@on_ranks(4)
-def test_parameters_are_gathered_again_from_a_smaller_group() -> None:
-    assert_equal_training("stack", granularity="dim", reshard_after_forward=2)
 
 
 @on_ranks(2, 3)
@@ -102,43 +58,9 @@ def test_parameters_and_gradients_are_those_of_fsdp2(dim: int | None) -> None:
 
 
 @on_ranks(2)
-def test_the_whole_is_what_one_process_has() -> None:
-    model = sw.fully_shard(build("stack"), units=Block, granularity="dim")
-    for (name, sharded), plain in zip(
-        model.named_parameters(), build("stack").parameters(), strict=True
-    ):
-        assert_close(full(sharded.detach()), plain.detach(), name)
-    with sw.gathered(model, write_back=True):
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
-    for sharded, plain in zip(model.parameters(), build("stack").parameters(), strict=True):
-        assert torch.equal(full(sharded.detach()), 2 * plain.detach())
-
-
-@on_ranks(2)
 def test_replicas_are_replicated_dtensors() -> None:
     model = sw.fully_shard(Stack(), strategy="ddp", granularity="dim")
     assert all(p.placements == (Replicate(),) for p in model.parameters())  # type: ignore[attr-defined]
-
-
-@on_ranks(2)
-def test_copies_and_pickled_states_are_equal() -> None:
-    model = sw.fully_shard(build("tied"), units=Block, granularity="dim")
-    model(own_part(CASES["tied"].batch(4))).square().mean().backward()
-    twin = copy.deepcopy(model)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert one is not other
-        assert torch.equal(full(one.detach()), full(other.detach()))
-        assert other.grad is None  # torch copies no gradients of parameters
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    file.seek(0)
-    twin.load_state_dict(torch.load(file, weights_only=False))
-    batch = own_part(CASES["tied"].batch(4))
-    assert torch.equal(twin(batch), model(batch))
 
 
 @on_ranks(2)
@@ -155,8 +77,8 @@ def test_parameters_on_the_meta_device_are_dtensors(
         model = build("stack")
     if wraps:  # whose ``named_parameters()`` leaves out its own name
         for one in (reference, model):
-            one.layers = nn.ModuleList(map(checkpoint_wrapper, one.layers))  # type: ignore[arg-type]
-    for layer in (*model.layers, model):  # type: ignore[misc]
+            one.layers = nn.ModuleList(map(checkpoint_wrapper, one.layers))
+    for layer in (*model.layers, model):
         sw.fully_shard(layer, granularity=granularity)
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if how == "assign" and granularity == "dim":
@@ -175,16 +97,9 @@ def test_parameters_on_the_meta_device_are_dtensors(
         with torch.no_grad(), sw.gathered(model, write_back=True):
             for p, value in zip(model.parameters(), reference.parameters(), strict=True):
                 p.copy_(value)
-    batch = CASES["stack"].batch(4)
-    reference(batch.clone()).square().mean().backward()
-    model(own_part(batch)).square().mean().backward()
-    assert_equal_models(model, reference, 0)
-    model.to("cpu")
-    model.zero_grad()
-    reference.zero_grad()
-    reference(batch.clone()).square().mean().backward()
-    model(own_part(batch)).square().mean().backward()
-    assert_equal_models(model, reference, 1)
+    for _ in range(2):
+        assert_equal_steps(model, reference, 1, zeroes=True)
+        model.to("cpu")
 
 
 @on_ranks(2)
@@ -195,14 +110,7 @@ def test_a_model_may_be_converted_between_steps(granularity: Any) -> None:
     model.double()
     reference.double()
     assert all(p.dtype == torch.float64 for p in model.parameters())
-    optimizers = [adamw(m.parameters()) for m in (reference, model)]
-    for step in range(2):
-        batch = CASES["tied"].batch(4)
-        reference(batch.clone()).square().mean().backward()
-        model(own_part(batch)).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        step_all(optimizers)
-    assert_equal_models(model, reference, 2)
+    assert_equal_steps(model, reference, make_optimizer=adamw)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """If ranks enter different units, every rank gets an error that names them, within seconds."""
 
-import copy
 import re
 import time
 from typing import Any
@@ -9,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import assert_equal_models, own_part
+from tests.runtime.one_process import (
+    assert_equal_steps,
+    options_of,
+    sharded_pair,
+)
 
 SECONDS = 45  # it takes 3 on an idle machine
 
@@ -42,9 +44,7 @@ def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
 
 @on_ranks(3)
 def test_a_rank_that_exits_in_forward_is_an_error_on_the_others() -> None:
-    reference = Routed().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair(Routed().double(), units=Block)
     _check_step(model, reference)
     leaves = dist.get_rank() == 1
     hook = model.experts[1].register_forward_pre_hook(_leave) if leaves else None
@@ -73,26 +73,17 @@ class Routed(nn.Module):
 
 
 def _check_step(model: nn.Module, reference: nn.Module) -> None:
-    batch = torch.randn(12, WIDTH).double()
-    model.zero_grad()
-    reference.zero_grad()
-    model(own_part(batch), [0, 1]).square().mean().backward()
-    reference(batch, [0, 1]).square().mean().backward()
-    assert_equal_models(model, reference, 0)
+    def loss(one: Any, x: Tensor) -> Any:
+        return one(x, [0, 1]).square().mean()
+
+    assert_equal_steps(model, reference, 1, loss=loss, zeroes=True)
 
 
 def _choose_by_rank(strategy: str) -> str:
-    options: dict[str, Any] = {"strategy": strategy}
-    size = dist.get_world_size()
-    if strategy == "hsdp":
-        shape = (2, size // 2)
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    reference = Routed().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block, **options)
+    reference, model = sharded_pair(Routed().double(), units=Block, **options_of(strategy))
     _check_step(model, reference)
     x = torch.randn(2, WIDTH).double()
-    own = [0, 2] if dist.get_rank() == size - 1 else [0, 1]
+    own = [0, 2] if dist.get_rank() == dist.get_world_size() - 1 else [0, 1]
     started = time.monotonic()
     with pytest.raises(sw.RanksDiverged) as caught:
         model(x, own).sum().backward()

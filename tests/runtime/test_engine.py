@@ -13,15 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.runtime.nested import tensors_left_in
-from tests.models import WIDTH, Block, Gpt, Stack, build
+from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
-    assert_close,
     assert_equal_models,
+    assert_equal_steps,
     assert_equal_training,
     own_part,
+    rows,
     runtime_of,
+    sharded_pair,
+    squares,
     step_all,
 )
 
@@ -29,27 +32,24 @@ from tests.runtime.one_process import (
 @on_ranks(2)
 def test_returns_the_module_and_keeps_names_ties_and_optimizers() -> None:
     model = build("gpt")
-    assert isinstance(model, Gpt)
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built too early, but works
     assert sw.fully_shard(model, units="auto") is model
-    assert isinstance(model, sw.FSDPModule)
     assert type(model).__name__ == "FSDPGpt"
     assert [name for name, _ in model.named_parameters()] == names
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert all(isinstance(p, sw.ShardedTensor) for p in model.parameters())
     assert model.head.weight is model.embedding.weight
-    before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    before = [p.full_tensor() for p in model.parameters()]
     model(torch.randint(0, 11, (2, 7))).backward()
     optimizer.step()
-    after = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    after = [p.full_tensor() for p in model.parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @on_ranks(2)
 def test_block_by_block_and_then_the_root() -> None:
     reference, model = build("stack"), build("stack")
-    assert isinstance(model, Stack)
     for position, layer in enumerate(model.layers):
         sw.fully_shard(layer, reshard_after_forward=None if position else False)
     sw.fully_shard(model, prefetch=2)
@@ -57,21 +57,11 @@ def test_block_by_block_and_then_the_root() -> None:
     assert [unit.label for unit in plan.units] == ["Stack", "layers.0", "layers.1", "layers.2"]
     assert [unit.reshard for unit in plan.units] == [False, False, True, True]
     assert plan.prefetch == 2
-    optimizers = [adamw(m.parameters()) for m in (reference, model)]
-    for step in range(3):
-        batch = torch.randn(12, WIDTH).double()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        step_all(optimizers)
-    tied, plain = build("tied"), build("tied")
-    for layer in tied.layers:  # type: ignore[union-attr]
+    assert_equal_steps(model, reference, make_optimizer=adamw)
+    tied = build("tied")
+    for layer in tied.layers:
         sw.fully_shard(layer)
-    sw.fully_shard(tied)
-    batch = torch.randn(12, WIDTH).double()
-    tied(own_part(batch)).square().mean().backward()
-    plain(batch).square().mean().backward()
-    assert_equal_models(tied, plain, 0)
+    assert_equal_steps(sw.fully_shard(tied), build("tied"), 1)
 
 
 @on_ranks(2)
@@ -87,69 +77,13 @@ def test_a_mesh_and_its_errors() -> None:
 def test_a_mesh_of_some_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     torch.manual_seed(dist.get_rank() // 2)
-    reference = nn.Sequential(Block(), Block()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block, mesh=mesh)
+    reference, model = sharded_pair(
+        nn.Sequential(Block(), Block()).double(), units=Block, mesh=mesh
+    )
     batch = torch.randn(4, WIDTH).double()
     model(batch.chunk(2)[mesh.get_local_rank()]).square().mean().backward()
     reference(batch).square().mean().backward()
     assert_equal_models(model, reference, 0)
-
-
-@on_ranks(2)
-def test_deepcopy_before_and_after() -> None:
-    reference = build("gpt")
-    assert isinstance(reference, Gpt)
-    model = sw.fully_shard(copy.deepcopy(reference), units="auto")
-    twin = copy.deepcopy(model)
-    assert isinstance(twin, sw.FSDPModule)
-    assert twin.head.weight is twin.embedding.weight
-    tokens = torch.randint(0, 11, (4, 7))
-    for other in (model, twin):
-        other(own_part(tokens)).backward()
-    reference.zero_grad()
-    reference(tokens).backward()
-    assert_equal_models(twin, reference, 0)
-    with torch.no_grad():
-        next(twin.parameters()).zero_()
-    assert_equal_models(model, reference, 0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with pytest.raises(sw.PlanError, match="copy the whole model"):
-        copy.deepcopy(model.layers[0])
-
-
-@on_ranks(2)
-def test_gathered_shows_and_takes_whole_parameters() -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block)
-    with sw.gathered(model):
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert not isinstance(p, sw.ShardedTensor)
-            assert torch.equal(p, q)
-        x = torch.randn(3, WIDTH).double()
-        assert_close(model(x), reference(x).detach(), "forward")
-        with torch.no_grad():
-            next(model.parameters()).zero_()
-    assert_equal_models(model, reference, 0)
-    with sw.gathered(model, write_back=True), torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.mul_(2)
-    assert_equal_models(model, reference, 0)
-    with pytest.raises(ZeroDivisionError), sw.gathered(model):
-        raise ZeroDivisionError
-    model(x).sum().backward()
-
-
-@on_ranks(2)
-def test_different_initial_values_are_refused() -> None:
-    torch.manual_seed(dist.get_rank())
-    with pytest.raises(sw.PlanError, match=r"0\.up\.weight differs between ranks 0 and 1.*seed"):
-        sw.fully_shard(nn.Sequential(Block()))
 
 
 @on_ranks(1)
@@ -181,36 +115,6 @@ def test_mistakes_are_told_at_the_call() -> None:
 
 
 @on_ranks(2)
-def test_replaced_parameters() -> None:
-    model, reference = build("stack"), build("stack", seed=1)
-    sw.fully_shard(model, units=Block)
-    other = build("stack", seed=1)
-    sw.fully_shard(other, units=Block)
-    model.load_state_dict(other.state_dict(), assign=True)
-    x = torch.randn(2, WIDTH).double()
-    with torch.no_grad():
-        assert_close(model(x), reference(x), "forward with assigned values")
-    model(x.requires_grad_()).sum().backward()
-    model.first.float()  # not through the model, which would have been sharded again
-    with pytest.raises(sw.PlanError, match=r"replaced after fully_shard.*float64.*float32"):
-        model(x)
-
-
-@on_ranks(2)
-def test_freezing_later() -> None:
-    reference, model = build("stack"), build("stack")
-    sw.fully_shard(model, units=Block)
-    for m in (reference, model):
-        assert isinstance(m, Stack)
-        m.layers[1].requires_grad_(False)
-    for step in range(2):
-        batch = torch.randn(4, WIDTH).double()
-        model(own_part(batch)).sum().backward()
-        reference(batch).sum().div(2).backward()
-        assert_equal_models(model, reference, step)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("granularity", ["element", "dim"])
 def test_unfreezing_later(granularity: Any) -> None:
     torch.manual_seed(0)
@@ -225,10 +129,7 @@ def test_unfreezing_later(granularity: Any) -> None:
             for m in (reference, model):
                 m.layers[1].requires_grad_(step != 2)
                 m.layers[0].requires_grad_(step == 3 and micro_batch == 1)
-            batch = torch.randn(4, WIDTH).double()
-            model(own_part(batch)).pow(3).sum().backward()
-            reference(batch).pow(3).sum().div(2).backward()
-        assert_equal_models(model, reference, step)
+            assert_equal_steps(model, reference, 1, loss=lambda m, x: m(x).pow(3).mean())
         step_all(optimizers)
 
 
@@ -240,15 +141,6 @@ def test_unfreezing_a_unit_in_front_of_its_forward() -> None:
     unit = next(m for m in model.modules() if isinstance(m, Block))
     with pytest.raises(sw.PlanError, match="was frozen when it was sharded"):
         unit(torch.randn(4, WIDTH).double())
-
-
-@on_ranks(2)
-def test_attributes_of_parameters_stay() -> None:
-    model = build("stack")
-    assert isinstance(model, Stack)
-    model.norm.weight.no_decay = True  # type: ignore[attr-defined]
-    sw.fully_shard(model, units=Block)
-    assert model.norm.weight.no_decay  # type: ignore[attr-defined]
 
 
 class Coded(nn.Parameter):
@@ -288,20 +180,6 @@ def test_the_class_and_the_attributes_of_a_frozen_parameter_reach_forward(
 
 
 @on_ranks(2)
-def test_methods_other_than_forward() -> None:
-    torch.manual_seed(0)
-    reference = Generator().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    x = torch.randn(2, WIDTH).double()
-    with torch.no_grad():
-        assert_close(model.generate(x, 3), reference.generate(x, 3), "generate")
-    model.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
-    reference.generate(x, 2).sum().backward()  # type: ignore[no-untyped-call]
-    assert_equal_models(model, reference, 0)
-
-
-@on_ranks(2)
 def test_outputs_of_any_structure() -> None:
     unpack: dict[str, Any] = {
         "mapping": lambda out: out["y"],
@@ -310,14 +188,12 @@ def test_outputs_of_any_structure() -> None:
         "nested": lambda out: out[1]["a"][0],
     }
     for kind, take in unpack.items():
-        reference = Wrapping(kind)
-        model = copy.deepcopy(reference)
-        sw.fully_shard(model)
-        batch = torch.randn(4, WIDTH).double()
-        for step in range(2):
-            take(model(own_part(batch))).square().mean().backward()
-            take(reference(batch)).square().mean().backward()
-            assert_equal_models(model, reference, step)
+        reference, model = sharded_pair(Wrapping(kind))
+
+        def loss(one: Any, x: Tensor, take: Any = take) -> Any:
+            return take(one(x)).square().mean()
+
+        assert_equal_steps(model, reference, 2, loss=loss)
 
 
 @on_ranks(2)
@@ -337,52 +213,29 @@ def test_two_models_side_by_side() -> None:
 
 
 @on_ranks(2)
-def test_sequence_of_losses_in_one_backward() -> None:
-    reference, model = build("two uses"), build("two uses")
-    sw.fully_shard(model, units=Block)
-    batch = torch.randn(4, WIDTH).double()
-    for m, x in ((model, own_part(batch)), (reference, batch)):
-        left, right = m(x)
-        torch.autograd.backward([left.mean(), right.mean()])
-    assert_equal_models(model, reference, 0)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("converts_first", [True, False])
 def test_convolutions_in_channels_last_train_as_in_one_process(converts_first: bool) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 2)).double()
-    model = copy.deepcopy(reference)
     if converts_first:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    sw.fully_shard(model, units=nn.Conv2d)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        reference.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    reference, model = sharded_pair(reference, units=nn.Conv2d)
+    model.to(memory_format=torch.channels_last)
     batch = torch.randn(4, 3, 5, 5).double().to(memory_format=torch.channels_last)
-    for m, x in ((model, own_part(batch)), (reference, batch)):
-        m(x).square().mean().backward()
-    assert_equal_models(model, reference, 0)
+    assert_equal_steps(model, reference, 1, batch=lambda: batch)
 
 
 @on_ranks(2)
 def test_a_change_that_would_be_lost_is_refused() -> None:
     torch.manual_seed(0)
-    reference = nn.Sequential(Clamping(), Clamping(), Clamping())
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Clamping)
-    batch = torch.randn(4, WIDTH).double()
+    reference, model = sharded_pair(nn.Sequential(*(Clamping() for _ in range(3))), units=Clamping)
     for position in (0, 2):
-        touched = model[position]
-        assert isinstance(touched, Clamping)
-        touched.clamps = True
+        model[position].clamps = True
         for _ in range(2):
             with pytest.raises(sw.StepError, match=rf"{position}\.weight: changed in place"):
-                model(own_part(batch)).square().mean().backward()
-        touched.clamps = False
-        model.zero_grad()
-        reference.zero_grad()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, position)
+                squares(model, own_part(rows())).backward()
+        model[position].clamps = False
+        assert_equal_steps(model, reference, 1, zeroes=True)
 
 
 @on_ranks(2)
@@ -408,31 +261,24 @@ def test_the_users_gradient_hooks_see_reduced_gradients() -> None:
 def test_parametrized_modules() -> None:
     for kind in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
         torch.manual_seed(0)
-        reference = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH)) for _ in range(2))).double()
-        model = copy.deepcopy(reference)
-        sw.fully_shard(model, units="auto")
-        batch = torch.randn(4, WIDTH).double()
-        for step in range(2):
-            model(own_part(batch)).square().mean().backward()
-            reference(batch).square().mean().backward()
-            assert_equal_models(model, reference, step)
+        layers = nn.Sequential(*(kind(nn.Linear(WIDTH, WIDTH)) for _ in range(2))).double()
+        reference, model = sharded_pair(layers, units="auto")
+        assert_equal_steps(model, reference, 2)
 
 
 @on_ranks(2)
 def test_a_loss_in_an_attribute() -> None:
     torch.manual_seed(0)
-    reference = WithAuxiliary().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Auxiliary)
+    reference, model = sharded_pair(WithAuxiliary().double(), units=Auxiliary)
     for step in range(2):
         batches = [torch.randn(4, WIDTH).double() for _ in range(2)]
         for losses in (
             [model.loss(own_part(batch)) for batch in batches],
             [reference.loss(batch) for batch in batches],
         ):
-            losses[1].backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            losses[1].backward(retain_graph=True)
             for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         assert_equal_models(model, reference, step)
 
 
@@ -448,21 +294,8 @@ def test_a_configuration_is_searched_for_tensors_without_reading_attributes() ->
 @on_ranks(2)
 def test_a_forward_that_takes_gradients_itself() -> None:
     torch.manual_seed(0)
-    reference = Forces().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    batch = torch.randn(4, WIDTH).double()
-    for step in range(3):
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
-
-
-class Generator(Stack):
-    def generate(self, x: Tensor, steps: int) -> Tensor:
-        for _ in range(steps):
-            x = self(x)
-        return x
+    reference, model = sharded_pair(Forces().double(), units=Block)
+    assert_equal_steps(model, reference)
 
 
 class Wrapping(nn.Module):

@@ -2,9 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Mapping
-from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,62 +11,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.plan import layout
-from shardwise.plan.granularity import Granularities, granule_elements
+from shardwise.plan.granularity import Granularities
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from tests.covering import covered_first
-from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
+from tests.models import WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_close, assert_equal_training, own_part, runtime_of
-
-CHOICES: dict[str, Any] = {
-    "row": "row",
-    "tensor": "tensor",
-    "block": sw.block(2),
-    "mixed": {"*.weight": "row", "*bias": "tensor", "*": sw.block(3)},
-}
-UNLIKE = ("gpt", "conv", "lora", "tied", "tiny", "mixed dtypes")
-
-
-SIZES = {"row": (2, 3, 4), "tensor": (4, 2, 3), "block": (3, 2, 4), "mixed": (2, 3, 4)}
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("choice", "world_size", "name"),
-    covered_first(
-        (
-            (choice, size, name)
-            for choice, sizes in SIZES.items()
-            for size, name in product(sizes, CASES if choice == "mixed" else UNLIKE)
-        ),
-        leave=LIKE_OTHERS,
-    ),
-)
-def test_every_model_trains_as_in_one_process(choice: str, name: str) -> None:
-    granularity = _fitting(name, CHOICES[choice])
-    model = assert_equal_training(name, granularity=granularity)
-    _assert_no_granule_is_cut(model)
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("choice", "world_size", "name"),
-    covered_first(
-        (choice, size, name)
-        for choice, sizes in SIZES.items()
-        for size, name in product(sizes, ("stack", "tiny"))
-    ),
-)
-def test_other_loops_train_as_in_one_process(choice: str, name: str) -> None:
-    granularity = _fitting(name, CHOICES[choice])
-    assert_equal_training(name, granularity=granularity, accumulate=2, clip=0.01)
-    assert_equal_training(name, granularity=granularity, prefetch=0, set_to_none=False)
-
-
-@on_ranks(3)
-def test_matrices_by_row_and_the_rest_by_element() -> None:
-    for name in ("stack", "gpt", "conv", "lora", "recurrent"):
-        _assert_no_granule_is_cut(assert_equal_training(name, granularity=_by_shape))
 
 
 @on_ranks(3)
@@ -79,13 +25,6 @@ def test_units_with_two_buffers() -> None:
             model = assert_equal_training(name, granularity="row")
             assert any(len(unit.layouts) > 1 for unit in runtime_of(model).plan.units), name
             assert_equal_training(name, granularity="row", accumulate=2, unused="zeros")
-
-
-@on_ranks(2, thorough=(3,))
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.thorough)])
-def test_other_strategies(strategy: str) -> None:
-    for name in ("stack", "tied", "tiny", "mixed dtypes"):
-        assert_equal_training(name, granularity="row", strategy=strategy)
 
 
 @on_ranks(3)
@@ -128,7 +67,6 @@ def test_parameters_keep_the_order_of_the_module() -> None:
 @on_ranks(2)
 def test_a_choice_for_a_block_stays() -> None:
     model = build("stack")
-    assert isinstance(model, Stack)
     for layer in model.layers:
         sw.fully_shard(layer, granularity="row")
     sw.fully_shard(model, granularity={"first.weight": "tensor"})
@@ -165,33 +103,6 @@ def test_a_mistake_is_named() -> None:
         sw.fully_shard(Stack(), granularity="rows")  # type: ignore[arg-type]
     with pytest.raises(sw.PlanError, match=r"'\*\.wieght'.*matches no parameter.*first\.weight"):
         sw.fully_shard(Stack(), granularity={"*.wieght": "row"})
-
-
-def _fitting(name: str, choice: Any) -> Any:
-    """Drop patterns that match no parameter of the case."""
-    if not isinstance(choice, Mapping):
-        return choice
-    names = [n for n, _ in build(name).named_parameters()]
-    ends = tuple(pattern.lstrip("*") for pattern in choice)
-    return {
-        pattern: granularity
-        for (pattern, granularity), end in zip(choice.items(), ends, strict=True)
-        if any(n.endswith(end) for n in names)
-    }
-
-
-def _by_shape(name: str, shape: tuple[int, ...]) -> Any:  # noqa: ARG001
-    return "row" if len(shape) > 1 else None
-
-
-def _assert_no_granule_is_cut(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, ShardedTensor)
-        spec = parameter.sharding.extent.parameter
-        granule = granule_elements(spec.granularity, spec.shape)
-        for run in parameter.sharding.runs:
-            assert run.start % granule == 0 or not run, name
-            assert run.stop % granule == 0 or run.stop == parameter.numel() or not run, name
 
 
 def _held_elements(granularity: Granularities) -> list[int]:

@@ -1,5 +1,6 @@
 """float16: every rank skips the same steps, and divisions lose nothing."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.fsdp import FullyShardedDataParallel, MixedPrecision
 from shardwise.plan.strategy import PRESETS
+from tests.covering import covered_first
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import assert_equal_models, full, options_of, rank, world_size
@@ -20,8 +22,7 @@ KINDS = ("loop", "foreach", "fused")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("clips", [False, True], ids=["as it is", "unscaled and clipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "clips"), covered_first(product(KINDS, (False, True))))
 def test_the_scaler_acts_as_in_one_process(kind: str, clips: bool) -> None:
     _train_scaled(kind, "fsdp", clips)
 

@@ -131,14 +131,6 @@ def test_the_peak_is_of_all_steps() -> None:
     assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 300)
 
 
-def test_reductions_are_not_gathered_bytes() -> None:
-    ledger = ledger_of(
-        record(EventKind.REDUCE, 0.0, 0.0, num_bytes=100),
-        record(EventKind.FINISH_REDUCE, 0.0, 0.0, num_bytes=100),
-    )
-    assert (ledger.gathered_bytes, ledger.peak_gathered_bytes()) == (0, 0)
-
-
 def test_an_abandoned_step_leaves_no_records_and_nothing_gathered() -> None:
     ledger = ledger_of(record(EventKind.FORWARD, 0.0, 0.0, unit="before"))
     gathers(ledger, "a", "b")

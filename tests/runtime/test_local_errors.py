@@ -24,12 +24,11 @@ from shardwise.watch.monitor import Patience
 from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
-    assert_close,
-    assert_equal_models,
+    assert_equal_steps,
     comm_of,
-    mean_over_ranks,
     own_part,
     rank,
+    sharded_pair,
     world_size,
 )
 from tests.watching import watch_of
@@ -110,11 +109,9 @@ def test_errors_of_a_connection_are_lost_ranks_and_no_others() -> None:
 
 def _make(strategy: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    reference = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
-    model.load_state_dict(reference.state_dict())
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    sw.fully_shard(model, units=nn.Linear, strategy=strategy, mesh=mesh)
+    reference, model = sharded_pair(layers, units=nn.Linear, strategy=strategy, mesh=mesh)
     watch_of(comm_of(model)).patience = Patience(poll_seconds=0.02)
     return reference, model
 
@@ -124,14 +121,7 @@ def _batch() -> Tensor:
 
 
 def _check_step(model: Any, reference: Any) -> None:
-    for one in (model, reference):
-        one.zero_grad()
-    expected = reference(_batch()).square().mean()
-    expected.backward()
-    loss = model(own_part(_batch())).square().mean()
-    loss.backward()
-    assert_close(mean_over_ranks(loss), expected, "loss")
-    assert_equal_models(model, reference, 0)
+    assert_equal_steps(model, reference, 1, batch=_batch, zeroes=True)
 
 
 def _fails(fault: str, number: int, failing: tuple[int, ...], model: Any) -> bool:

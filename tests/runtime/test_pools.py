@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from shardwise._private import swap_storages
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.offload import CPUOffloadPolicy
 from shardwise.runtime import buffers, memory
@@ -45,17 +44,6 @@ def test_memory_of_the_host_is_there_whatever_the_default_device_is(
     assert shard.device == CPU
 
 
-def test_memory_is_used_again() -> None:
-    pool = Pool(CPU)
-    lent = pool.allocate(4096)
-    storage = pool.allocate(1024)
-    pool.free(storage)
-    again = pool.allocate(1024)
-    assert again.data_ptr() == storage.data_ptr()
-    assert again.data_ptr() != lent.data_ptr()
-    assert (pool.held_bytes, pool.peak_bytes) == (5120, 5120)
-
-
 def test_the_best_fit_is_taken_and_hardly_more_than_was_asked_for() -> None:
     pool = Pool(CPU)
     _still_lent = pool.allocate(100)
@@ -65,34 +53,6 @@ def test_the_best_fit_is_taken_and_hardly_more_than_was_asked_for() -> None:
     assert pool.allocate(LINE * 1000).data_ptr() == lent[1005].data_ptr()
     assert pool.allocate(LINE * 1000).data_ptr() == lent[1010].data_ptr()
     assert pool.allocate(LINE * 1000 - 1).nbytes() == LINE * 1000, "2000 would be a waste"
-
-
-def test_the_oldest_memory_makes_room_for_what_fits_nowhere() -> None:
-    pool = Pool(CPU)
-    _still_lent, older, newer = (pool.allocate(LINE * lines) for lines in (100, 1000, 800))
-    pool.free(older)
-    pool.free(newer)
-    pool.allocate(LINE * 300)
-    assert pool.held_bytes == LINE * (100 + 800 + 300), "the older one alone makes room"
-    assert pool.allocate(LINE * 800).data_ptr() == newer.data_ptr()
-    assert pool.peak_bytes == LINE * 1900
-
-
-def test_all_of_it_goes_if_it_must() -> None:
-    pool = Pool(CPU)
-    _still_lent = pool.allocate(LINE * 100)
-    for storage in [pool.allocate(LINE * 1000), pool.allocate(LINE * 1000)]:
-        pool.free(storage)
-    pool.allocate(LINE * 1500)
-    assert (pool.held_bytes, pool.peak_bytes) == (LINE * 1600, LINE * 2100)
-
-
-def test_no_bytes_are_memory_too() -> None:
-    pool = Pool(CPU)
-    nothing = pool.allocate(0)
-    assert nothing.nbytes() == 0
-    pool.free(nothing)
-    assert (pool.held_bytes, pool.peak_bytes) == (0, 0)
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=60)
@@ -148,31 +108,6 @@ def allocate_nothing(num_bytes: int, device: torch.device) -> torch.UntypedStora
 
 
 @needs_swap
-def test_the_second_step_allocates_once() -> None:
-    arena = Arena(CPU)
-    sizes: list[int] = []
-
-    def count(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
-        sizes.append(num_bytes)
-        return allocate(num_bytes, device)
-
-    addresses, made = set(), []
-    with mock.patch.object(memory, "_allocate", side_effect=count):
-        for _ in range(3):
-            sizes.clear()
-            a, b = arena.allocate(LINE * 40, "a"), arena.allocate(LINE * 20, "b")
-            arena.free(a)
-            c = arena.allocate(LINE * 40, "c")
-            addresses.add((a.data_ptr(), b.data_ptr(), c.data_ptr()))
-            arena.free(b)
-            arena.free(c)
-            made.append(list(sizes))
-    assert made == [[LINE * 40, LINE * 20, LINE * 40], [LINE * 60], []]
-    assert len(addresses) == 2, "each buffer keeps its place from the second step on"
-    assert (arena.held_bytes, arena.peak_bytes) == (LINE * 60, LINE * 60)
-
-
-@needs_swap
 def test_steps_that_take_turns_allocate_nothing() -> None:
     """As an evaluation between training steps does."""
     arena = Arena(CPU)
@@ -184,22 +119,6 @@ def test_steps_that_take_turns_allocate_nothing() -> None:
     with mock.patch.object(memory, "_allocate", side_effect=allocate_nothing):
         perform(arena, train, "train")
         perform(arena, evaluate, "evaluate")
-
-
-@needs_swap
-def test_an_allocation_that_was_not_planned_gets_a_block_of_its_own() -> None:
-    arena = Arena(CPU)
-    for owner in ("a", "b"):
-        arena.free(arena.allocate(LINE * 50, owner))
-    a = arena.allocate(LINE * 50, "a")
-    b = arena.allocate(LINE * 50, "b")
-    assert a.data_ptr() != b.data_ptr(), "alone each would have been at offset 0"
-    arena.free(a)
-    arena.free(b)
-    assert arena.held_bytes == LINE * 50
-    a, b = arena.allocate(LINE * 50, "a"), arena.allocate(LINE * 50, "b")
-    assert abs(a.data_ptr() - b.data_ptr()) == LINE * 50, "now both are in the arena"
-    assert arena.held_bytes == LINE * 100
 
 
 def test_a_disowned_block_belongs_to_whoever_holds_it() -> None:
@@ -271,26 +190,6 @@ def bytes_of(buffer: FlatBuffer) -> int:
     return buffer.flat.untyped_storage().nbytes()
 
 
-def test_resizing_uses_the_allocator(way: str) -> None:
-    with mock.patch.object(memory, "swap_storages", side_effect=swap_storages) as swap:
-        buffer, _ = two_in_turn()
-        buffer.acquire()
-        buffer.release()
-    assert bool(swap.call_count) == (way == "swapped")
-
-
-@pytest.mark.usefixtures("way")
-def test_an_arena_gets_its_memory_back() -> None:
-    arena = Arena(CPU)
-    pair = [FlatBuffer(layout((n, 4)), arena, suffix=str(n)) for n in (3, 5)]
-    for _ in range(3):
-        for buffer in pair:
-            fill(buffer, 1.0)
-        for buffer in pair:
-            buffer.release()
-        assert arena.allocated_bytes == 0
-
-
 def test_memory_of_an_arena_may_come_back_at_another_address(way: str) -> None:
     arena, resize, addresses = Arena(CPU), memory._resize, []
     between: list[torch.UntypedStorage] = []
@@ -327,18 +226,6 @@ def test_a_buffer_that_numpy_has_viewed_is_released() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_memory_of_a_released_buffer_is_held_once() -> None:
-    pool = Pool(CPU)
-    buffer = FlatBuffer(layout((5, 4)), pool)
-    for _ in range(3):
-        buffer.acquire()
-        assert bytes_of(buffer) == pool.held_bytes
-        buffer.release()
-        assert bytes_of(buffer) == 0
-        assert pool.held_bytes == (pool.peak_bytes if memory.CAN_SWAP else 0)
-
-
-@pytest.mark.usefixtures("way")
 def test_a_buffer_takes_what_another_holds() -> None:
     first, second = two_in_turn()
     fill(first, 4.0)
@@ -370,34 +257,6 @@ def test_views_show_the_memory_that_is_there_now() -> None:
         buffer.release()
         fill(other, -1.0)
         other.release()
-
-
-@pytest.mark.usefixtures("way")
-def test_a_buffer_is_one_storage_for_life() -> None:
-    buffer, _ = two_in_turn()
-
-    def storages() -> set[int]:
-        return {tensor.untyped_storage()._cdata for tensor in (buffer.flat, *buffer.views)}
-
-    (before,) = storages()
-    for _ in range(2):
-        buffer.acquire()
-        assert storages() == {before}
-        buffer.release()
-        assert storages() == {before}
-
-
-@needs_swap
-def test_buffers_of_a_pool_use_the_same_memory_in_turn() -> None:
-    buffers = two_in_turn()
-    buffers[0].acquire()
-    buffers[0].release()  # from now on the pool has enough memory
-    addresses = set()
-    for buffer in buffers * 2:
-        buffer.acquire()
-        addresses.add(buffer.flat.data_ptr())
-        buffer.release()
-    assert len(addresses) == 1
 
 
 @pytest.mark.usefixtures("way")
@@ -437,19 +296,6 @@ def test_what_autograd_saved_may_be_taken_away_and_come_back() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_what_autograd_saved_is_what_the_buffer_holds_now() -> None:
-    buffer, _ = two_in_turn()
-    weight = nn.Parameter(buffer.views[0])
-    x = torch.ones(2, 3, requires_grad=True)
-    fill(buffer, 3.0)
-    y = (x @ weight).sum()
-    buffer.release()
-    fill(buffer, 5.0)  # no version error: the refill does not change the version of `weight`
-    (gradient,) = torch.autograd.grad(y, x)
-    assert torch.equal(gradient, torch.full((2, 3), 4 * 5.0))
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("dtype", "itemsize"), [("bfloat16", 2), ("float64", 8), ("int64", 8), ("uint8", 1)]
 )
@@ -461,15 +307,6 @@ def test_other_dtypes_and_nothing_at_all(dtype: str, itemsize: int) -> None:
         fill(buffer, 3)
         assert all(bool((view == 3).all()) for view in buffer.views)
         buffer.release()
-
-
-def test_acquire_and_release_alternate() -> None:
-    buffer, _ = two_in_turn()
-    with pytest.raises(AssertionError, match="without being acquired"):
-        buffer.release()
-    buffer.acquire()
-    with pytest.raises(AssertionError, match="acquired twice"):
-        buffer.acquire()
 
 
 # -- is_shared -----------------------------------------------------------------------------------

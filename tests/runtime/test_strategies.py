@@ -2,97 +2,34 @@
 
 from collections import Counter
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.plan.plan import make_plan
-from shardwise.plan.strategy import PRESETS, Strategy
+from shardwise.plan.strategy import PRESETS
 from shardwise.schedule.events import EventKind
 from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first
-from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, build
+from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.modules import FailingLinear
 from tests.runtime.one_process import (
     adamw,
-    assert_close,
+    assert_equal_models,
     assert_equal_training,
     comm_of,
     options_of,
     own_part,
     runtime_of,
+    sharded_pair,
     step_all,
 )
 
 # World sizes at which a strategy is compared with one process; "fsdp" is, in test_equality.py.
-SIZES = {
-    "ddp": (2, 3, 4),
-    "zero2": (3,),
-    "hsdp": (4,),
-    "hfsdp": (4,),
-    "zero1": (2, 3),
-    "_HYBRID_SHARD_ZERO2": (4,),
-}
-SOME = ("stack", "gpt", "unused and reused", "tied", "lora", "checkpointed")
 # How much the outer and the inner axis shard: 0 is nothing, 3 is everything.
-LEVELS = ((0, 1), (1, 2), (2, 3), (1, 1), (2, 2), (3, 3))
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "name"),
-    covered_first(
-        (
-            (strategy, size, name)
-            for strategy, sizes in SIZES.items()
-            for size, name in product(sizes, CASES)
-        ),
-        leave=LIKE_OTHERS,
-    ),
-)
-def test_every_model_trains_as_in_one_process(strategy: str, name: str) -> None:
-    assert_equal_training(name, **options_of(strategy))
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    covered_first((strategy, size) for strategy, sizes in SIZES.items() for size in sizes),
-)
-def test_other_loops_train_as_in_one_process(strategy: str) -> None:
-    options = options_of(strategy)
-    assert_equal_training("gpt", accumulate=2, clip=0.01, **options)
-    assert_equal_training("lora", set_to_none=False, prefetch=0, **options)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("levels", "name"), covered_first(product(LEVELS, SOME)), ids=str)
-def test_rows_of_ones_own_train_as_in_one_process(levels: tuple[int, int], name: str) -> None:
-    _train_some(name, {"strategy": row_of(levels), "sharding_factor": 2})
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("strategy", "factor", "name"), covered_first(product(("hsdp", "hfsdp"), (1, 4), SOME))
-)
-def test_any_sharding_factor(strategy: str, factor: int, name: str) -> None:
-    _train_some(name, {"strategy": strategy, "sharding_factor": factor})
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("size", "prefetch", "name"), covered_first(product((1, 2, 4), (2, 0), SOME))
-)
-def test_parameters_are_gathered_again_from_a_smaller_group(
-    size: int, prefetch: int, name: str
-) -> None:
-    _train_some(name, {"reshard_after_forward": size, "prefetch": prefetch})
 
 
 @on_ranks()
@@ -106,21 +43,17 @@ def test_parameters_are_gathered_again_from_a_smaller_group(
     ),
 )
 def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str) -> None:
-    reference, model = build("gpt"), build("gpt")
-    sw.fully_shard(model, units="auto", **options_of(strategy))
-    assert isinstance(model, sw.FSDPModule)
+    reference, model = sharded_pair("gpt", units="auto", **options_of(strategy))
     optimizers = [adamw(one.parameters()) for one in (reference, model)]
-    for _ in range(2):
+    for step in range(2):
         for micro in range(3):
             batch = CASES["gpt"].batch(12)
             getattr(model, method)(micro == 2)
             (model(own_part(batch)) / 3).backward()
             (reference(batch) / 3).backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert_close(p.grad, q.grad, name)
+        assert_equal_models(model, reference, step)
         step_all(optimizers)
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p, q, name)
+    assert_equal_models(model, reference, 2)
 
 
 @on_ranks(4)
@@ -128,7 +61,6 @@ def test_hfsdp_crosses_the_outer_axis_once_a_step() -> None:
     model = build("stack")
     sw.fully_shard(model, units=Block, **options_of("hfsdp"))
     plan = runtime_of(model).plan
-    assert isinstance(model, sw.FSDPModule)
     x = torch.randn(4, WIDTH).double()
     for _ in range(2):
         model(x).sum().backward()
@@ -222,61 +154,6 @@ def test_a_mesh_that_does_not_fit_the_strategy() -> None:
         sw.fully_shard(Block(), strategy="hsdp", sharding_factor=3)
     with pytest.raises(sw.PlanError, match=r"sharding_factor=2: .*'fsdp' shards over all 4"):
         sw.fully_shard(Block(), sharding_factor=2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("strategy", "raising"), covered_first(product(("ddp", "hsdp"), (0, 3)), strength=1)
-)
-def test_an_exception_reaches_every_replica(strategy: str, raising: int) -> None:
-    reference = nn.Sequential(Block(), FailingLinear(), Block()).double()
-    model = nn.Sequential(Block(), FailingLinear(), Block()).double()
-    model.load_state_dict(reference.state_dict())
-    sw.fully_shard(model, units={Block, FailingLinear}, **options_of(strategy))
-    failing = model[1]
-    assert isinstance(failing, FailingLinear)
-    own = dist.get_rank() == raising
-    for where in ("forward", "backward"):
-        failing.where = where if own else ""
-        with pytest.raises(ValueError if own else sw.PeerAborted):
-            model(torch.randn(4, WIDTH).double()).square().mean().backward()
-        failing.where = ""
-        batch = torch.randn(12, WIDTH).double()
-        model.zero_grad()
-        reference.zero_grad()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert_close(p.grad, q.grad, name)
-
-
-@on_ranks(4)
-def test_diverging_replicas_are_named() -> None:
-    model = nn.Sequential(*(Block() for _ in range(3))).double()
-    sw.fully_shard(model, units=Block, **options_of("hsdp"))
-    x = torch.randn(4, WIDTH).double()
-    model(x).sum().backward()
-    with pytest.raises(sw.RanksDiverged, match=r"\n  3 +1 +forward of 0 "):  # noqa: PT012
-        if dist.get_rank() == 3:
-            model[0](x)
-        model(x).sum().backward()
-        model(x).sum().backward()
-    model.zero_grad()
-    model(x).sum().backward()
-
-
-def row_of(levels: tuple[int, int]) -> Strategy:
-    parameters, gradients, optimizer = (
-        tuple("shard" if level >= needed else "replicate" for level in levels)
-        for needed in (3, 2, 1)
-    )
-    return Strategy(parameters, gradients, optimizer)
-
-
-def _train_some(name: str, options: dict[str, Any]) -> None:
-    assert_equal_training(name, **options)
-    if name == "stack":
-        assert_equal_training(name, accumulate=2, clip=0.01, **options)
 
 
 @on_ranks(4)

@@ -6,25 +6,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.features.training import TrippingAdamW
 from tests.forked import run_forked
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_equal_models, own_part
+from tests.runtime.one_process import (
+    assert_equal_steps,
+    full,
+    squares,
+)
 
 RANKS = 2
 
 
 def test_ranks_may_be_threads_of_one_process() -> None:
     # In a separate process: torch's threaded process group replaces globals of torch.
-    assert run_forked(_train_in_threads) == RANKS
+    assert sorted(run_forked(_train_in_threads)) == [*range(RANKS)]
 
 
-def _train_in_threads() -> int:
-    """The number of ranks that trained as one process."""
+def _train_in_threads() -> list[int]:
+    """The ranks that trained as one process, and undid a step that failed on one of them."""
     from torch.testing._internal.distributed import multi_threaded_pg  # noqa: PLC0415
 
     multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
@@ -32,13 +38,14 @@ def _train_in_threads() -> int:
     seed, store = threading.Lock(), HashStore()
     equal: list[int] = []
     ranks = [
-        threading.Thread(target=_rank, args=(rank, store, seed, equal)) for rank in range(RANKS)
+        threading.Thread(target=_rank, args=(rank, store, seed, equal), daemon=True)
+        for rank in range(RANKS)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    return len(equal)
+    return equal
 
 
 def _rank(rank: int, store: HashStore, seed: threading.Lock, equal: list[int]) -> None:
@@ -46,12 +53,34 @@ def _rank(rank: int, store: HashStore, seed: threading.Lock, equal: list[int]) -
     with seed:  # all threads share torch's generator
         reference, model = build("stack"), build("stack")
     sw.fully_shard(model, units=Block)
-    for step in range(3):
-        batch = (torch.arange(12 * WIDTH).double().view(12, WIDTH) / 7 + step).sin()
-        reference(batch).square().mean().backward()
-        model(own_part(batch)).square().mean().backward()
-        assert_equal_models(model, reference, step)
+    batch = (torch.arange(12 * WIDTH).double().view(12, WIDTH) / 7).sin()
+    assert_equal_steps(model, reference, batch=lambda: batch)
+    _undo_a_step(model, is_failing=rank == 1)
     equal.append(rank)
+
+
+def _undo_a_step(model: nn.Module, *, is_failing: bool) -> None:
+    """C8 where a collective cannot be left, as on NCCL: the vote itself carries the bad news.
+
+    The threaded process group has no exchanges between two ranks either.
+    """
+    optimizer = TrippingAdamW(model.parameters(), lr=1e-2)
+
+    def step() -> None:
+        with sw.transaction(model, optimizer):
+            squares(model, torch.ones(2, WIDTH).double()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    before = [full(p.detach()) for p in model.parameters()]
+    optimizer.trips = is_failing
+    with pytest.raises(ValueError if is_failing else sw.PeerAborted):
+        step()
+    after = [full(p.detach()) for p in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    optimizer.trips = False
+    step()
 
 
 @pytest.mark.parametrize("drop_in", [False, True])
@@ -69,7 +98,7 @@ def test_another_thread_gets_shards_while_units_compute(drop_in: bool) -> None:
         thread.start()
         thread.join()
 
-    model.layers[1].up.register_forward_hook(save)  # type: ignore[union-attr, index]
+    model.layers[1].up.register_forward_hook(save)
     model(torch.randn(4, WIDTH, dtype=torch.float64)).sum().backward()
     assert len(found) == 1
     for name, value in expected.items():

@@ -8,14 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise.features.unused import UsedParameterSync
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks, run_on
 from tests.runtime.modules import Choosing
-from tests.runtime.one_process import assert_close, assert_equal_models, own_part, world_size
+from tests.runtime.one_process import (
+    assert_close,
+    assert_equal_models,
+    assert_equal_steps,
+    options_of,
+    own_part,
+    sharded_pair,
+    world_size,
+)
 
 CPU = torch.device("cpu")
 
@@ -37,10 +44,7 @@ def test_a_parameter_that_no_rank_used_is_named() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2", "hsdp"])
 def test_a_parameter_that_some_rank_did_not_use_is_named_with_the_rank(strategy: str) -> None:
-    options: dict[str, Any] = {"strategy": strategy}
-    if strategy == "hsdp":
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference, model = _pair(**options)
+    reference, model = _pair(**options_of(strategy))
     _check_step(reference, model)
     x = torch.randn(4, WIDTH).double()
     experts = {0: [0, 2], 1: [0, 1], 2: [0, 2], 3: [0, 2, 1]}[dist.get_rank()]
@@ -121,19 +125,16 @@ def test_the_list_of_parameters_and_ranks_is_short_enough_to_read() -> None:
 
 def _pair(**options: Any) -> tuple[Choosing, Choosing]:
     torch.manual_seed(0)
-    reference = Choosing().double()
-    model = copy.deepcopy(reference)
-    return reference, sw.fully_shard(model, units=Block, unused="error", **options)
+    return sharded_pair(Choosing().double(), units=Block, unused="error", **options)
 
 
 def _check_step(reference: Choosing, model: Choosing) -> None:
     """Uses all experts, on every rank."""
-    batch = torch.randn(12, WIDTH).double()
-    model.zero_grad()
-    reference.zero_grad()
-    model(own_part(batch), [0, 1, 2]).square().mean().backward()
-    reference(batch, [0, 1, 2]).square().mean().backward()
-    assert_equal_models(model, reference, 0)
+
+    def loss(one: Any, x: torch.Tensor) -> Any:
+        return one(x, [0, 1, 2]).square().mean()
+
+    assert_equal_steps(model, reference, 1, loss=loss, zeroes=True)
 
 
 def _many() -> str:

@@ -186,13 +186,6 @@ def test_recomputing_several_units_keeps_the_one_that_is_next() -> None:
     )
 
 
-def test_a_backward_that_dies_forgets_its_reductions() -> None:
-    driver = Driver(flat_plan(3))
-    call = CallSpec(0, inner=(CallSpec(1), CallSpec(2), CallSpec(3)))
-    driver.run((Forward(call), Backward(dies_after=4), Forward(call), Backward()))
-    assert not driver.monitor.reducing
-
-
 def test_one_unit_called_twice_is_reduced_once() -> None:
     driver = Driver(flat_plan(1))
     driver.run((Forward(CallSpec(0, inner=(CallSpec(1), CallSpec(1)))), Backward()))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ __all__ = ["Exchange"]
 _POLL_SECONDS = 0.0005
 
 
+@cache
+def _connection() -> Store:
+    """A connection of this process to the job's store, on which no thread waits.
+
+    There is one, because new connections take seconds once there are many.
+    """
+    store: Store = default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
 class Exchange:
     """Exchanges between the ranks of one process group.
 
@@ -22,9 +33,7 @@ class Exchange:
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        # A separate connection, since other threads wait on that of the job.
-        store = PrefixStore(f"strict/{name}", default_store())
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"strict/{name}", _connection())
         self._rank = rank
         self._size = size
         self._number = 0

@@ -60,7 +60,7 @@ class Program:
     steps_in_backward: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def shard(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module) -> Any:
         policy = None
         if self.low_precision:
             policy = sw.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -80,8 +80,9 @@ class Program:
             **self.options,
         }
         with _deterministic("reproducible" in self.options):
-            sharded = sw.fully_shard(model, **{k: v for k, v in options.items() if v is not None})
-        assert isinstance(sharded, sw.FSDPModule)
+            sharded: Any = sw.fully_shard(
+                model, **{k: v for k, v in options.items() if v is not None}
+            )
         if self.memory is MemoryKind.SYMMETRIC:
             sharded.set_symm_mem_for_comm()
         elif self.memory is MemoryKind.REGISTERED:

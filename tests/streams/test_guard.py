@@ -29,7 +29,7 @@ from tests.streams.install import simulated
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Simulation
 from tests.waiting import eventually
-from tests.watching import watch_of
+from tests.watching import is_silent
 
 PATIENCE = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.5)
 DEADLINE = 120.0
@@ -286,8 +286,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
             finally:
                 over.touch()
                 os.kill(pids[LAST], signal.SIGCONT)
-            monitor: Any = watch_of(comm_of(run.model))._monitor
-            assert eventually(lambda: not monitor._silence())
+            assert eventually(lambda: not is_silent(comm_of(run.model)))
         else:
             text = run.error(sw.PeerSilent, before_backward=wait_to_be_stopped)
         assert text.startswith(f"rank 0 lost rank {LAST}: its process gave no sign of life")

@@ -155,7 +155,5 @@ def test_memory_cannot_be_replaced_within_a_step() -> None:
         torch.autograd.backward(loss)
 
 
-def shard(model: nn.Module) -> sw.FSDPModule:
-    sharded = sw.fully_shard(model, units=Block)
-    assert isinstance(sharded, sw.FSDPModule)
-    return sharded
+def shard(model: nn.Module) -> Any:
+    return sw.fully_shard(model, units=Block)

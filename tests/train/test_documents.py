@@ -141,18 +141,25 @@ def packed(corpus: Corpus, *, rank: int = 0, world_size: int = 1, context: int =
     )
 
 
+def whole(corpus: Corpus, context: int = 16) -> Batch:
+    """All windows of the training documents, in their order."""
+    data = packed(corpus, context=context)
+    batches = [data.in_order(number) for number in range(data.num_batches)]
+    return Batch(*(torch.cat(parts)[: data.num_windows] for parts in zip(*batches, strict=True)))
+
+
 def test_the_order_depends_on_neither_ranks_nor_resuming(jsonl: Path) -> None:
     corpus = opened(jsonl)
-    whole = [packed(corpus)[step] for step in range(1, 30)]  # several epochs
+    steps = [packed(corpus)[step] for step in range(1, 30)]  # several epochs
     for world_size in (2, 4):
         parts = [packed(corpus, rank=rank, world_size=world_size) for rank in range(world_size)]
-        for step, batch in enumerate(whole, start=1):
+        for step, batch in enumerate(steps, start=1):
             for name in Batch._fields:
                 joined = torch.cat([getattr(part[step], name) for part in parts])
                 assert torch.equal(joined, getattr(batch, name))
     resumed = list(packed(corpus).loader(range(20, 30), 2, pin_memory=False))
     assert torch.equal(
-        torch.stack([b.inputs for b in resumed]), torch.stack([b.inputs for b in whole[19:]])
+        torch.stack([b.inputs for b in resumed]), torch.stack([b.inputs for b in steps[19:]])
     )
 
 
@@ -161,7 +168,7 @@ def test_each_window_is_read_once_in_order(jsonl: Path) -> None:
     epoch = packed(corpus)
     count = epoch.num_windows
     assert count % 4, "the last batch is full"
-    expected = epoch._batch_of(list(range(count)))
+    expected = whole(corpus)
     for world_size in (1, 2, 4):
         parts = [packed(corpus, rank=rank, world_size=world_size) for rank in range(world_size)]
         found = [part.in_order(n) for n in range(epoch.num_batches) for part in parts]
@@ -208,16 +215,20 @@ def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
 def test_every_token_but_a_first_one_is_a_target(jsonl: Path) -> None:
     """Each token occurs once per epoch, at its position in the document."""
     corpus = opened(jsonl)
-    data, documents = packed(corpus), corpus.train
+    documents = corpus.train
     assert isinstance(documents, Documents)
     tokens, firsts = np.array(documents.tokens), {0, *documents.ends.tolist()}
-    rows = [data._row(*window.tolist()) for window in data.windows]
-    for (start, stop), (inputs, _, positions) in zip(data.windows.tolist(), rows, strict=True):
+    every = whole(corpus)
+    windows = documents.windows(16).tolist()
+    assert every.positions is not None
+    for (start, stop), inputs, positions in zip(
+        windows, every.inputs, every.positions, strict=True
+    ):
         size = min(stop - start, 16)
         assert inputs[:size].tolist() == tokens[start : start + size].tolist()
         begins = [p == 0 for p in positions[1:size]]
         assert begins == [at in firsts for at in range(start + 1, start + size)]
-    counted = np.concatenate([targets[targets != IGNORED] for _, targets, _ in rows])
+    counted = every.targets[every.targets != IGNORED]
     expected = [token for at, token in enumerate(tokens.tolist()) if at not in firsts]
     assert counted.tolist() == expected
 
@@ -226,10 +237,12 @@ def test_only_answers_count(chats: Path) -> None:
     corpus = opened(chats, column="messages")
     documents, tokenizer = corpus.train, corpus.tokenizer
     assert isinstance(documents, Documents)
-    data = packed(corpus, context=200)
-    for window in data.windows:
-        inputs, targets, positions = data._row(*window.tolist())
-        begins = [*np.flatnonzero(positions == 0), len(inputs)]
+    every = whole(corpus, context=200)
+    assert every.positions is not None
+    for inputs, targets, positions in zip(
+        every.inputs, every.targets, every.positions, strict=True
+    ):
+        begins = [*np.flatnonzero(positions.numpy() == 0), len(inputs)]
         for start, end in itertools.pairwise(begins):
             answers = tokenizer.decode([t for t in targets[start:end].tolist() if t != IGNORED])
             if answers:

@@ -20,33 +20,28 @@ def _batch(_step: int) -> Tensor:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["muon", "soap", "adam8bit"])
-def test_an_optimizer_equals_one_process(name: str) -> None:
+def test_soap_equals_one_process() -> None:
+    """`tests/cli/test_verify.py` verifies the others by the command."""
+    options: dict[str, Any] = {"units": Block, "loss_fn": _loss, "quiet": True}
     found = sw.verify(
         lambda: Stack(depth=2),
         _batch,
         ["fsdp", "ddp"],
-        units=Block,
-        loss_fn=_loss,
-        optimizer_fn=optimizer_fn(name),
+        optimizer_fn=optimizer_fn("soap"),
         steps=3,
         granularity="row",
-        quiet=True,
+        **options,
     )
     assert found.ok, found.explanation
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("reduce", ["int8", "int4"])
-def test_a_wire_differs_by_its_rounding_alone(reduce: str) -> None:
+def test_a_sum_in_the_place_of_a_mean_is_found_with_a_wire(reduce: str) -> None:
     (one,) = _verify_wire(reduce).comparisons
     assert one.ok, one.differences
     assert one.gradient.error > 1e-6
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("reduce", ["int8", "int4"])
-def test_a_sum_in_the_place_of_a_mean_is_found_with_a_wire(reduce: str) -> None:
     def finish(self: Any) -> None:
         self._reduction.out.copy_(self._value)
 

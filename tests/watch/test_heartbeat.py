@@ -24,7 +24,7 @@ from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
 from tests.ranks import on_ranks
 from tests.waiting import eventually
-from tests.watching import watch_of, watch_with
+from tests.watching import is_silent, watch_with
 
 
 def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
@@ -76,7 +76,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()
-        assert eventually(lambda: not watch_of(comm)._monitor._silence())
+        assert eventually(lambda: not is_silent(comm))
     else:
         while not over.exists():  # stopped and continued here
             time.sleep(0.01)

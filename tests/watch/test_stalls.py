@@ -23,7 +23,7 @@ from tests.logged import logged
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.waiting import eventually
-from tests.watching import watch_of, watch_with
+from tests.watching import is_silent, monitor_of, watch_with
 
 HURRIED = Patience(poll_seconds=0.05, beat_seconds=0.1, silent_seconds=2.0, log_seconds=0.3)
 SECONDS = 45.0
@@ -56,8 +56,7 @@ class Job:
 
     def wait_until_seen(self, rank: int, place: str) -> None:
         """Wait until a heartbeat of ``rank`` has a call that contains ``place``."""
-        monitor = watch_of(self.comm)._monitor
-        assert monitor is not None
+        monitor = monitor_of(self.comm)
 
         def is_there() -> bool:
             beat = monitor.heartbeat(rank)
@@ -160,7 +159,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
         finally:
             os.kill(pids[ODD], signal.SIGCONT)
             over.touch()
-        assert eventually(lambda: not watch_of(job.comm)._monitor._silence())
+        assert eventually(lambda: not is_silent(job.comm))
     assert text.startswith(f"rank 0 lost rank {ODD}: its process gave no sign of life")
     assert re.search(r"no sign of life for \d+ s; was at .*test_stalls\.py:\d+", row(text, ODD))
     assert_same(text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -43,6 +44,10 @@ def gather(number: int, label: str, num_ranks: int = 2) -> CollectiveId:
 
 def error_of(reports: Sequence[Report | None], epoch: int = 0) -> sw.StepError | None:
     return verdict(reports, epoch)
+
+
+def monitor_of(store: Any, rank: int, size: int = 2, group: str = "group") -> Monitor:
+    return Monitor(BoundedStore(store, 20.0), group, rank, size, Patience())
 
 
 def queue(ended: int, running: CollectiveId | None) -> QueueState:
@@ -99,10 +104,8 @@ def test_a_queue_has_begun_running_and_ended_collectives() -> None:
 
 def test_a_rank_sees_the_last_report_of_each_rank() -> None:
     store = HashStore()
-    monitors = [
-        Monitor(BoundedStore(store, 20.0), "group", rank, 2, Patience()) for rank in range(2)
-    ]
-    other = Monitor(BoundedStore(store, 20.0), "another group", 0, 2, Patience())
+    monitors = [monitor_of(store, rank) for rank in range(2)]
+    other = monitor_of(store, 0, group="another group")
     for monitor in (*monitors, other):
         monitor.check_reports(epoch=0)
     for report_, monitor in zip(SLOW, monitors, strict=True):
@@ -129,9 +132,7 @@ def test_a_rank_sees_the_last_report_of_each_rank() -> None:
 def test_a_rank_that_announced_an_error_keeps_publishing_it() -> None:
     """It may wait again in the same epoch, while other ranks have not seen the error."""
     store = HashStore()
-    monitors = [
-        Monitor(BoundedStore(store, 20.0), "group", rank, 2, Patience()) for rank in range(2)
-    ]
+    monitors = [monitor_of(store, rank) for rank in range(2)]
     failure, other = (
         replace(SLOW[rank], failure="PeerAborted", error=f"rank {rank} gave up") for rank in (0, 1)
     )
@@ -273,21 +274,18 @@ def test_reports_of_another_epoch_are_ignored() -> None:
 @pytest.mark.parametrize("kind", _ERRORS.values())
 def test_an_error_is_relayed_at_once(kind: type[sw.StepError]) -> None:
     store, text = HashStore(), "rank 2 gave up in step 3: ValueError: it hurts"
-    Monitor(BoundedStore(store, 20.0), "group", 2, 3, Patience()).announce(
-        Report(0, 0, 3, "forward", (), kind.__name__, text)
-    )
+    failed = Report(0, 0, 3, "forward", (), kind.__name__, text)
+    monitor_of(store, 2, size=3).announce(failed)
     for rank in (0, 1):
-        monitor = Monitor(BoundedStore(store, 20.0), "group", rank, 3, Patience())
         with pytest.raises(kind) as found:
-            monitor.check_reports(epoch=0)
+            monitor_of(store, rank, size=3).check_reports(epoch=0)
         assert type(found.value) is kind
         assert str(found.value) == text
 
 
 def test_a_store_that_is_gone_raises_peer_lost() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = BoundedStore(TCPStore("127.0.0.1", host.port), 20.0)
-    monitor = Monitor(store, "group", 0, 2, Patience())
+    monitor = monitor_of(TCPStore("127.0.0.1", host.port), 0)
     monitor.publish(SLOW[0])
     del host
     with pytest.raises(sw.PeerLost, match="holds the job's store"):  # noqa: PT012

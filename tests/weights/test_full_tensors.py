@@ -11,44 +11,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepError
 from shardwise.plan.strategy import PRESETS
 from tests.covering import covered_first
-from tests.models import Block, Stack, build
+from tests.models import Stack, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import adamw, full, options_of
+from tests.runtime.one_process import adamw, comm_of, full, options_of
+from tests.weights.common import adapted, assert_same, experts, saved, tensor_parallel
 from tests.weights.live_bytes import LiveBytes
 from tests.weights.memory_target import MemoryTarget
 
 GRANULARITIES = ("element", "row", "tensor", "dim")
 OFFLOADS: tuple[dict[str, Any], ...] = ({}, {"offload_policy": sw.CPUOffloadPolicy()})
-
-
-def saved(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """What a checkpoint contains; of rank 0's path, so that all ranks write one."""
-    paths: list[Any] = [folder / "checkpoint"]
-    dist.broadcast_object_list(paths)
-    sw.save(paths[0], model=model)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(paths[0].glob("model*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(actual) == set(expected)
-    for name, tensor in actual.items():
-        assert type(tensor) is Tensor, name
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, expected[name])]
-        assert torch.equal(*bits), name
 
 
 def check(model: nn.Module, folder: Path, **options: Any) -> None:
@@ -87,39 +64,14 @@ def test_any_bucket_on_any_number_of_ranks(bucket_bytes: int, tmp_path: Path) ->
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_parts_of_tensor_parallelism_are_joined(strategy: str, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def test_parts_of_other_parallelism_are_joined(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(7) for _ in range(3)))  # 7 rows are not divided evenly
-    for block in model:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    sw.fully_shard(model, mesh=mesh["dp"], strategy=strategy)
-    check(model, tmp_path, bucket_bytes=700)
-
-
-class Experts(nn.Module):
-    """A stack of experts, of which a rank holds some, in front of a layer that all ranks shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.weight = nn.Parameter(torch.randn(4, 3, 5))
-        self.out = nn.Linear(5, 5)
-
-
-@on_ranks(4)
-def test_experts_are_joined(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    check(tensor_parallel("ddp"), tmp_path / "ddp", bucket_bytes=700)
     torch.manual_seed(0)
-    model: Any = Experts()
-    whole = model.experts.weight.detach()
-    own = distribute_tensor(whole, mesh["ep"], [Shard(0)], src_data_rank=None)
-    model.experts.weight = nn.Parameter(own)
-    sw.fully_shard(model.experts, mesh=mesh["dp"])
-    model.experts.set_gradient_divide_factor(4)
-    sw.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    check(model, tmp_path)
+    whole = torch.randn(4, 3, 5)
+    torch.manual_seed(0)
+    model = experts()
+    check(model, tmp_path / "experts")
     assert torch.equal(dict(sw.full_tensors(model))["experts.weight"], whole)
 
 
@@ -172,9 +124,7 @@ def test_names_select(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_merged_is_refused(options: dict[str, Any], error: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False, **options)
-    model = peft.get_peft_model(Stack().float(), config)
+    model = adapted(**options)
     if not options:
         model.merge_adapter()
     with pytest.raises(PlanError, match=error):
@@ -184,9 +134,8 @@ def test_what_cannot_be_merged_is_refused(options: dict[str, Any], error: str) -
 @pytest.mark.parametrize("options", [{"lora_bias": True}, {"modules_to_save": ["layers.1.down"]}])
 def test_adapters_alone_are_those_of_peft(options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False, **options)
-    model = peft.get_peft_model(Stack().float(), config)
-    model.add_adapter("other", config)
+    model = adapted(**options)
+    model.add_adapter("other", model.peft_config["default"])
     expected = peft.get_peft_model_state_dict(model)
     found = dict(sw.full_tensors(model, adapters="alone"))
     assert set(found) == set(expected)
@@ -221,10 +170,7 @@ def unpack(packed: Tensor, state: Any) -> Tensor:
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_packed_weights_are_dequantized_with_merged_adapters(dtype: torch.dtype | None) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["up"], init_lora_weights=False)
-    model = peft.get_peft_model(Stack().float(), config)
+    model = adapted(lora_alpha=6)
     layer = model.get_base_model().layers[0]
     values = {
         "layers.0.up.weight": pack(layer.up.base_layer, 0.37),
@@ -372,10 +318,10 @@ def test_the_next_bucket_is_gathered_while_one_is_used() -> None:
     sw.fully_shard(model, units="auto")
     stream = sw.full_tensors(model, bucket_bytes=600)
     next(stream)
-    queue = model.__dict__["_shardwise"].runtime.scheduler._comm.gather
-    before = queue._issued
+    queue = comm_of(model).gather
+    before = queue.sent[0]
     next(stream)
-    assert queue._issued - before in (0, 2)  # flags and one exchange, launched ahead of their use
+    assert queue.sent[0] - before in (0, 2)  # flags and one exchange, launched ahead of their use
     stream.close()
 
 
@@ -399,7 +345,6 @@ class Stopped(Exception):  # noqa: N818
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_loop_may_end_early_on_any_rank(stopping: str, to: Any, *, raises: bool) -> None:
     model, rank = build("stack"), dist.get_rank()
-    assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     train(model)
     stops = {"all": True, "first": rank == 0, "last": rank > 0, "each elsewhere": True}[stopping]
@@ -427,17 +372,16 @@ def test_a_loop_may_end_early_on_any_rank(stopping: str, to: Any, *, raises: boo
 def test_all_ranks_that_stop_gather_little_more() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))).double()
     sw.fully_shard(model, units=nn.Linear)
-    queue = model.__dict__["_shardwise"].runtime.scheduler._comm.gather
-    before = queue._issued
+    queue = comm_of(model).gather
+    before = queue.sent[0]
     for _ in sw.full_tensors(model, bucket_bytes=900):
         break
-    assert 0 < queue._issued - before <= 9  # three buckets of flags and up to two exchanges
+    assert 0 < queue.sent[0] - before <= 9  # three buckets of flags and up to two exchanges
 
 
 @on_ranks(2)
 def test_an_iterator_that_is_dropped_leaves_no_trace() -> None:
     model = build("stack")
-    assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     sw.full_tensors(model)  # never iterated, on any rank
     train(model)
@@ -446,7 +390,6 @@ def test_an_iterator_that_is_dropped_leaves_no_trace() -> None:
 @on_ranks(2)
 def test_an_iterator_that_one_rank_keeps_open_is_an_error_in_the_next_step() -> None:
     model, rank = build("stack"), dist.get_rank()
-    assert isinstance(model, Stack)
     sw.fully_shard(model, units="auto")
     stream = sw.full_tensors(model, bucket_bytes=300)
     next(stream)
@@ -470,9 +413,7 @@ def test_an_iterator_that_one_rank_keeps_open_is_an_error_in_the_next_step() -> 
 @pytest.mark.parametrize("granularity", ["element", "dim"])
 def test_adapters_are_merged_or_alone(granularity: Any) -> None:
     peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["up"], init_lora_weights=False)
-    model = peft.get_peft_model(Stack().float(), config)
+    model = adapted(lora_alpha=6)
     expected = {
         name.removeprefix("base_model.model."): p.detach().clone()
         for name, p in model.named_parameters()

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import weights
@@ -27,9 +25,10 @@ from shardwise.integrations import vllm
 from shardwise.weights.updates import Manifest, TensorInfo, Update, indices_of, runs_of
 from tests.covering import covered_first
 from tests.forked import run_forked
-from tests.models import Block, build
+from tests.models import build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of
+from tests.weights.common import adapted, assert_same, experts, saved, tensor_parallel
 from tests.weights.killing import kill_a_sender, kill_at_every_access
 from tests.weights.live_bytes import LiveBytes
 from tests.weights.memory_target import MemoryTarget
@@ -48,26 +47,13 @@ def change(model: nn.Module, step: int, fraction: float) -> None:
             tensor[chosen] += (noise[chosen] * 3).to(tensor.dtype)
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(actual) == set(expected)
-    for name, tensor in actual.items():
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, expected[name])]
-        assert torch.equal(*bits), name
-
-
 def whole(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     return dict(sw.full_tensors(model, **options))
 
 
-def saved(model: nn.Module, folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors ``like`` in a checkpoint of rank 0's path, cast to their dtypes."""
-    paths: list[Any] = [folder]
-    dist.broadcast_object_list(paths)
-    sw.save(paths[0], model=model)
-    tensors: dict[str, Tensor] = {}
-    for file in paths[0].glob("*.safetensors"):
-        tensors |= load_file(file)
+def saved_like(model: nn.Module, folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors ``like`` in a checkpoint, cast to their dtypes."""
+    tensors = saved(model, folder)
     assert len(tensors) == len(like) or any("lora_" in name for name in tensors)
     names = {name.replace(".default.", "."): name for name in tensors}  # peft's, for adapters
     return {name: tensors[names[name]].to(x.dtype) for name, x in like.items()}
@@ -76,37 +62,13 @@ def saved(model: nn.Module, folder: Path, like: dict[str, Tensor]) -> dict[str, 
 # -- models --------------------------------------------------------------------------------------
 
 
-def _tensor_parallel() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(*(Block(7) for _ in range(2)))
-    for block in model:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return sw.fully_shard(model, mesh=mesh["dp"])
-
-
-def _experts() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    model: Any = nn.Module()
-    model.experts, model.out = nn.Module(), nn.Linear(5, 5)
-    own = distribute_tensor(torch.randn(4, 3, 5), mesh["ep"], [Shard(0)], src_data_rank=None)
-    model.experts.weight = nn.Parameter(own)
-    sw.fully_shard(model.experts, mesh=mesh["dp"])
-    model.experts.set_gradient_divide_factor(4)
-    sw.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def _plain(name: str, **options: Any) -> nn.Module:
+def _plain(name: str, **options: Any) -> Any:
     strategy = options.pop("strategy", "fsdp")
     return sw.fully_shard(build(name), units="auto", **options_of(strategy), **options)
 
 
-def _adapted(**options: Any) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
-    model: nn.Module = peft.get_peft_model(build("stack"), config)
-    return sw.fully_shard(model, units="auto", **options)
+def _adapted() -> Any:
+    return sw.fully_shard(adapted(), units="auto")
 
 
 def _fused() -> nn.Module:
@@ -133,8 +95,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "stepped on the device": lambda: _plain(
         "stack", offload_policy=sw.CPUOffloadPolicy(step="device")
     ),
-    "tp x fsdp": _tensor_parallel,
-    "ep x fsdp": _experts,
+    "tp x fsdp": tensor_parallel,
+    "ep x fsdp": experts,
     "lora, merged": _adapted,
     "lora, alone": _adapted,
     "fused": _fused,
@@ -160,7 +122,7 @@ def test_receivers_have_the_bits_of_a_checkpoint_in_50_steps(
         version = sw.publish(model, target, bucket_bytes=700, only_changed=changed, **options)
         expected = whole(model, **options)
         if step % 7 == 0 and kind != "lora, merged":  # a checkpoint has weights and adapters
-            assert_same(expected, saved(model, tmp_path / str(step), expected))
+            assert_same(expected, saved_like(model, tmp_path / str(step), expected))
         if dist.get_rank() == 0:
             assert version == target.version == target.manifest.version == step + 1
             assert_same(target.tensors, expected)
@@ -178,14 +140,12 @@ def test_receivers_have_the_bits_of_a_checkpoint_in_50_steps(
 def test_they_are_the_bits_of_a_checkpoint(tmp_path: Path) -> None:
     model = _plain("gpt")
     for step in range(3):
-        paths: list[Any] = [tmp_path]
-        dist.broadcast_object_list(paths)
-        sw.publish(model, paths[0] / "published")
-        sw.save(paths[0] / f"saved-{step}", model=model)
-        found = weights.read_published(paths[0] / "published")
+        sw.publish(model, tmp_path / "published")
+        sw.save(tmp_path / f"saved-{step}", model=model)
+        found = weights.read_published(tmp_path / "published")
         assert found.version == step + 1
         other = build("gpt", seed=1)
-        sw.load(paths[0] / f"saved-{step}", model=other)
+        sw.load(tmp_path / f"saved-{step}", model=other)
         assert_same(found.tensors, {n: p.detach() for n, p in other.named_parameters()})
         dist.barrier()
         change(model, step, 0.2)
@@ -193,10 +153,7 @@ def test_they_are_the_bits_of_a_checkpoint(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_merged_adapters_are_published() -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
-    model = sw.fully_shard(peft.get_peft_model(build("stack"), config), units="auto")
+    model = _adapted()
     target, alone = MemoryTarget(), MemoryTarget()
     for step in range(5):
         sw.publish(model, target, adapters="merged", dtype=torch.bfloat16)
@@ -285,11 +242,9 @@ def test_runs_are_the_indices(fraction: float) -> None:
 def test_a_directory_has_one_version_and_unchanged_files_stay(
     tmp_path: Path, *, in_memory: bool
 ) -> None:
-    paths: list[Any] = [tmp_path]
-    dist.broadcast_object_list(paths)
-    target: Any = paths[0] / "published"
+    target: Any = tmp_path / "published"
     if in_memory:
-        target = weights.SharedMemory(f"test-{paths[0].name}")
+        target = weights.SharedMemory(f"test-{tmp_path.name}")
     folder = target.path if in_memory else target
     model, seen = _plain("gpt"), list[weights.Published]()
     before: dict[str, Any] = {}
@@ -325,23 +280,19 @@ def test_a_directory_has_one_version_and_unchanged_files_stay(
 
 @on_ranks(2)
 def test_a_directory_that_others_use_is_refused(tmp_path: Path) -> None:
-    paths: list[Any] = [tmp_path]
-    dist.broadcast_object_list(paths)
     model = _plain("gpt")
     with pytest.raises(CheckpointNotFound, match="nothing was published"):
-        weights.read_published(paths[0])
+        weights.read_published(tmp_path)
     dist.barrier()
-    (paths[0] / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="publish has not written this file"):
-        sw.publish(model, paths[0])
-    assert [file.name for file in paths[0].iterdir()] == ["model.safetensors"]
+        sw.publish(model, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @on_ranks(2)
 def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
-    paths: list[Any] = [tmp_path]
-    dist.broadcast_object_list(paths)
-    folder, model = paths[0] / "published", _plain("gpt")
+    folder, model = tmp_path / "published", _plain("gpt")
     sw.publish(model, folder)
     if dist.get_rank() == 0:
         for file in folder.iterdir():
@@ -402,9 +353,7 @@ def test_a_reader_that_is_overtaken_reads_the_next_version(
 
 
 def test_a_factor_of_an_adapter_that_changes_is_published(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
-    model = peft.get_peft_model(build("stack"), config)
+    model = adapted()
     for _ in range(2):
         sw.publish(model, tmp_path, adapters="merged")
         expected = whole(model, adapters="merged")

@@ -1,11 +1,9 @@
 """Traps: when the backward of a unit begins and ends."""
 
-import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,13 +17,15 @@ from shardwise.host.handshake import Host
 from shardwise.runtime.buffers import FlatBuffer
 from shardwise.runtime.codecs import RunCodec
 from shardwise.runtime.memory import Pool
-from tests.models import CASES, WIDTH, Block, Stack, build
+from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     assert_equal_models,
+    assert_equal_steps,
     assert_equal_training,
     own_part,
+    sharded_pair,
 )
 from tests.versions import needs_swap
 
@@ -35,27 +35,16 @@ def test_inputs_that_need_no_gradients() -> None:
     """Module backward hooks then run before the parameters' gradients, and hooks on inputs never
     run, so the first unit would be reduced too early, or not at all.
     """
-    reference, model = _pair("stack, every layer")
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        assert not batch.requires_grad
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
+    reference, model = sharded_pair("stack, every layer")
+    assert_equal_steps(model, reference)
     assert _counts(model)["reduce first"] == 1
 
 
 @on_ranks(2)
 def test_an_output_that_is_a_view_may_be_changed_in_place() -> None:
     """FSDP2 loses its hook with the view's old node, and fails with "setStorage out of bounds"."""
-    reference = ChangesInPlace().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=ReturnsView)
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
+    reference, model = sharded_pair(ChangesInPlace().double(), units=ReturnsView)
+    assert_equal_steps(model, reference)
 
 
 @on_ranks(2)
@@ -64,14 +53,8 @@ def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) ->
     """A recomputation is a forward inside backward. It would move too much if it prefetched in the
     order of forward, freed units that its backward needs, or registered its hooks again.
     """
-    reference = Recomputing(reentrant).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
-    for step in range(3):
-        batch = torch.randn(BATCH, WIDTH).double()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
+    reference, model = sharded_pair(Recomputing(reentrant).double(), units=Block)
+    assert_equal_steps(model, reference)
     counts = _counts(model)
     for layer in range(4):
         # The backward of the last unit, with its recomputation, may begin before it is freed.
@@ -86,7 +69,7 @@ def test_recomputing_gathers_nothing_ahead_and_frees_nothing(reentrant: bool) ->
 @pytest.mark.parametrize("way", ["one after the other", "reversed", "1F1B"])
 def test_several_forwards_before_their_backwards(way: str) -> None:
     """As in pipelines: every backward is reduced, and no unit stays gathered."""
-    reference, model = _pair()
+    reference, model = sharded_pair("stack")
     for step in range(3):
         batches = [torch.randn(BATCH, WIDTH).double() for _ in range(4)]
 
@@ -115,7 +98,7 @@ def test_several_forwards_before_their_backwards(way: str) -> None:
 @pytest.mark.parametrize("way", ["detached", "retained"])
 def test_a_loss_in_chunks(way: str) -> None:
     """A loss for long sequences, with a separate backward for each chunk."""
-    reference, model = _pair()
+    reference, model = sharded_pair("stack")
     for step in range(3):
         batch = torch.randn(BATCH, WIDTH).double()
         for m, x in ((reference, batch), (model, own_part(batch))):
@@ -135,17 +118,10 @@ def test_a_loss_in_chunks(way: str) -> None:
 @on_ranks(2)
 def test_units_that_were_gathered_ahead_in_vain_are_freed() -> None:
     """A pass in another order than the last one does not use the units that it prefetched."""
-    reference = Turns().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block, prefetch=2)
+    reference, model = sharded_pair(Turns().double(), units=Block, prefetch=2)
     for step, order in enumerate([(0, 1, 2), (2, 0), (1,), (1, 1, 0, 2), (0, 1, 2)]):
         model.order = reference.order = order
-        batch = torch.randn(BATCH, WIDTH).double()
-        model.zero_grad()
-        reference.zero_grad()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
+        assert_equal_steps(model, reference, 1, zeroes=True)
         assert sw.ledger(model).gathered_bytes == 0
         if step == 1:
             events = sw.ledger(model).names()
@@ -193,11 +169,6 @@ def test_memory_in_common_is_used_by_nobody_when_it_is_filled() -> None:
     with mock.patch.object(RunCodec, "fill", bring_late):
         _train_in_many_ways()
     assert (spoilt > 0) == (dist.get_rank() > 0), "all compute in the memory of the first"
-
-
-def _pair(name: str = "stack", **options: Any) -> tuple[nn.Module, nn.Module]:
-    reference, model = build(name), build(name)
-    return reference, sw.fully_shard(model, units=CASES[name].units, **options)
 
 
 def _counts(model: nn.Module) -> Counter[str]:

@@ -1,6 +1,5 @@
 """Traps: the data of a rank determine which units it runs and which parameters it uses."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from tests.runtime.modules import Experts
 from tests.runtime.one_process import (
     BATCH,
     adamw,
-    assert_close,
     assert_equal_models,
+    assert_equal_steps,
     own_part,
     rank,
+    sharded_pair,
     step_all,
     world_size,
 )
@@ -29,19 +29,15 @@ from tests.runtime.one_process import (
 def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: str) -> None:
     """FSDP2 silently sums gradients of different parameters: 1.5 instead of 0.5."""
     torch.manual_seed(0)
-    reference = nn.Sequential(Block(), Experts(), Experts()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units={Block, Experts}, strategy=strategy)
+    layers = nn.Sequential(Block(), Experts(), Experts()).double()
+    reference, model = sharded_pair(layers, units={Block, Experts}, strategy=strategy)
     used: list[set[str]] = []
-    for number, layer in enumerate(model[1].experts):  # type: ignore[arg-type]
+    for number, layer in enumerate(model[1].experts):
         layer.register_forward_hook(lambda *_, name=str(number): used[-1].add(name))
     optimizers = [adamw(m.parameters()) for m in (reference, model)]
-    for step in range(4):
+    for _ in range(4):
         used.append(set())
-        batch = torch.randn(BATCH, WIDTH).double()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
+        assert_equal_steps(model, reference, 1)
         step_all(optimizers)
     everywhere: list[Any] = [None] * world_size()
     dist.all_gather_object(everywhere, used)
@@ -51,10 +47,8 @@ def test_experts_that_differ_by_rank_get_the_gradients_of_one_process(strategy: 
 @on_ranks(2)
 def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
     """Megatron-FSDP v2 counts gradients, so it waits for the missing one and never reduces."""
-    reference = nn.Sequential(Pair(), Pair(), Pair()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Pair)
-    _train(reference, model)
+    reference, model = sharded_pair(nn.Sequential(Pair(), Pair(), Pair()).double(), units=Pair)
+    assert_equal_steps(model, reference)
     kinds = sw.ledger(model).names()
     assert [kinds.count(f"reduce {unit}") for unit in range(3)] == [1, 1, 1]
     assert model[0].unused.grad is None
@@ -63,9 +57,7 @@ def test_a_unit_with_one_unused_parameter_is_reduced() -> None:
 @on_ranks(2)
 def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
     """A hook on gradients never runs on a rank that has none."""
-    reference = Cuttable().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair(Cuttable().double(), units=Block)
     cuts = [(False, True), (True, False), (False, False)]
     for step, cut in enumerate(cuts):
         batch = torch.randn(BATCH, WIDTH).double()
@@ -78,15 +70,12 @@ def test_a_unit_that_one_rank_does_not_reach_in_backward_is_reduced() -> None:
 @on_ranks(3)
 def test_only_one_rank_may_have_gradients_at_all() -> None:
     """The loss does not depend on the data of one rank, whose gradients are all zero."""
-    reference = nn.Sequential(Block(), Block()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair(nn.Sequential(Block(), Block()).double(), units=Block)
     batch = torch.randn(BATCH, WIDTH).double()
     weight = 1.0 if rank() == 1 else 0.0
     (model(own_part(batch)).square().mean() * weight).backward()
     (reference(batch.chunk(3)[1]).square().mean() / 3).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(p.grad, q.grad, name)
+    assert_equal_models(model, reference, 0)
 
 
 class Pair(nn.Module):
@@ -98,14 +87,6 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.tanh(self.used(x))
         return y
-
-
-def _train(reference: nn.Module, model: nn.Module, steps: int = 3) -> None:
-    for step in range(steps):
-        batch = torch.randn(BATCH, WIDTH).double()
-        model(own_part(batch)).square().mean().backward()
-        reference(batch).square().mean().backward()
-        assert_equal_models(model, reference, step)
 
 
 class Cuttable(nn.Module):

@@ -1,8 +1,8 @@
 """Traps: tensors of a unit's forward that are used after it: views of parameters, and losses."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import PlanError
+from tests.covering import covered_first
 from tests.models import WIDTH
 from tests.ranks import on_ranks
-from tests.runtime.one_process import BATCH, assert_close, assert_equal_models, own_part
+from tests.runtime.one_process import (
+    BATCH,
+    assert_close,
+    assert_equal_models,
+    assert_equal_steps,
+    own_part,
+    sharded_pair,
+)
 
 STRATEGIES: list[dict[str, Any]] = [
     {},
@@ -127,13 +135,11 @@ class Positioned(nn.Module):
 def test_a_unit_may_return_its_parameters(options: dict[str, Any]) -> None:
     """FSDP2 reads freed memory, which kills the process."""
     for kind in (*RETURNS, "attribute", "argument", "inner"):
-        reference = Positioned(kind).double()
-        model = copy.deepcopy(reference)
-        sw.fully_shard(model, units={Positions, Mixer}, **options)
+        reference, model = sharded_pair(
+            Positioned(kind).double(), units={Positions, Mixer}, **options
+        )
         for step in range(2):
-            model(own_part(batch(step))).square().mean().backward()
-            reference(batch(step)).square().mean().backward()
-            assert_equal_models(model, reference, step)
+            assert_equal_steps(model, reference, 1)
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
                     found = model(own_part(batch(step)))
@@ -143,9 +149,7 @@ def test_a_unit_may_return_its_parameters(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", STRATEGIES)
 @on_ranks(2)
 def test_a_parameter_that_the_root_returns_outlives_the_step(options: dict[str, Any]) -> None:
-    reference = Positions("parameter").double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, **options)
+    reference, model = sharded_pair(Positions("parameter").double(), **options)
     with torch.no_grad():
         before = model()
     weight = model()
@@ -248,8 +252,9 @@ USES: dict[str, Callable[[Tensor, list[Tensor]], None]] = {
 
 
 def train_on_features(where: str, checkpoints: str, use: str, options: dict[str, Any]) -> None:
-    reference = Featuring(where, checkpoints).double()
-    model = sw.fully_shard(copy.deepcopy(reference), units=Featured, **options)
+    reference, model = sharded_pair(
+        Featuring(where, checkpoints).double(), units=Featured, **options
+    )
     kept = {id(m): features_of(m) for m in (reference, model)}
     for step in range(3):
         for m, x in ((reference, batch(step)), (model, own_part(batch(step)))):
@@ -267,8 +272,10 @@ def train_on_features(where: str, checkpoints: str, use: str, options: dict[str,
     assert sw.ledger(model).gathered_bytes == 0
 
 
-@pytest.mark.parametrize("options", STRATEGIES)
-@pytest.mark.parametrize("where", ["hook", "argument", "loss in an argument", "global"])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    covered_first(product(("hook", "argument", "loss in an argument", "global"), STRATEGIES)),
+)
 @on_ranks(2)
 def test_a_loss_on_tensors_inside_a_unit(where: str, options: dict[str, Any]) -> None:
     """FSDP2 is silently wrong."""

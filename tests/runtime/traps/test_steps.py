@@ -1,6 +1,5 @@
 """Traps: changes to a model between its forwards, backwards and steps."""
 
-import copy
 import gc
 import warnings
 import weakref
@@ -21,7 +20,16 @@ from shardwise.features.unused import UsedParameterSync
 from shardwise.schedule.events import EventKind
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
-from tests.runtime.one_process import BATCH, assert_close, assert_equal_models, own_part
+from tests.runtime.one_process import (
+    BATCH,
+    adamw,
+    assert_close,
+    assert_equal_models,
+    assert_equal_steps,
+    own_part,
+    sharded_pair,
+    squares,
+)
 from tests.waiting import eventually
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
@@ -42,10 +50,7 @@ def check_step(model: nn.Module) -> None:
     with torch.no_grad():
         for whole, own in zip(reference.parameters(), model.parameters(), strict=True):
             whole.copy_(own.full_tensor())  # type: ignore[attr-defined]
-    model.zero_grad()
-    model(own_part(batch())).square().mean().backward()
-    reference(batch()).square().mean().backward()
-    assert_equal_models(model, reference, 0)
+    assert_equal_steps(model, reference, 1, batch=batch, zeroes=True)
 
 
 # -- unshard and reshard ---------------------------------------------------------------------------
@@ -215,9 +220,8 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("where", ["attribute", "dict of lists", "object", "buffer"])
 @on_ranks(2)
 def test_a_tensor_kept_by_a_module_has_a_backward(where: str) -> None:
-    reference = nn.Sequential(Keeps(where), Keeps(where)).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Keeps)
+    layers = nn.Sequential(Keeps(where), Keeps(where)).double()
+    reference, model = sharded_pair(layers, units=Keeps)
     for step in range(3):
         for m, x in ((model, own_part(batch())), (reference, batch())):
             m.zero_grad()
@@ -382,19 +386,10 @@ def test_a_parametrization_within_forward_trains_as_in_one_process(
     granularity: Any, strategy: str
 ) -> None:
     torch.manual_seed(0)
-    reference = nn.Sequential(*(Parametrized() for _ in range(3))).double()
-    model = sw.fully_shard(
-        copy.deepcopy(reference), units=Parametrized, strategy=strategy, granularity=granularity
-    )
-    pairs = ((model, own_part(batch())), (reference, batch()))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one, _ in pairs]
-    for step in range(2):
-        for one, x in pairs:
-            one.zero_grad()
-            one(x).square().mean().backward()
-        assert_equal_models(model, reference, step)
-        for optimizer in optimizers:
-            optimizer.step()
+    layers = nn.Sequential(*(Parametrized() for _ in range(3))).double()
+    options = {"strategy": strategy, "granularity": granularity}
+    reference, model = sharded_pair(layers, units=Parametrized, **options)
+    assert_equal_steps(model, reference, 2, batch=batch, make_optimizer=adamw)
     with torch.no_grad():
         assert_close(model(batch()), reference(batch()), "output")
 
@@ -421,26 +416,18 @@ class Replacing(Block):
 @on_ranks(2)
 def test_replaced_memory_is_taken_over_or_refused(how: str, strategy: str) -> None:
     torch.manual_seed(0)
-    reference: Any = nn.Sequential(*(Replacing() for _ in range(3))).double()
-    model: Any = sw.fully_shard(copy.deepcopy(reference), units=Replacing, strategy=strategy)
+    layers = nn.Sequential(*(Replacing() for _ in range(3))).double()
+    reference, model = sharded_pair(layers, units=Replacing, strategy=strategy)
     is_whole = strategy == "ddp"  # the parameters are never freed, so no change is lost
-
-    def run(*pairs: tuple[Any, Tensor]) -> None:
-        for one, x in pairs:
-            one.zero_grad()
-            one(x).square().mean().backward()
-
     model[1].how = how
     if is_whole:
         reference[1].how = how
-        run((model, own_part(batch())), (reference, batch()))
-        assert_equal_models(model, reference, 0)
+        assert_equal_steps(model, reference, 1, zeroes=True)
     else:
         with pytest.raises(sw.StepError, match=r"1\.up\.weight: changed in place"):
-            run((model, own_part(batch())))
+            squares(model, own_part(batch())).backward()
     model[1].how = reference[1].how = ""
-    run((model, own_part(batch())), (reference, batch()))
-    assert_equal_models(model, reference, 1)
+    assert_equal_steps(model, reference, 1, zeroes=True)
     for one, x in (model, own_part(batch())), (reference, batch()):
         one[1].how = f"{how}, raise"
         with pytest.raises((ValueError, sw.StepError)):
@@ -449,5 +436,4 @@ def test_replaced_memory_is_taken_over_or_refused(how: str, strategy: str) -> No
     if not is_whole:  # the change is dropped with the step
         with torch.no_grad():
             reference[1].up.weight.div_(2)
-    run((model, own_part(batch())), (reference, batch()))
-    assert_equal_models(model, reference, 2)
+    assert_equal_steps(model, reference, 1, zeroes=True)

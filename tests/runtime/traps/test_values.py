@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
-from tests.models import CASES, WIDTH, Block, Gpt, build
+from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
     adamw,
     assert_close,
     assert_equal_models,
+    assert_equal_steps,
     assert_equal_training,
     full,
     own_part,
     rank,
+    sharded_pair,
     step_all,
     world_size,
 )
@@ -32,9 +34,7 @@ def test_a_loss_per_token_of_the_global_batch() -> None:
     """If ranks have different numbers of tokens, the mean of their means is not the global mean.
     A loss that is weighted by each rank's share gives the gradients of one process.
     """
-    reference = nn.Sequential(Block(), Block()).double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair(nn.Sequential(Block(), Block()).double(), units=Block)
     counts = [1, 2, 7]
     batch = torch.randn(sum(counts), WIDTH).double()
     own = batch.split(counts)[rank()]  # type: ignore[no-untyped-call]
@@ -54,7 +54,6 @@ def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
         assert len({id(p) for p in parameters}) == len(parameters)
     reference = build("gpt")
     model = sw.fully_shard(build("gpt"), units="auto")
-    assert isinstance(model, Gpt)
     assert model.head.weight is model.embedding.weight
     total = sum(p.square().sum() for p in model.parameters())
     assert isinstance(total, Tensor)
@@ -66,9 +65,8 @@ def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
 @on_ranks(1, 2, 4)
 def test_trainable_float32_and_float64_in_one_unit() -> None:
     """FSDP2 refuses mixed dtypes in one unit; here each dtype has a buffer."""
-    reference = nn.Sequential(MixedTrainable(), MixedTrainable())
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=MixedTrainable)
+    layers = nn.Sequential(MixedTrainable(), MixedTrainable())
+    reference, model = sharded_pair(layers, units=MixedTrainable)
     optimizers = [adamw(m.parameters()) for m in (reference, model)]
     for _ in range(3):
         batch = torch.randn(BATCH, WIDTH).double()
@@ -108,9 +106,7 @@ def test_ranks_without_any_elements(kind: str) -> None:
 @on_ranks(2)
 def test_buffers_are_whole_and_each_ranks_own() -> None:
     """Buffers are neither sharded nor synchronized; each rank keeps its own values."""
-    model = nn.Sequential(Counting(), Counting()).double()
-    alone = copy.deepcopy(model)
-    sw.fully_shard(model, units=Counting)
+    alone, model = sharded_pair(nn.Sequential(Counting(), Counting()).double(), units=Counting)
     batch = torch.randn(BATCH, WIDTH).double()
     for _ in range(2):
         model(own_part(batch)).square().mean().backward()
@@ -132,11 +128,10 @@ def test_an_optimizer_that_was_built_too_early_trains(name: str) -> None:
     held = list(model.parameters())
     sw.fully_shard(model, units=case.units)
     for _ in range(2):
-        batch = case.batch(BATCH)
-        case.loss(reference(batch.clone())).backward()  # type: ignore[no-untyped-call]
-        case.loss(model(own_part(batch))).backward()  # type: ignore[no-untyped-call]
-        for p, old in zip(model.parameters(), held, strict=True):
-            assert old.grad is p.grad
+        assert_equal_steps(
+            model, reference, 1, loss=lambda m, x: case.loss(m(x)), batch=lambda: case.batch(BATCH)
+        )
+        assert all(old.grad is p.grad for p, old in zip(model.parameters(), held, strict=True))
         step_all(optimizers)
     assert_equal_models(model, reference, 2)
 
@@ -157,8 +152,7 @@ def test_an_optimizer_with_states_of_whole_parameters_is_refused() -> None:
 def test_a_copy_of_a_recurrent_model_is_sharded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        twin = copy.deepcopy(sw.fully_shard(build("recurrent"), units=nn.LSTM))
-    assert isinstance(twin, sw.FSDPModule)
+        copy.deepcopy(sw.fully_shard(build("recurrent"), units=nn.LSTM))
 
 
 @on_ranks(2)
@@ -168,14 +162,17 @@ def test_seeds_by_rank_are_refused_for_any_unit() -> None:
     with torch.no_grad():
         model.get_parameter("layers.2.down.bias")[0] += 1e-16 + 1e-9 * rank()
     with pytest.raises(sw.PlanError, match=r"down\.bias differs between ranks 0 and 1"):
-        sw.fully_shard(checkpoint_wrapper(copy.deepcopy(model.layers[2])))  # type: ignore[index, arg-type]
+        sw.fully_shard(checkpoint_wrapper(copy.deepcopy(model.layers[2])))
     with pytest.raises(sw.PlanError, match=r"layers\.2\.down\.bias differs between ranks 0 and 1"):
         sw.fully_shard(model, units=Block)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after a step", "with gradients"])
-def test_a_deep_copy_trains_on_its_own(when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "granularity"),
+    [("before", "element"), ("after a step", "dim"), ("with gradients", "element")],
+)
+def test_a_deep_copy_trains_on_its_own(when: str, granularity: Any) -> None:
     """In peers, copies share memory or hooks with the original."""
     reference = build("gpt")
     tokens = torch.randint(0, 11, (4, 7))
@@ -183,7 +180,7 @@ def test_a_deep_copy_trains_on_its_own(when: str) -> None:
         original = build("gpt")
         model = sw.fully_shard(copy.deepcopy(original), units="auto")
     else:
-        original = sw.fully_shard(build("gpt"), units="auto")
+        original = sw.fully_shard(build("gpt"), units="auto", granularity=granularity)
         original(own_part(tokens)).backward()
         reference(tokens).backward()
         if when == "after a step":
@@ -192,14 +189,15 @@ def test_a_deep_copy_trains_on_its_own(when: str) -> None:
         model = copy.deepcopy(original)
         reference.zero_grad()  # torch copies no gradients of parameters
     kept = [full(p.detach()).clone() for p in original.parameters()]
-    optimizers = [adamw(m.parameters()) for m in (reference, model)]
-    for step in range(3):
-        model(own_part(tokens)).backward()
-        reference(tokens).backward()
-        assert_equal_models(model, reference, step)
-        step_all(optimizers)
+    assert_equal_steps(
+        model, reference, loss=lambda m, x: m(x), batch=lambda: tokens, make_optimizer=adamw
+    )
     for p, old in zip(original.parameters(), kept, strict=True):
         assert torch.equal(full(p.detach()), old), "the original is left alone"
+    with pytest.raises(sw.PlanError, match="copy the whole model"):
+        copy.deepcopy(model.layers[0])
+    with pytest.raises(sw.PlanError, match="copy the whole model"):
+        copy.deepcopy(model.layers[0])
 
 
 @on_ranks(2)
@@ -207,9 +205,7 @@ def test_methods_that_need_a_unit_say_so() -> None:
     """A method other than forward that reads parameters finds shards: refused, with the way out,
     or works where it calls units.
     """
-    reference = Talker().double()
-    model = copy.deepcopy(reference)
-    sw.fully_shard(model, units=Block)
+    reference, model = sharded_pair(Talker().double(), units=Block)
     tokens = torch.randint(0, 11, (2, 3))
     x = torch.randn(BATCH, WIDTH).double()
     refused = [(model.embed, tokens), (model.project, x), (model.scale, x)]
@@ -220,9 +216,7 @@ def test_methods_that_need_a_unit_say_so() -> None:
     with sw.gathered(model):
         assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
         assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
-    for m, part in ((model, own_part(x)), (reference, x)):
-        m.encode(part).square().mean().backward()  # type: ignore[no-untyped-call]
-    assert_equal_models(model, reference, 0)
+    assert_equal_steps(model, reference, 1, loss=lambda m, x: m.encode(x).square().mean())
 
 
 class MixedTrainable(nn.Module):
