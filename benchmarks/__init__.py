@@ -7,9 +7,10 @@ rounds, ratios are taken within a round, and JSON results include the command an
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.bench import harness
+if TYPE_CHECKING:
+    from shardwise.bench.harness import Column
 
 __all__ = ["make_parser", "print_figures"]
 
@@ -40,12 +41,14 @@ def make_parser(
 
 def print_figures(
     title: str,
-    columns: Sequence[harness.Column],
+    columns: "Sequence[Column]",
     rows: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     **document: Any,
 ) -> None:
     """Print a table and, unless ``out`` is None, write ``document`` and the rows there."""
+    from shardwise.bench import harness  # noqa: PLC0415 - scripts on a GPU may lack its packages
+
     harness.make_console().print(harness.make_table(title, columns, rows))
     if out is not None:
         harness.write_json(out, {**document, "rows": rows})

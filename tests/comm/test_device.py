@@ -185,6 +185,7 @@ class _Clock:
     def new_event(self, device: torch.device, *, enable_timing: bool = False) -> mock.Mock:
         self.num_timed += enable_timing
         event = mock.Mock(device=device)
+        event.query.return_value = False
         event.record.side_effect = lambda stream: self._record(event, stream)
         event.elapsed_time.side_effect = lambda later: later.time - event.time
         return event

@@ -1,10 +1,11 @@
 """Exchanges bytes between ranks through the job's store, since some ranks may never join."""
 
 import time
+import weakref
 from collections.abc import Sequence
-from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -15,14 +16,19 @@ __all__ = ["Exchange"]
 _POLL_SECONDS = 0.0005
 
 
-@cache
-def _connection() -> Store:
-    """A connection of this process to the job's store, on which no thread waits.
+_connections: "weakref.WeakKeyDictionary[dist.ProcessGroup, Store]" = weakref.WeakKeyDictionary()
 
-    There is one, because new connections take seconds once there are many.
+
+def _connection() -> Store:
+    """A connection to the job's store, on which no thread waits.
+
+    A job has one, because new connections take seconds once there are many.
     """
-    store: Store = default_store().clone()  # type: ignore[attr-defined]
-    return store
+    job = dist.group.WORLD
+    assert job is not None
+    if job not in _connections:
+        _connections[job] = default_store().clone()  # type: ignore[attr-defined]
+    return _connections[job]
 
 
 class Exchange:
