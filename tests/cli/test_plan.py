@@ -205,13 +205,13 @@ def test_what_does_not_fit_has_figures_with_offload(tmp_path: Path) -> None:
 
 def test_an_alternative_that_does_not_fit_is_tried_with_offload() -> None:
     found = run(
-        "llama-3-8b", "--cluster", "8xA100-40GB", "--seq", "4096", "--global-batch", "48",
-        "--strategy", "fsdp", "--micro-batch", "3", "--checkpointing", "none,full", "--no-scaling",
+        "llama-3-8b", "--cluster", "8xA100-40GB", "--seq", "4096", "--global-batch", "32",
+        "--strategy", "fsdp", "--micro-batch", "2", "--checkpointing", "none,full", "--no-scaling",
     )  # fmt: skip
     assert found.code == 0
     output = " ".join(found.output.split())
-    assert "checkpointing full, micro-batch 3: fits only with optimizer on the host, " in output
-    line = "checkpointing none, micro-batch 3: does not fit even with offload, without that needs"
+    assert "checkpointing full, micro-batch 2: fits only with optimizer on the host, " in output
+    line = "checkpointing none, micro-batch 2: does not fit even with offload, without that needs"
     assert line in output
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise._private import can_swap_storages
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
@@ -108,7 +109,10 @@ def assert_as_certified(
     reserved = found["reserved_peak"] / certificate.reserved_bytes
     context.report("live memory / certified", live)
     context.report("reserved memory / certified", reserved)
-    assert abs(live - 1) <= TOLERANCE, f"live memory is {live:.3f} of the certified"
+    # From torch 2.13 on, the arena of gathered units is allocated at the peak, too.
+    most = certificate.reserved_bytes / certificate.peak_bytes if can_swap_storages() else 1.0
+    is_certified = 1 - TOLERANCE <= live <= most + TOLERANCE
+    assert is_certified, f"live memory is {live:.3f} of the certified"
     # The reserve of the first step, which is over here, is not needed any more.
     assert reserved <= 1 + TOLERANCE, f"reserved memory is {reserved:.3f} of the certified"
 

@@ -32,7 +32,6 @@ from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
-from shardwise.plan.wire import UNQUANTIZED
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
 from shardwise.schedule.sequencer import schedule
 
@@ -169,11 +168,8 @@ def memory_certificate(
     timeline = tuple(replay.run())
     reserve = 0
     if not on_cpu and workload is not None:
-        reserve = _split_bytes(plan, workload, timeline)
-        # Without a quantized wire, buffers of shardwise are allocated on the stream of compute.
-        if configuration.stack != "shardwise" or configuration.wire != UNQUANTIZED:
-            loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
-            reserve += _stream_bytes(timeline, loaded)
+        loaded = _loaded_bytes(plan) if configuration.stack == "fsdp1" else 0
+        reserve = _stream_bytes(timeline, loaded) + _split_bytes(plan, workload, timeline)
     memory = replay.memory
     return Certificate(
         timeline=timeline,
@@ -454,8 +450,10 @@ def _update_bytes(plan: Plan, configuration: Configuration) -> int:
 def _stream_bytes(timeline: tuple[Moment, ...], loaded_bytes: int) -> int:
     """Return what a caching allocator reserves because streams do not share blocks.
 
-    Gathers and reductions run on separate streams, so each kind reserves its own peak. The stream
-    of compute has at least what loading the model left to it: the shards and ``loaded_bytes``.
+    Gathers and reductions run on separate streams, so each kind reserves its own peak. So do those
+    of shardwise: from torch 2.13 on, their arena stays allocated while nothing is gathered. The
+    stream of compute has at least what loading the model left to it: the shards and
+    ``loaded_bytes``.
     """
     own = ("gathered", "communication")
     by_stream = [[getattr(moment, name) for name in own] for moment in timeline]
