@@ -13,7 +13,7 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory import step
 from shardwise.forecast.memory.step import CATEGORIES, Certificate, memory_certificate
 from shardwise.forecast.planned import plan_of
-from shardwise.forecast.work import Segment, Workload
+from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
 
@@ -160,6 +160,19 @@ def test_chunks_keep_more_micro_batches() -> None:
 def test_gathers_and_reductions_reserve_separate_memory() -> None:
     certificate = certificate_of(CONFIGURATION)
     assert certificate.device_bytes > certificate.reserved_bytes > certificate.peak_bytes
+
+
+def test_optimizer_states_take_the_blocks_of_activations_in_which_they_fit() -> None:
+    """Shards have 256 bytes: a quarter of the written bytes are in blocks that can take one."""
+    writes = ((0, 256), *((number, 128) for number in range(1, 7)))
+    operation = Operation("mm", Kind.MATMUL, 0, (), 4, (), writes)
+    plan, workload = plan_of(model_of(5), CONFIGURATION), workload_of(5)
+    first, *others = workload.segments
+    written = replace(workload, segments=(replace(first, operations=(operation,)), *others))
+    for optimizer, split in (("adamw", 6 * KEPT // 4), ("sgd", 0)):
+        configuration = replace(CONFIGURATION, optimizer=optimizer)
+        found = memory_certificate(plan, written, configuration).reserved_bytes
+        assert found - memory_certificate(plan, workload, configuration).reserved_bytes == split
 
 
 def test_fsdp1_keeps_the_blocks_in_which_it_sharded_the_largest_unit() -> None:
