@@ -148,6 +148,9 @@ def test_the_steps_of_matrices_stay_on_the_host() -> None:
     loaded.load_state_dict(optimizer.state_dict())
     (state,) = loaded.state.values()
     assert state["step"].device.type == "cpu"
+    empty = loaded.empty_state(other.weight, "step", (), torch.float32)  # for `sw.load`
+    assert empty is not None
+    assert empty.device.type == "cpu"
 
 
 @pytest.mark.parametrize("make", [sw.optim.Muon, sw.optim.SOAP, sw.optim.Adam8bit])

@@ -303,9 +303,7 @@ class OptimizerStates:
         """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
         for group in self._optimizer.param_groups:
             if any(parameter is member for member in group["params"]):
-                # Matrices of Muon and SOAP are stepped by their own code.
-                is_theirs = group.get("method", "adamw") != "adamw"
-                on_gpu = not is_theirs and (group.get("fused") or group.get("capturable"))
+                on_gpu = group.get("fused") or group.get("capturable")
                 if key == "step" and not on_gpu:
                     return torch.device("cpu")
         return parameter.device

@@ -91,9 +91,11 @@ class SOAP(OwnerOptimizer):
     def empty_state(
         self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | None:
-        """Allocate a state of a matrix, to load values into; None for "step" and AdamW's states."""
-        if key == "step" or all(parameter is not own for _, own, _ in self._matrix_parameters()):
+        """Allocate a state of a matrix, to load values into; None for AdamW's states."""
+        if all(parameter is not own for _, own, _ in self._matrix_parameters()):
             return None
+        if key == "step":  # the host reads it
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return self._owned(parameter, key, shape, dtype)
 
     def _owner_of_state(self, parameter: Tensor) -> int | None:

@@ -78,14 +78,6 @@ class Outer:
         """The fragments that are synchronized after local step ``step``."""
         return self.sent_after(step - self.delay)
 
-    def in_flight_after(self, step: int) -> dict[int, int]:
-        """The fragments whose differences are being sent, and the steps after which that began."""
-        return {
-            fragment: sent
-            for sent in range(max(1, step - self.delay + 1), step + 1)
-            for fragment in self.sent_after(sent)
-        }
-
     def _phase(self, fragment: int) -> int:
         return (fragment + 1) * self.every // self.fragments
 

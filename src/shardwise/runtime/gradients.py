@@ -409,6 +409,11 @@ class Gradients:
             self.kept_memory = None
         self.state = GradientState.IDLE
 
+    def gets_gradient(self, position: int) -> bool:
+        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
+        is_trained = self.parameters[position].sharded.requires_grad
+        return is_trained or self.accumulated.is_awaited[position]
+
     # -- parts of the above ----------------------------------------------------------------------
 
     @property
@@ -419,11 +424,6 @@ class Gradients:
             if gradient is not None and reduced_part_of(gradient) is not None:
                 return False
         return True
-
-    def gets_gradient(self, position: int) -> bool:
-        """Whether a reduction hands a gradient to a parameter. All ranks agree."""
-        is_trained = self.parameters[position].sharded.requires_grad
-        return is_trained or self.accumulated.is_awaited[position]
 
     def memory(self) -> Tensor:
         """Return memory [S] for the gradients of this backward."""
