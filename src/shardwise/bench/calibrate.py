@@ -278,19 +278,24 @@ def _fit(points: Sequence[_Point]) -> Rate:
 # -- the engine ----------------------------------------------------------------------------------
 
 
-class _Unit(nn.Module):
-    """A unit with almost no compute: some trained parameters, and some frozen ones."""
-
-    def __init__(self, num_elements: int, trained: int = 1, frozen: int = 0) -> None:
+class _Layer(nn.Module):
+    def __init__(self, num_elements: int, *, is_trained: bool) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(num_elements) for _ in range(trained + frozen))
-        for weight in self.weights[trained:]:
-            weight.requires_grad_(requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(num_elements), requires_grad=is_trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x + weight[0]
-        return x
+        return x + self.weight[0]
+
+
+class _Unit(nn.Sequential):
+    """A unit with almost no compute: some layers with a trained parameter, some with a frozen one.
+
+    As in most models, each parameter is in a module of its own.
+    """
+
+    def __init__(self, num_elements: int, trained: int = 1, frozen: int = 0) -> None:
+        kinds = [True] * trained + [False] * frozen
+        super().__init__(*(_Layer(num_elements, is_trained=kind) for kind in kinds))
 
 
 def _engine_seconds(world: World, num_steps: int) -> dict[str, float]:

@@ -161,12 +161,12 @@ class Runtime:
         Returns the output, copied where it views a parameter, and how the call has ended.
         """
         plan = self.plan.units[index]
-        returned, left = list(tensors_in(output)), list(tensors_left_in(module))
-        given = list(tensors_within(inputs))
+        returned, left = list(tensors_in(output)), tensors_left_in(module)
+        given = tensors_within(inputs)
         if self._views.has_any((*returned, *left), given, plan.label):
             output = self._views.copy_outputs(module, inputs, output, plan.label)
-            returned, left = list(tensors_in(output)), list(tensors_left_in(module))
-            given = list(tensors_within(inputs))
+            returned, left = list(tensors_in(output)), tensors_left_in(module)
+            given = tensors_within(inputs)
         is_watched = torch.is_grad_enabled() and self._entries.watch(entry, (*returned, *left))
         if torch.is_grad_enabled():
             self._entries.watch(entry, given, only_own=True)

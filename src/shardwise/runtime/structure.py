@@ -91,8 +91,6 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
     while modules:
         module = modules.pop()
         yield module
-        modules += [
-            child
-            for child in dict.fromkeys(module._modules.values())
-            if child is not None and HANDLE not in vars(child)
-        ]
+        if module._modules:
+            children = dict.fromkeys(module._modules.values())
+            modules += [one for one in children if one is not None and HANDLE not in vars(one)]

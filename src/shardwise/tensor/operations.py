@@ -36,11 +36,11 @@ def written_tensors(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """The tensors that ``func`` writes to."""
-    changed = [
-        args[position] if position < len(args) else kwargs.get(name)
-        for position, name in _written_arguments(func)
-    ]
-    return [x for x in pytree.tree_leaves(changed) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += [value] if isinstance(value, Tensor) else value or []
+    return found
 
 
 @cache
@@ -151,9 +151,8 @@ def _on_lists(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     _check_lists(func, args)
     result = func(*map(_locals_of, args), **{key: _locals_of(x) for key, x in kwargs.items()})
     if func._schema.is_mutable:
-        for x in written_tensors(func, args, kwargs):
-            if isinstance(x, ShardedTensor):
-                torch.autograd.graph.increment_version(x)
+        written = written_tensors(func, args, kwargs)
+        torch.autograd.graph.increment_version([x for x in written if isinstance(x, ShardedTensor)])
         return None
     for local, x in zip(result, args[0], strict=True):
         if isinstance(x, ShardedTensor) and local.shape != local_of(x).shape:
@@ -173,9 +172,7 @@ def _wrap_as(local: Tensor, x: Tensor) -> Tensor:
 
 
 def _locals_of(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return [_locals_of(y) for y in x]
-    return local_of(x) if isinstance(x, DTensor) else x
+    return [local_of(y) for y in x] if isinstance(x, (list, tuple)) else local_of(x)
 
 
 def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
@@ -186,8 +183,9 @@ def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
             continue
         for x in entries:
             if isinstance(x, ShardedTensor):
-                _check_matches(func, first, x)
-            elif isinstance(x, Tensor) and (x.numel() != 1 or x is entries[0]):
+                if x._sharding is not first._sharding:
+                    _check_matches(func, first, x)
+            elif isinstance(x, Tensor) and (x is entries[0] or x.numel() != 1):
                 raise _unsupported(
                     func, first, f"with an unsharded tensor of shape {tuple(x.shape)}"
                 )
