@@ -68,6 +68,17 @@ def test_a_large_model_trains_faster_and_a_small_one_does_not() -> None:
     assert speedups[1] < 1.02
 
 
+def test_tensor_parallel_ranks_gather_in_8_bits() -> None:
+    """As with torchao's Float8ColwiseParallel: gathers, but not what is summed."""
+    forecaster = Forecaster(resolve_model("llama-3-8b"), H100)
+    parallel = replace(BASE, shard_size=2, tensor=4, sequence_parallel=True, float8="tensorwise")
+    one, other = (
+        forecaster.forecast(replace(parallel, float8_gather=gather)).step.breakdown["collective"]
+        for gather in (False, True)
+    )
+    assert 0.7 < other / one < 0.8, "half of the bytes of one of two kinds, and latency"
+
+
 def test_the_head_and_attention_stay_in_16_bits() -> None:
     head = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=128_000, ffn=64)
     forecaster = Forecaster(Model("head", head), H100)

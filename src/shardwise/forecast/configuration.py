@@ -98,7 +98,8 @@ class Configuration:
         float8: how products of linear layers in blocks scale 8-bit operands, if they have them: per
             tensor or per row with scales of the present step, per tensor with delayed scales, or
             per block of 32 (mxfp8).
-        float8_gather: whether weights of these layers are gathered in 8 bits.
+        float8_gather: whether weights of these layers are gathered in 8 bits, and what
+            tensor-parallel ranks gather.
         attention: "flash": a fused attention kernel; "math": matrix products and a softmax.
         stack: the library whose buffers are counted.
 

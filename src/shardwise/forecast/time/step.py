@@ -396,6 +396,8 @@ class _Pricing:
 
     def _collective_seconds(self, operation: Operation) -> float:
         size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))
+        if self._gathers_float8 and operation.axis == "tensor" and operation.name == "all_gather":
+            size //= operation.itemsize  # activations, and gradients in backward, in 8 bits
         predict: Callable[[float, Group], float]  # such as `all_gather_seconds`
         predict = getattr(self._machine, f"{operation.name}_seconds")
         return predict(size, self._groups[operation.axis])

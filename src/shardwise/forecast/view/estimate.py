@@ -184,7 +184,8 @@ def estimate(
         reproducible: micro-batches of a step over all ranks, as in `fully_shard`; 0: no promise.
         float8: how linear layers of blocks scale operands of 8-bit products: "tensorwise",
             "rowwise", "delayed" or "mxfp8"; "none": products are in ``dtype``.
-        float8_gather: whether the weights of these layers are gathered in 8 bits.
+        float8_gather: whether the weights of these layers are gathered in 8 bits, and what
+            tensor-parallel ranks gather.
         lora: train adapters on a frozen base: "r=16,targets=q_proj+v_proj", or peft's LoraConfig.
         qlora: whether the base of the adapters has 4-bit weights.
         strategies: one name or several names of strategies to try; empty: all.
