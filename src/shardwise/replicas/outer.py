@@ -24,11 +24,11 @@ from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
+from shardwise.optim.outer import Outer
 from shardwise.plan.axes import AxisBytes
 from shardwise.replicas.elastic import check_replica
 from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
-from shardwise.replicas.plan import Outer
 from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
+from shardwise.optim.outer import Outer
 from shardwise.replicas.fragments import fragments_of
 from shardwise.replicas.outer import optimizer_of, outer_optimizer
-from shardwise.replicas.plan import Outer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import Part
