@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.replicas.fragments import fragments_of
+from shardwise.optim.fragments import fragments_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack

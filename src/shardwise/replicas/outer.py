@@ -24,10 +24,10 @@ from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
+from shardwise.optim.fragments import Fragment, fragments_of
 from shardwise.optim.outer import Outer
 from shardwise.plan.axes import AxisBytes
 from shardwise.replicas.elastic import check_replica
-from shardwise.replicas.fragments import Fragment, fragments_of
 from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
 from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
