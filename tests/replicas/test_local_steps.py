@@ -196,3 +196,48 @@ def test_options_that_a_manager_cannot_have_are_refused() -> None:
         )
     with pytest.raises(PlanError, match="expected one of them"):
         sw.outer_optimizer(model, optimizer, sw.Outer())
+
+
+class OtherReplica:
+    """Stands for a group in which this replica takes a state, when the fragment 1 is due."""
+
+    step, history, num_replicas, has_joined = 3, 0, 2, False
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+
+    def begin(self) -> None:
+        self.num_rounds += 1
+        self.has_joined = self.num_rounds == 1
+
+    def meet(self, *own: int, counts: bool) -> Tensor:
+        joins = torch.tensor([[1, 0, 0, 0, 0, own[0], 1, 8], [0, 0, 0, 0, 0, *own]])
+        return joins if self.has_joined else torch.tensor([[counts, 0, 0, 0, 0, *own]] * 2)
+
+    def counted(self) -> list[bool]:
+        return [True, not self.has_joined]
+
+    def gather(self, own: Tensor) -> Any:
+        return lambda: [own, own]
+
+    def commit(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_replica_that_joins_ends_the_round_that_is_due_in_others_alone(delay: int) -> None:
+    model = sw.fully_shard(Stack().double(), units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    outer = sw.Outer(every=8, fragments=2, delay=delay)  # the fragment 0 is due after step 4
+    manager = Idle()
+    manager._use_async_quorum = False
+    handle: Any = sw.outer_optimizer(model, optimizer, outer, manager=manager)
+    handle.group = group = OtherReplica()
+    handle._has_met = True
+    rounds = []
+    for step in range(9):
+        train(model, optimizer, 0, range(step, step + 1))
+        rounds.append((handle.local_steps, group.num_rounds))
+    # After step 4, it continues with step 8 of the others.
+    joined = [(8, 1), (9, 1), (10, 1), (11, 1), (12, 2), (13, 2)]
+    assert rounds == [(1, 0), (2, 0), (3, 0), *joined]

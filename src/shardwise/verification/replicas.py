@@ -18,7 +18,8 @@ from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.optim.fragments import fragments_of
 from shardwise.optim.outer import Outer
-from shardwise.replicas.outer import optimizer_of, outer_optimizer
+from shardwise.optim.outer_optimizer import optimizer_of
+from shardwise.replicas.local_steps import outer_optimizer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import Part

@@ -12,7 +12,7 @@ exchanges differences with the ranks that hold the same shard in other replicas,
 gathered.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,117 +23,58 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
+from shardwise.comm.groups import backends_of
 from shardwise.errors import PlanError, StepError
-from shardwise.optim.fragments import Fragment, fragments_of
+from shardwise.optim.fragments import fragments_of
 from shardwise.optim.outer import Outer
 from shardwise.plan.axes import AxisBytes
-from shardwise.replicas.elastic import check_replica
-from shardwise.replicas.group import FixedGroup, Gather, ReplicaGroup, check_manager
-from shardwise.replicas.state import ReplicaState, checksum_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
-__all__ = ["OuterOptimizer", "optimizer_of", "outer_optimizer"]
+__all__ = ["Gather", "OuterOptimizer", "optimizer_of"]
 
-_NONE = -1  # no fragment
+Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 # Keys in the state of each parameter, next to the states of the outer optimizer: the shared
 # parameter and, with a delay, the difference in transit, which is sent again after a load.
 _ANCHOR, _SENT = "anchor", "sent"
 
 
-def outer_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    outer: Outer,
-    *,
-    manager: Any = None,
-    group: dist.ProcessGroup | None = None,
-) -> "OuterOptimizer":
-    """Make ``optimizer.step()`` also synchronize this replica with others.
-
-    With a ``manager`` of torchft, each replica is a separate world with its own launcher, so it may
-    die without the others and come back::
-
-        model = sw.fully_shard(model, units=Block)
-        optimizer = torch.optim.AdamW(model.parameters())
-        manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False,
-            load_state_dict=None, state_dict=None,
-        )
-        outer = sw.outer_optimizer(
-            model, optimizer, sw.Outer(every=32, fragments=4), manager=manager
-        )
-        while outer.local_steps < 10_000:
-            ...
-
-    With a ``group``, all replicas are in one world, sharded over the inner dim of a mesh:
-    ``fully_shard(model, mesh=mesh["shard"])`` and ``group=mesh.get_group("replicate")``.
-
-    Args:
-        model: sharded over the ranks of this replica only.
-        optimizer: the optimizer of the model's parameters.
-        outer: when and how replicas are synchronized.
-        manager: a `torchft.Manager` of this rank, which needs no callbacks.
-        group: instead of a manager, the ranks that hold the same shard, one from each replica.
-
-    Raises:
-        PackageMissing: torchft is not installed.
-        PlanError: the model, the optimizer or the options cannot be used.
-    """
-    if (manager is None) == (group is None):
-        raise PlanError(f"manager={manager}, group={group}: expected one of them")
-    check_replica(model, optimizer, "sw.outer_optimizer")
-    if group is not None:
-        return OuterOptimizer(model, optimizer, outer, FixedGroup(group))
-    check_manager(manager, "sw.outer_optimizer")
-    if manager._use_async_quorum:  # of which the manager does not tell otherwise
-        raise PlanError(
-            "sw.outer_optimizer: the parameters change while a quorum is awaited; create the "
-            "manager with use_async_quorum=False"
-        )
-    if outer.delay > outer.every // outer.fragments:
-        raise PlanError(
-            f"{outer}: with a manager, a round has to end before the next one begins; expected a "
-            f"delay of at most every // fragments = {outer.every // outer.fragments}"
-        )
-    return OuterOptimizer(model, optimizer, outer, manager)
-
-
 class OuterOptimizer(Optimizer):
     """Keeps the shared parameters and the state of the outer optimizer, by parameter of a model.
 
     It is a torch optimizer, so that ``sw.save(..., outer=...)`` and ``sw.load`` handle its state
-    and learning rate schedulers can set its options.
+    and learning rate schedulers can set its options. See `shardwise.outer_optimizer`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, outer: Outer, replicas: Any) -> None:
-        """``replicas``: a `FixedGroup`, or the manager of a `ReplicaGroup`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        outer: Outer,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """``group``: the ranks that hold the same shard, one from each replica."""
         self.outer = outer
         self.sent_bytes = 0  # of differences, by this rank
+        self._group = group
         self._runtime = runtime_of_root(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        template = optimizer_of(outer, [nn.Parameter(torch.zeros(1))])  # for its options
-        counts = {"local_steps": 0, "rounds": 0, "history": 0}
-        super().__init__(parameters, dict(template.defaults) | counts)
-        self._options = set(template.defaults)
-        self._state = ReplicaState(model, optimizer, self, trains_on=True)
+        self._template = optimizer_of(outer, [nn.Parameter(torch.zeros(1))])  # for its options
+        counts = {
+            "local_steps": 0,
+            "rounds": 0,
+            "history": 0,
+        }  # see `ReplicaGroup` for the last two
+        super().__init__(parameters, dict(self._template.defaults) | counts)
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
             self.state[parameter] = {_ANCHOR: _sharded_as(parameter, shared)}
         self.fragments = fragments_of(self._runtime, outer)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        self._joined: set[int] = set()  # fragments whose rounds it has ended before the others
-        self._gathers: dict[int, Gather] = {}  # of rounds that have begun, by fragment
-        self._has_met = isinstance(replicas, FixedGroup)  # it may have come back otherwise
+        # By fragment, rounds that have begun; None for one that this replica has ended already.
+        self._gathers: dict[int, Gather | None] = {}
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        self.group: ReplicaGroup | FixedGroup
-        if isinstance(replicas, FixedGroup):
-            self.group = replicas
-        else:
-            row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {template}"
-            description = f"{self._state.description}, {row}"
-            self.group = ReplicaGroup(replicas, self._state, description, is_continuous=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Not for users: steps of the model's optimizer also step the outer optimizer.
@@ -148,10 +89,11 @@ class OuterOptimizer(Optimizer):
     def register(self, name: str, stateful: Stateful) -> None:
         """Copy the state of ``stateful`` to replicas that join, as it is after a step.
 
+        In one world none joins, so nothing is copied.
+
         Raises:
             PlanError: there is another object with this name.
         """
-        self._state.register(name, stateful)
 
     def remove(self) -> None:
         """Leave the other replicas; ``optimizer.step()`` no longer synchronizes."""
@@ -165,6 +107,11 @@ class OuterOptimizer(Optimizer):
         at the same step.
         """
         return int(self.param_groups[0]["local_steps"])
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas in the last round."""
+        return dist.get_world_size(self._group)
 
     def planned_bytes(self, step: int) -> int:
         """The number of bytes of differences that this rank sends after local step ``step``."""
@@ -201,82 +148,76 @@ class OuterOptimizer(Optimizer):
     def _synchronize(self, step: int) -> None:
         """Begin and end the rounds that are due after ``step``."""
         if self.outer.delay:
-            self._finish(self.outer.applied_after(step))
+            for fragment in self.outer.applied_after(step):
+                if fragment not in self._gathers:  # a checkpoint was loaded meanwhile
+                    self._begin(fragment)
+                self._end(fragment)
         for fragment in self.outer.sent_after(step):
-            due = self._begin(fragment)
-            if due == fragment:
-                self._joined.discard(fragment)  # of a state before the last one
-            else:  # this replica has taken the state of another one, in another round
-                self._join(due)
-        if not self.outer.delay:
-            self._finish(self.outer.applied_after(step))
-        if not self._has_met:
-            self._join(self._begin(_NONE))  # take the others' state now
+            self._begin(fragment)
+            if not self.outer.delay:
+                self._end(fragment)
 
-    def _join(self, fragment: int) -> None:
-        """End the round in which this replica has taken a state; the others may end it later."""
-        self._receive(fragment)
-        if self.outer.delay and fragment != _NONE:
-            self._joined.add(fragment)
+    def _begin(self, fragment: int) -> None:
+        """Begin the round of ``fragment``."""
+        self._take_differences(fragment)
+        self._gathers[fragment] = self._send(fragment)
 
-    def _finish(self, fragments: Iterable[int]) -> None:
-        """End the rounds of ``fragments``."""
-        for fragment in fragments:
-            if fragment in self._joined:
-                self._joined.discard(fragment)
-                continue
-            is_begun = fragment in self._gathers  # if not, a checkpoint was loaded meanwhile
-            self._receive(fragment if is_begun else self._begin(fragment))
+    def _end(self, fragment: int) -> None:
+        """End the round of ``fragment``."""
+        gather = self._gathers.pop(fragment)
+        assert gather is not None
+        packed = gather()
+        assert packed is not None
+        self._apply(fragment, packed)
 
-    def _receive(self, fragment: int) -> None:
-        """End a round; repeat it if it has failed."""
-        while True:
-            packed = [] if fragment == _NONE else self._gathers.pop(fragment)()
-            if self.group.commit():
-                break
-            fragment = self._begin(fragment)
-        if fragment != _NONE:
-            assert packed is not None
-            counted = zip(packed, self.group.counted(), strict=True)
-            self._apply(self.fragments[fragment], [one for one, counts in counted if counts])
-        self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
+    def _send(self, fragment: int) -> Gather:
+        """Begin to exchange the differences of ``fragment`` with all replicas."""
+        parameters = self.fragments[fragment].parameters
+        packed = self.fragments[fragment].pack([self._difference(p) for p in parameters])
+        sent = self._message_bytes(fragment)
+        self.sent_bytes += sent
+        self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
+        return self._gather(packed)
 
-    def _begin(self, fragment: int) -> int:
-        """Begin the round of ``fragment``; return the fragment that is due in other replicas."""
-        parameters = self.fragments[fragment].parameters if fragment != _NONE else []
+    def _gather(self, packed: Tensor) -> Gather:
+        """Begin to exchange ``packed`` [n] with all replicas."""
+        assert self._group is not None
+        types = list(backends_of(self._group))
+        own = packed.to("cpu" if "cpu" in types else types[0])
+        gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
+        work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), gathered)[1]
+
+    def _message_bytes(self, fragment: int) -> int:
+        return self.fragments[fragment].packed_bytes * (self.num_replicas - 1)
+
+    # -- differences and shared parameters -------------------------------------------------------
+
+    def _take_differences(self, fragment: int) -> None:
+        """Keep the differences that this replica sends, unless they are in transit.
+
+        Raises:
+            StepError: a difference is not finite. All ranks of this replica raise it.
+        """
+        parameters = self.fragments[fragment].parameters
         if not (self.outer.delay and all(_SENT in self.state[p] for p in parameters)):
             for parameter in parameters:
                 difference = self._anchor(parameter) - local_of(parameter)
                 self.state[parameter][_SENT] = _sharded_as(parameter, difference)
         self._check_finite(parameters)
-        options = self.param_groups[0]
-        if self.group.step < options["rounds"]:  # a checkpoint was loaded
-            self.group.continue_after(options["rounds"], options["history"])
-        checksum = checksum_of(map(self._anchor, parameters))
-        self.group.begin()
-        self._has_met, counts = True, fragment != _NONE and not self.group.has_joined
-        if self.group.has_joined:
-            for one in self.state.values():  # differences that the other replica has in transit
-                one.pop(_SENT, None)
-        table = self.group.meet(checksum, fragment, self.local_steps, counts=counts)
-        if table is not None:
-            rows = [row for row in table.tolist() if row[0]]  # those that count
-            *_, fragment, options["local_steps"] = rows[0] if rows else (_NONE, self.local_steps)
-        if fragment != _NONE:
-            own = [self._difference(p) for p in self.fragments[fragment].parameters]
-            self._gathers[fragment] = self.group.gather(self.fragments[fragment].pack(own))
-            sent = self._message_bytes(fragment)
-            self.sent_bytes += sent
-            self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
-        return fragment
 
     def _difference(self, parameter: Tensor) -> Tensor:
         """The difference in transit; zeros if this replica has just taken a state."""
         sent = self.state[parameter].get(_SENT)
         return torch.zeros_like(local_of(parameter)) if sent is None else local_of(sent)
 
+    def _forget_differences(self) -> None:
+        """Forget the differences of another replica whose state this one has taken."""
+        for state in self.state.values():
+            state.pop(_SENT, None)
+
     def _check_finite(self, parameters: Sequence[Tensor]) -> None:
-        """Raise on all ranks of this replica if a difference is not finite on one."""
         wrong = [p for p in parameters if not self._difference(p).isfinite().all()]
         comm = communicator(self._runtime.mesh.world, self._runtime.pools.device)
         flag = torch.tensor([bool(wrong)], dtype=torch.uint8, device=self._runtime.pools.device)
@@ -290,13 +231,10 @@ class OuterOptimizer(Optimizer):
             "replica"
         )
 
-    def _message_bytes(self, fragment: int) -> int:
-        return self.fragments[fragment].packed_bytes * (self.group.num_replicas - 1)
-
-    def _apply(self, fragment: Fragment, packed: Sequence[Tensor]) -> None:
+    def _apply(self, fragment: int, packed: Sequence[Tensor]) -> None:
         """Step the shared parameters, and update this replica's parameters from them."""
-        parameters = fragment.parameters
-        self._step_shared(parameters, fragment.mean(packed))
+        parameters = self.fragments[fragment].parameters
+        self._step_shared(parameters, self.fragments[fragment].mean(packed))
         for parameter in parameters:
             local, shared = local_of(parameter), self._anchor(parameter)
             if self.outer.mixing:
@@ -314,7 +252,7 @@ class OuterOptimizer(Optimizer):
         shared = [nn.Parameter(self.state[parameter][_ANCHOR]) for parameter in parameters]
         optimizer = optimizer_of(self.outer, shared)
         group = self.param_groups[0]
-        optimizer.param_groups[0].update({key: group[key] for key in self._options})
+        optimizer.param_groups[0].update({key: group[key] for key in self._template.defaults})
         for one, parameter, gradient in zip(shared, parameters, gradients, strict=True):
             one.grad = _sharded_as(parameter, gradient)
             state = {k: v for k, v in self.state[parameter].items() if k not in (_ANCHOR, _SENT)}

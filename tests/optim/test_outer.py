@@ -1,4 +1,4 @@
-"""Replicas in one world: the arithmetic of the outer optimizer."""
+"""The outer optimizer of replicas in one world."""
 
 from functools import partial
 from pathlib import Path
@@ -173,6 +173,10 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
     momenta = [state["momentum_buffer"] for state in other_handle.state.values()]
     assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
+    # The names are those of earlier checkpoints.
+    names = {"anchor", "momentum_buffer"}
+    assert all(names <= state.keys() <= names | {"sent"} for state in other_handle.state.values())
+    assert {"local_steps", "rounds", "history", "lr"} <= other_handle.param_groups[0].keys()
 
 
 def test_options_outside_their_ranges_are_refused() -> None:
