@@ -9,7 +9,8 @@ Muon and SOAP update each matrix on one rank, its owner. From the top down::
     ownership        which rank owns which matrix, and what ranks send: pure integer code
     matrices         the matrices that a parameter consists of
 
-Replicas that train alone for many steps have an outer optimizer. From the top down::
+`states` has the states of any optimizer as plain data, which another replica loads. Replicas that
+train alone for many steps have an outer optimizer. From the top down::
 
     outer_optimizer  steps the parameters that replicas share, with the mean of their differences
     fragments        parameters that are synchronized together, and the format of differences
