@@ -20,7 +20,7 @@ from shardwise.comm.communicator import POLL_SECONDS, communicator
 from shardwise.comm.device import ThreadStream, device_of, make_current
 from shardwise.errors import PackageMissing, PeerLost, PlanError, StepError
 from shardwise.optim.outer_optimizer import Gather
-from shardwise.replicas.attendance import Attendance
+from shardwise.recording.attendance import Attendance
 from shardwise.replicas.state import ReplicaState, checksum_of
 
 __all__ = ["ReplicaGroup", "check_manager"]
