@@ -179,6 +179,64 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
     assert {"local_steps", "rounds", "history", "lr"} <= other_handle.param_groups[0].keys()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(("dtype", "largest"), [("int4", 7), ("int8", 127)])
+def test_what_rounding_takes_from_a_difference_is_in_the_next_ones(
+    dtype: str, largest: int
+) -> None:
+    """The sum of the differences that were sent stays near the true sum, for any number of them.
+
+    A rounding error r is at most (g + r) / (2 * largest), with g the largest number of a gradient.
+    """
+    mesh = two_replicas()
+    generator = torch.Generator().manual_seed(4)
+    kinds = (torch.float64, torch.complex128)
+    gradients = [[torch.randn(30, dtype=d, generator=generator) for d in kinds] for _ in range(2)]
+    bound = max(float(torch.view_as_real(g[1]).abs().max()) for g in gradients)
+    bound = max(bound, *(float(g[0].abs().max()) for g in gradients)) / (2 * largest - 1)
+    outer = sw.Outer(every=1, dtype=dtype, optimizer=AVERAGE)
+    for forgets in (False, True):
+        model = nn.Module()
+        for name, kind in zip(("weight", "turned"), kinds, strict=True):
+            model.register_parameter(name, nn.Parameter(torch.zeros(30, dtype=kind)))
+        sw.fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = sw.outer_optimizer(model, optimizer, outer, group=mesh.get_group("replicate"))
+        errors = []
+        for number in range(1, 41):
+            for p, gradient in zip(
+                model.parameters(), gradients[mesh.get_local_rank("replicate")], strict=True
+            ):
+                local_of(p).data.copy_(local_of(handle.state[p]["anchor"]) - gradient)
+            optimizer.step()  # without gradients
+            pairs = zip(shared_of(handle), *gradients, strict=True)
+            errors.append(max(float((s + number * (a + b) / 2).abs().max()) for s, a, b in pairs))
+            if forgets:
+                for state in handle.state.values():
+                    state.pop("residual")
+        if forgets:  # the same is lost each time
+            assert errors[-1] > 10 * bound
+        else:
+            assert max(errors) <= 2**0.5 * bound * (1 + 1e-6)  # of a complex number
+
+
+@on_ranks(2)
+def test_checkpoints_carry_the_errors_of_rounding(tmp_path: Path) -> None:
+    mesh = two_replicas()
+    outer = sw.Outer(every=4, fragments=2, delay=1, mixing=0.25)
+    replica = mesh.get_local_rank("replicate")
+    model, optimizer, handle = replica_of(outer, mesh)
+    train(model, optimizer, replica, range(6))
+    path = tmp_path / f"replica-{replica}"
+    sw.save(path, model=model, optimizer=optimizer, outer=handle)
+    other, other_optimizer, other_handle = replica_of(outer, mesh, lr=1.0)
+    sw.load(path, model=other, optimizer=other_optimizer, outer=other_handle)
+    train(model, optimizer, replica, range(6, 11))
+    train(other, other_optimizer, replica, range(6, 11))
+    for pair in zip(shared_of(handle), shared_of(other_handle), strict=True):
+        assert torch.equal(*pair)
+
+
 def test_options_outside_their_ranges_are_refused() -> None:
     with pytest.raises(PlanError, match=r"Outer\(dtype='int5'\): expected one of int4"):
         sw.Outer(dtype="int5")

@@ -64,6 +64,7 @@ def program(
         before = outer.sent_bytes
         train(model, optimizer, seat.number, range(step, step + 1))
         shared = [state["anchor"] for state in outer.state.values()]
+        rounded = [local_of(s["residual"]) for s in outer.state.values() if "residual" in s]
         seat.log(
             "step",
             step=outer.local_steps,
@@ -72,6 +73,7 @@ def program(
             shared=checksum(shared),
             sent=outer.sent_bytes - before,
             planned=outer.planned_bytes(step + 1),
+            rounded=sum(float(one.abs().sum()) for one in rounded),
             calls=float(getattr(model, "calls", 0)),
             random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         )
@@ -145,6 +147,9 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         assert returned[0]["first"] == 0
         assert 24 <= returned[0]["step"] <= 24 + 4, "it takes the others' state in its first step"
         own = {line["step"]: line for line in job.lines(0, 0, "step")}
+        if row == "int4":
+            assert own[returned[0]["step"]]["rounded"] > 0
+            assert returned[0]["rounded"] == 0, "it has sent nothing yet"
         for line, key in itertools.product(returned, ("calls", "random")):
             assert line[key] == own[line["step"]][key], (line["step"], key)
 

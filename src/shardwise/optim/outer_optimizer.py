@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 from shardwise.comm.communicator import communicator
 from shardwise.comm.groups import backends_of
 from shardwise.errors import PlanError, StepError
-from shardwise.optim.fragments import fragments_of
+from shardwise.optim.fragments import Fragment, fragments_of
 from shardwise.optim.outer import Outer
 from shardwise.plan.axes import AxisBytes
 from shardwise.runtime.module import runtime_of_root
@@ -36,8 +36,9 @@ __all__ = ["Gather", "OuterOptimizer", "optimizer_of"]
 Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 # Keys in the state of each parameter, next to the states of the outer optimizer: the shared
-# parameter and, with a delay, the difference in transit, which is sent again after a load.
-_ANCHOR, _SENT = "anchor", "sent"
+# parameter; with a delay, the difference in transit, which is sent again after a load; and what
+# quantization took from the difference before, which is added to the next one (error feedback).
+_ANCHOR, _SENT, _RESIDUAL = "anchor", "sent", "residual"
 
 
 class OuterOptimizer(Optimizer):
@@ -124,6 +125,7 @@ class OuterOptimizer(Optimizer):
         """
         for parameter in self.state:
             self._anchor(parameter).copy_(local_of(parameter).detach())
+        self._forget_differences()
         self.param_groups[0]["local_steps"] = step
 
     # -- rounds ----------------------------------------------------------------------------------
@@ -204,6 +206,8 @@ class OuterOptimizer(Optimizer):
         if not (self.outer.delay and all(_SENT in self.state[p] for p in parameters)):
             for parameter in parameters:
                 difference = self._anchor(parameter) - local_of(parameter)
+                if _RESIDUAL in self.state[parameter]:
+                    difference += local_of(self.state[parameter][_RESIDUAL])
                 self.state[parameter][_SENT] = _sharded_as(parameter, difference)
         self._check_finite(parameters)
 
@@ -213,9 +217,10 @@ class OuterOptimizer(Optimizer):
         return torch.zeros_like(local_of(parameter)) if sent is None else local_of(sent)
 
     def _forget_differences(self) -> None:
-        """Forget the differences of another replica whose state this one has taken."""
+        """Forget what was not sent yet, as the state is that of another replica or run."""
         for state in self.state.values():
             state.pop(_SENT, None)
+            state.pop(_RESIDUAL, None)
 
     def _check_finite(self, parameters: Sequence[Tensor]) -> None:
         wrong = [p for p in parameters if not self._difference(p).isfinite().all()]
@@ -235,6 +240,7 @@ class OuterOptimizer(Optimizer):
         """Step the shared parameters, and update this replica's parameters from them."""
         parameters = self.fragments[fragment].parameters
         self._step_shared(parameters, self.fragments[fragment].mean(packed))
+        self._replace_residuals(self.fragments[fragment])
         for parameter in parameters:
             local, shared = local_of(parameter), self._anchor(parameter)
             if self.outer.mixing:
@@ -243,6 +249,17 @@ class OuterOptimizer(Optimizer):
                 local.copy_(shared)
             self.state[parameter].pop(_SENT, None)
             torch.autograd.graph.increment_version(parameter)
+
+    def _replace_residuals(self, fragment: Fragment) -> None:
+        """Keep what quantization has taken from the differences in transit."""
+        for parameter in fragment.parameters:
+            self.state[parameter].pop(_RESIDUAL, None)
+        if not self.outer.is_quantized:
+            return
+        exact = [self._difference(p) for p in fragment.parameters]
+        sent = fragment.mean([fragment.pack(exact)])
+        for parameter, one, rounded in zip(fragment.parameters, exact, sent, strict=True):
+            self.state[parameter][_RESIDUAL] = _sharded_as(parameter, one.reshape(-1) - rounded)
 
     def _anchor(self, parameter: Tensor) -> Tensor:
         return local_of(self.state[parameter][_ANCHOR])
@@ -253,9 +270,10 @@ class OuterOptimizer(Optimizer):
         optimizer = optimizer_of(self.outer, shared)
         group = self.param_groups[0]
         optimizer.param_groups[0].update({key: group[key] for key in self._template.defaults})
+        own = (_ANCHOR, _SENT, _RESIDUAL)
         for one, parameter, gradient in zip(shared, parameters, gradients, strict=True):
             one.grad = _sharded_as(parameter, gradient)
-            state = {k: v for k, v in self.state[parameter].items() if k not in (_ANCHOR, _SENT)}
+            state = {k: v for k, v in self.state[parameter].items() if k not in own}
             if state:
                 optimizer.state[one] = state
         with torch.enable_grad():
