@@ -62,11 +62,8 @@ class OuterOptimizer(Optimizer):
         self._runtime = runtime_of_root(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._template = optimizer_of(outer, [nn.Parameter(torch.zeros(1))])  # for its options
-        counts = {
-            "local_steps": 0,
-            "rounds": 0,
-            "history": 0,
-        }  # see `ReplicaGroup` for the last two
+        # The last two are those of replicas that come and go, in the checkpoints of all.
+        counts = {"local_steps": 0, "rounds": 0, "history": 0}
         super().__init__(parameters, dict(self._template.defaults) | counts)
         for parameter in parameters:
             shared = local_of(parameter).detach().clone()
@@ -174,8 +171,8 @@ class OuterOptimizer(Optimizer):
 
     def _send(self, fragment: int) -> Gather:
         """Begin to exchange the differences of ``fragment`` with all replicas."""
-        parameters = self.fragments[fragment].parameters
-        packed = self.fragments[fragment].pack([self._difference(p) for p in parameters])
+        one = self.fragments[fragment]
+        packed = one.pack([self._difference(p) for p in one.parameters])
         sent = self._message_bytes(fragment)
         self.sent_bytes += sent
         self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
@@ -238,10 +235,10 @@ class OuterOptimizer(Optimizer):
 
     def _apply(self, fragment: int, packed: Sequence[Tensor]) -> None:
         """Step the shared parameters, and update this replica's parameters from them."""
-        parameters = self.fragments[fragment].parameters
-        self._step_shared(parameters, self.fragments[fragment].mean(packed))
-        self._replace_residuals(self.fragments[fragment])
-        for parameter in parameters:
+        one = self.fragments[fragment]
+        self._step_shared(one.parameters, one.mean(packed))
+        self._replace_residuals(one)
+        for parameter in one.parameters:
             local, shared = local_of(parameter), self._anchor(parameter)
             if self.outer.mixing:
                 local.lerp_(shared, 1 - self.outer.mixing)

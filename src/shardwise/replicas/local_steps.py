@@ -126,7 +126,8 @@ class ElasticOuterOptimizer(OuterOptimizer):
             if self.group.commit():
                 break
             fragment, gather = self._meet(fragment)
-        if packed is not None:
+        if gather is not None:
+            assert packed is not None
             counted = zip(packed, self.group.counted(), strict=True)
             self._apply(fragment, [one for one, counts in counted if counts])
         self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
