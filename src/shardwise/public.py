@@ -30,6 +30,8 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.join import join
 from shardwise.optim.leaves import leaf_mean, leaf_rng, leaves
+from shardwise.optim.outer import Outer
+from shardwise.optim.outer_optimizer import OuterOptimizer
 from shardwise.optim.tokens import backward, token_weight
 from shardwise.plan.granularity import block
 from shardwise.plan.offload import CPUOffloadPolicy, OffloadPolicy
@@ -38,8 +40,7 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.wire import Wire
 from shardwise.recording.record import Recorder, record
 from shardwise.replicas.elastic import Elastic, elastic
-from shardwise.replicas.outer import OuterOptimizer, outer_optimizer
-from shardwise.replicas.plan import Outer
+from shardwise.replicas.local_steps import outer_optimizer
 from shardwise.runtime.module import ledger
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.verification.result import Verification, VerificationError

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwise.recording.attendance import changes_of_replicas
-from shardwise.replicas.attendance import Change
+from shardwise.recording.attendance import Change, changes_of_replicas
 
 
 def test_each_change_has_a_line_and_all_of_them_have_one() -> None:
@@ -15,14 +14,15 @@ def test_each_change_has_a_line_and_all_of_them_have_one() -> None:
         {"step": 3, "seconds": 6.0, "goodput": 0.5},
         {"step": 6, "seconds": 20.0, "goodput": 0.875, **vars(joined)},
     ]
+    waited = "waited 2.2 s for the lighthouse and other replicas"
     assert changes_of_replicas(records) == [
-        "step 2: replica 1 left, repeated 1 time, waited 2.2 s for a quorum; 3.4 s lost",
+        f"step 2: replica 1 left, repeated once, {waited}; 3.4 s lost",
         "step 6: replica 1 came back after 4 steps, 15 s; 0.5 s lost",
         "replicas: 1 left, 1 joined; 3.9 s and 1 repeated step lost; goodput 87.5%",
     ]
-    assert str(left) == (
-        "replica 1 left, repeated once, waited 2.2 s for the lighthouse and other replicas; "
-        "3.4 s lost"
+    assert str(left) == f"replica 1 left, repeated once, {waited}; 3.4 s lost"
+    assert str(Change(joined=(2, 3), repeats=2)) == (
+        "replica 2 joined, replica 3 joined, repeated 2 times; 0.0 s lost"
     )
 
 

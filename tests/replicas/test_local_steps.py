@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.errors import PlanError
-from shardwise.replicas.fragments import fragments_of
+from shardwise.optim.fragments import fragments_of
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -64,6 +64,7 @@ def program(
         before = outer.sent_bytes
         train(model, optimizer, seat.number, range(step, step + 1))
         shared = [state["anchor"] for state in outer.state.values()]
+        rounded = [local_of(s["residual"]) for s in outer.state.values() if "residual" in s]
         seat.log(
             "step",
             step=outer.local_steps,
@@ -72,6 +73,7 @@ def program(
             shared=checksum(shared),
             sent=outer.sent_bytes - before,
             planned=outer.planned_bytes(step + 1),
+            rounded=sum(float(one.abs().sum()) for one in rounded),
             calls=float(getattr(model, "calls", 0)),
             random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
         )
@@ -145,6 +147,9 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         assert returned[0]["first"] == 0
         assert 24 <= returned[0]["step"] <= 24 + 4, "it takes the others' state in its first step"
         own = {line["step"]: line for line in job.lines(0, 0, "step")}
+        if row == "int4":
+            assert own[returned[0]["step"]]["rounded"] > 0
+            assert returned[0]["rounded"] == 0, "it has sent nothing yet"
         for line, key in itertools.product(returned, ("calls", "random")):
             assert line[key] == own[line["step"]][key], (line["step"], key)
 
@@ -196,3 +201,48 @@ def test_options_that_a_manager_cannot_have_are_refused() -> None:
         )
     with pytest.raises(PlanError, match="expected one of them"):
         sw.outer_optimizer(model, optimizer, sw.Outer())
+
+
+class OtherReplica:
+    """Stands for a group in which this replica takes a state, when the fragment 1 is due."""
+
+    step, history, num_replicas, has_joined = 3, 0, 2, False
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+
+    def begin(self) -> None:
+        self.num_rounds += 1
+        self.has_joined = self.num_rounds == 1
+
+    def meet(self, *own: int, counts: bool) -> Tensor:
+        joins = torch.tensor([[1, 0, 0, 0, 0, own[0], 1, 8], [0, 0, 0, 0, 0, *own]])
+        return joins if self.has_joined else torch.tensor([[counts, 0, 0, 0, 0, *own]] * 2)
+
+    def counted(self) -> list[bool]:
+        return [True, not self.has_joined]
+
+    def gather(self, own: Tensor) -> Any:
+        return lambda: [own, own]
+
+    def commit(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_replica_that_joins_ends_the_round_that_is_due_in_others_alone(delay: int) -> None:
+    model = sw.fully_shard(Stack().double(), units=Block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    outer = sw.Outer(every=8, fragments=2, delay=delay)  # the fragment 0 is due after step 4
+    manager = Idle()
+    manager._use_async_quorum = False
+    handle: Any = sw.outer_optimizer(model, optimizer, outer, manager=manager)
+    handle.group = group = OtherReplica()
+    handle._has_met = True
+    rounds = []
+    for step in range(9):
+        train(model, optimizer, 0, range(step, step + 1))
+        rounds.append((handle.local_steps, group.num_rounds))
+    # After step 4, it continues with step 8 of the others.
+    joined = [(8, 1), (9, 1), (10, 1), (11, 1), (12, 2), (13, 2)]
+    assert rounds == [(1, 0), (2, 0), (3, 0), *joined]

@@ -1,6 +1,6 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +14,7 @@ from shardwise.checkpoint.collect import check_sharded, check_storable, paramete
 from shardwise.checkpoint.format import Spec
 from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
+from shardwise.optim.states import empty_state
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
@@ -282,9 +283,7 @@ class OptimizerStates:
 
     def _empty_state(self, parameter: Tensor, key: str, spec: Spec) -> Tensor:
         """A tensor for the state ``key`` of ``parameter``: the current one if it fits."""
-        # Optimizers whose states are cut differently from their parameters have this method.
-        make: Callable[..., Tensor | None] | None = getattr(self._optimizer, "empty_state", None)
-        made = make(parameter, key, spec.shape, spec.torch_dtype) if make else None
+        made = empty_state(self._optimizer, parameter, key, spec.shape, spec.torch_dtype)
         if made is not None:
             return made
         # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.

@@ -9,11 +9,11 @@ import torch
 
 from shardwise.errors import PlanError
 from shardwise.forecast.adapters import Adapters
+from shardwise.optim.outer import Outer
 from shardwise.plan.optimizers import OptimizerSpec, optimizer_spec
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.replicas.plan import Outer
 
 __all__ = [
     "MODEL_AXES",

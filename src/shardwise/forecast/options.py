@@ -6,9 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
+from shardwise.optim.outer import Outer
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.replicas.plan import Outer
 
 __all__ = ["bytes_of", "number_of", "options_of", "parse_outer", "parse_wire"]
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.optim.outer import Outer
 from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
@@ -17,7 +18,6 @@ from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 from shardwise.plan.wire import UNQUANTIZED
-from shardwise.replicas.plan import Outer
 
 __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 

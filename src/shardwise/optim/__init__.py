@@ -8,6 +8,13 @@ Muon and SOAP update each matrix on one rank, its owner. From the top down::
     exchange         sends parts of matrices to owners, and updates back
     ownership        which rank owns which matrix, and what ranks send: pure integer code
     matrices         the matrices that a parameter consists of
+
+`states` has the states of any optimizer as plain data, which another replica loads. Replicas that
+train alone for many steps have an outer optimizer. From the top down::
+
+    outer_optimizer  steps the parameters that replicas share, with the mean of their differences
+    fragments        parameters that are synchronized together, and the format of differences
+    outer            which fragments are synchronized after which step: pure integer code
 """
 
 from shardwise.optim.adam8bit import Adam8bit

@@ -18,12 +18,12 @@ from torch import Tensor
 from shardwise._private import AllgatherOptions, AllreduceOptions
 from shardwise.comm.communicator import POLL_SECONDS, communicator
 from shardwise.comm.device import ThreadStream, device_of, make_current
-from shardwise.comm.groups import backends_of
 from shardwise.errors import PackageMissing, PeerLost, PlanError, StepError
-from shardwise.replicas.attendance import Attendance
+from shardwise.optim.outer_optimizer import Gather
+from shardwise.recording.attendance import Attendance
 from shardwise.replicas.state import ReplicaState, checksum_of
 
-__all__ = ["FixedGroup", "ReplicaGroup", "check_manager"]
+__all__ = ["ReplicaGroup", "check_manager"]
 
 logger = logging.getLogger("shardwise.replicas")
 
@@ -32,7 +32,6 @@ _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
 _COUNTS, _HISTORY, _NEXT, _NUMBER, _KIND = range(5)
 _NUM_EXTRA = 3
 _used: "weakref.WeakSet[Any]" = weakref.WeakSet()  # managers, which keep the callbacks of a model
-Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
 
 
 def check_manager(manager: Any, caller: str) -> None:
@@ -381,45 +380,6 @@ class ReplicaGroup:
 
     def _log(self, message: str, *values: object) -> None:
         logger.log(self._log_level, f"step %d: {message}", self.step, *values)
-
-
-class FixedGroup:
-    """All ranks of a process group, with the methods of a `ReplicaGroup`; none may leave."""
-
-    has_joined = False
-    step = history = 0
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.num_replicas = dist.get_world_size(group)
-        types = list(backends_of(group))
-        self._device = torch.device("cpu" if "cpu" in types else types[0])
-
-    def begin(self) -> None:
-        """All replicas are there."""
-
-    def meet(self, *extra: int, counts: bool = True) -> Tensor:  # noqa: ARG002
-        """The table: all replicas have reached the same step."""
-        return torch.tensor([[1, 0, 0, 0, 0, *extra]] * self.num_replicas)
-
-    def counted(self) -> list[bool]:
-        """All replicas count."""
-        return [True] * self.num_replicas
-
-    def gather(self, own: Tensor) -> Gather:
-        """Begin to exchange ``own`` [n] with all replicas."""
-        own = own.to(self._device)
-        gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
-        work = dist.all_gather(gathered, own, group=self._group, async_op=True)
-        assert work is not None
-        return lambda: (work.wait(), gathered)[1]
-
-    def commit(self) -> bool:
-        """Every round counts."""
-        return True
-
-    def continue_after(self, step: int, history: int) -> None:
-        """There is nothing to continue."""
 
 
 def _history_of(row: list[int]) -> tuple[int, ...]:

@@ -2,20 +2,20 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm.device import random_states, set_random_states
 from shardwise.errors import PlanError
+from shardwise.optim.states import check_options, load_local_states, local_states
 from shardwise.runtime.module import runtime_of_root
-from shardwise.tensor.sharding import local_of, sharding_of
+from shardwise.tensor.sharding import local_of
 
 __all__ = ["ReplicaState", "checksum_of"]
 
@@ -92,7 +92,7 @@ class ReplicaState:
             self.mark()
         state = {
             "parameters": [local_of(p).detach() for p in self.parameters],
-            "optimizers": [_state_of(optimizer) for optimizer in self._optimizers],
+            "optimizers": [local_states(optimizer) for optimizer in self._optimizers],
         }
         return (copy.deepcopy(state) if self._trains_on else state) | self._marked
 
@@ -116,12 +116,12 @@ class ReplicaState:
             )
         pairs = list(zip(self._optimizers, state["optimizers"], strict=True))
         for optimizer, saved in pairs:
-            _check_kind(optimizer, saved["groups"])
+            check_options(optimizer, saved["groups"])
         for parameter, values in zip(self.parameters, state["parameters"], strict=True):
             local_of(parameter).copy_(values)
             torch.autograd.graph.increment_version(parameter)
         for optimizer, saved in pairs:
-            _load(optimizer, saved)
+            load_local_states(optimizer, saved)
         self._marked = {key: state[key] for key in ("buffers", "random", "registered")}
         self.restore()
 
@@ -130,89 +130,6 @@ def checksum_of(tensors: Iterable[Tensor]) -> int:
     """The checksum of this rank's shards of ``tensors``."""
     total = 0
     for tensor in tensors:
-        flat = _local(tensor).detach().cpu().contiguous().reshape(-1)
+        flat = local_of(tensor).detach().cpu().contiguous().reshape(-1)
         total = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), total)
     return total
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The states of each parameter and the options of each group.
-
-    A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
-    it is on the CPU; and this rank's part of the value.
-    """
-
-    def described(value: Any) -> tuple[list[int] | None, bool, Any]:
-        if not isinstance(value, Tensor):
-            return None, True, value
-        shape = list(value.shape) if isinstance(value, DTensor) else None
-        return shape, value.is_cpu, _local(value).detach()
-
-    return {
-        "states": [
-            {key: described(value) for key, value in optimizer.state.get(one, {}).items()}
-            for one in _parameters(optimizer)
-        ],
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
-    }
-
-
-def _check_kind(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Raise a PlanError if ``groups`` belong to another kind of optimizer."""
-    own = optimizer.param_groups
-    needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
-    if len(groups) != len(own) or any(needed - group.keys() for group in groups):
-        raise PlanError(
-            f"the state of another replica has {len(groups)} groups of parameters with the options "
-            f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
-            f"with {', '.join(optimizer.defaults)}; use the same optimizer in all replicas"
-        )
-
-
-def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(options)
-    # Optimizers whose states are cut differently from their parameters have this method.
-    make = getattr(optimizer, "empty_state", None)
-    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
-        optimizer.state.pop(parameter, None)
-        for key, (shape, is_on_host, value) in state.items():
-            if isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
-                value = (value if is_on_host else value.to(parameter.device)).clone()  # noqa: PLW2901
-            if shape is not None:
-                value = _sharded(parameter, key, shape, value, make)  # noqa: PLW2901
-            optimizer.state[parameter][key] = value
-
-
-def _sharded(
-    parameter: Tensor,
-    key: str,
-    shape: list[int],
-    value: Tensor,
-    make: Callable[..., Tensor | None] | None,
-) -> Tensor:
-    """The sharded state whose elements on this rank are ``value``."""
-    made = None if make is None else make(parameter, key, shape, value.dtype)
-    if made is None:
-        sharding = sharding_of(parameter)
-        assert sharding is not None
-        return sharding.wrap(value.reshape(-1))
-    local = _local(made)
-    if local.numel() != value.numel():
-        raise PlanError(
-            f"{key}: this rank has {local.numel()} elements, the same rank of the other replica "
-            f"{value.numel()}; create the parameter groups in the same order in all replicas"
-        )
-    local.copy_(value.view(local.shape))
-    return made

@@ -9,9 +9,9 @@ import torch
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Checkpointing, Configuration, Offload
+from shardwise.optim.outer import Outer
 from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.replicas.plan import Outer
 from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.model import modes_of
 from shardwise.train.optimizer import spec_of

@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, PackageMissing, PlanError
 from shardwise.launch.world import World
 from shardwise.replicas.group import ReplicaGroup
+from shardwise.replicas.local_steps import ElasticOuterOptimizer
 from shardwise.train.config import Config
 
 __all__ = ["Replicas", "check_replicas"]
@@ -93,8 +94,7 @@ class Replicas:
         """The replicas of the last step, or of the last round of local steps."""
         if self._elastic is not None:
             return self._elastic.group
-        group = None if self.outer is None else self.outer.group
-        return group if isinstance(group, ReplicaGroup) else None
+        return self.outer.group if isinstance(self.outer, ElasticOuterOptimizer) else None
 
     def metrics(self) -> dict[str, Any]:
         """What `StepMetrics` says about the replicas of the last step."""

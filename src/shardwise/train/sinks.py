@@ -41,7 +41,7 @@ class StepMetrics:
     slowest_rank: int | None = None  # the rank that the others wait for
     peak_memory_bytes: int | None = None  # maximum over ranks, since the process began
     free_memory_bytes: int | None = None  # minimum over ranks
-    # The others describe the replicas of [replicas]; see `shardwise.replicas.attendance.Change`.
+    # The others describe the replicas of [replicas]; see `shardwise.recording.attendance.Change`.
     replicas: int | None = None  # how many counted in this step
     goodput: float | None = None  # share of the time of all replicas that was useful so far
     left: Sequence[int] = ()

@@ -1,7 +1,7 @@
 """Replicas with an outer optimizer, simulated in one process: the reference of `sw.Outer`.
 
 Every rank trains all replicas, each a `Reference` on its own parts of the batches, and applies the
-outer optimizer to whole parameters. From `shardwise.replicas`, the simulation takes only the
+outer optimizer to whole parameters. From `shardwise.optim`, the simulation takes only the
 optimizer and the parameters of each fragment.
 """
 
@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
-from shardwise.replicas.fragments import fragments_of
-from shardwise.replicas.outer import optimizer_of, outer_optimizer
-from shardwise.replicas.plan import Outer
+from shardwise.optim.fragments import fragments_of
+from shardwise.optim.outer import Outer
+from shardwise.optim.outer_optimizer import optimizer_of
+from shardwise.replicas.local_steps import outer_optimizer
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.verification.batches import Part

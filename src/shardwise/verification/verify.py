@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from shardwise.api import fully_shard
 from shardwise.comm.device import num_local_accelerators, own_device
 from shardwise.errors import PlanError
+from shardwise.optim.outer import Outer
 from shardwise.plan.policies import Units
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.replicas.plan import Outer
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
 from shardwise.verification.batches import cut_batches
 from shardwise.verification.compare import Judge

@@ -217,9 +217,11 @@ class _StepReplay:
         self._device_steps = DeviceStepReplay(plan, configuration)
         self._optimizer = state_bytes(plan, configuration, offloaded=False)
         self._offloaded_states = state_bytes(plan, configuration, offloaded=True)
-        if configuration.outer is not None:  # shared parameters and the outer optimizer's momentum
-            self._optimizer += 2 * _trained_bytes(plan, offloaded=False)
-            self._offloaded_states += 2 * _trained_bytes(plan, offloaded=True)
+        if configuration.outer is not None:
+            # Shared parameters, the outer optimizer's momentum, and rounding errors.
+            copies = 2 + configuration.outer.is_quantized
+            self._optimizer += copies * _trained_bytes(plan, offloaded=False)
+            self._offloaded_states += copies * _trained_bytes(plan, offloaded=True)
         self._parameters = self.memory.base - self.memory.gradient_shards
         self._waiting_activations = 0
         self._pass: _Activations | None = None

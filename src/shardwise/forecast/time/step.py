@@ -29,6 +29,7 @@ _REPLAYED_PASSES = 3  # the first micro-batch, one in the middle, and the last
 _UNFUSED_UPDATE = 2.5  # factor on the passes of an optimizer that is not fused
 # Bytes per element that an outer step reads and writes: differences, shared parameters, momentum.
 _OUTER_BYTES = 10 * 4
+_RESIDUAL_BYTES = 5 * 4  # the same for rounding errors: to add them, round again and subtract
 _CLIP_PASSES = 3.0  # to compute the gradient norm and scale the gradients
 _FUSED_KERNELS = 2  # compiled kernels between two matrix products
 
@@ -237,7 +238,8 @@ class _Step:
         group = Group(replicas, configuration.world_size // replicas)
         exchange = self.machine.all_gather_seconds(sent * replicas, group)
         hidden = outer.delay * step_seconds
-        update = self.machine.memory_seconds(elements * _OUTER_BYTES)
+        touched = _OUTER_BYTES + _RESIDUAL_BYTES * outer.is_quantized
+        update = self.machine.memory_seconds(elements * touched)
         return (max(0.0, exchange - hidden) + update) / outer.every
 
     # -- compute ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.blockwise import FORMATS, Blocks
-from shardwise.replicas.plan import Outer, partition
+from shardwise.optim.outer import Outer, partition
 from shardwise.runtime.engine import Runtime
 from shardwise.tensor.sharding import local_of
 

@@ -25,7 +25,9 @@ class Outer:
         every: steps between two synchronizations of a fragment.
         fragments: number of fragments, which are sets of units of about equal total sizes.
         dtype: the format in which differences are sent: ``"int4"`` or ``"int8"`` with a scale for
-            each ``block`` of elements, ``"bfloat16"``, ``"float32"`` or ``"float64"``.
+            each ``block`` of elements, ``"bfloat16"``, ``"float32"`` or ``"float64"``. What a
+            replica loses by rounding to integers is added to its next difference of the fragment
+            (error feedback).
         optimizer: creates the outer optimizer of a list of parameters; None is DiLoCo's,
             ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         delay: steps for which the replica continues to train while differences are sent.
@@ -65,6 +67,11 @@ class Outer:
                 raise PlanError(f"Outer({name}={value!r}): expected an integer, {expected}")
         if not 0 <= self.mixing < 1:
             raise PlanError(f"Outer(mixing={self.mixing}): expected a number from 0 to less than 1")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether differences are rounded to integers, with error feedback."""
+        return self.dtype in ("int4", "int8")
 
     def sent_after(self, step: int) -> list[int]:
         """The fragments whose differences are sent after local step ``step``, counted from 1."""

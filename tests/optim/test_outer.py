@@ -1,4 +1,4 @@
-"""Replicas in one world: the arithmetic of the outer optimizer."""
+"""The outer optimizer of replicas in one world."""
 
 from functools import partial
 from pathlib import Path
@@ -173,6 +173,64 @@ def test_checkpoints_carry_the_shared_parameters_and_their_momentum(
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
     momenta = [state["momentum_buffer"] for state in other_handle.state.values()]
     assert all(type(one) is type(p) for one, p in zip(momenta, other.parameters(), strict=True))
+    # The names are those of earlier checkpoints.
+    names = {"anchor", "momentum_buffer"}
+    assert all(names <= state.keys() <= names | {"sent"} for state in other_handle.state.values())
+    assert {"local_steps", "rounds", "history", "lr"} <= other_handle.param_groups[0].keys()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("dtype", "largest"), [("int4", 7), ("int8", 127)])
+def test_what_rounding_takes_from_a_difference_is_in_the_next_ones(
+    dtype: str, largest: int
+) -> None:
+    """So the sum of the differences that were sent stays near the true sum, however many they are.
+
+    A rounding error r is at most (1 + r) / (2 * largest), with differences of at most 1.
+    """
+    mesh = two_replicas()
+    generator = torch.Generator().manual_seed(4)
+    differences = (
+        2 * torch.rand(2, 90, dtype=torch.float64, generator=generator) - 1
+    )  # [replicas, n]
+    own = differences[mesh.get_local_rank("replicate")]
+    bound = 1 / (2 * largest - 1)
+    outer = sw.Outer(every=1, dtype=dtype, optimizer=AVERAGE)
+
+    def errors_of(*, forgets: bool) -> list[float]:
+        model = nn.Module()
+        model.register_parameter("weight", nn.Parameter(torch.zeros(90, dtype=torch.float64)))
+        sw.fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = sw.outer_optimizer(model, optimizer, outer, group=mesh.get_group("replicate"))
+        errors = []
+        for number in range(1, 41):
+            local_of(model.weight).data.sub_(own)  # type: ignore[arg-type]
+            optimizer.step()  # without gradients
+            errors.append(float((shared_of(handle)[0] + number * differences.mean(0)).abs().max()))
+            for state in handle.state.values() if forgets else ():
+                state.pop("residual")
+        return errors
+
+    assert max(errors_of(forgets=False)) <= bound * (1 + 1e-6)  # scales are in single precision
+    assert errors_of(forgets=True)[-1] > 10 * bound  # the same is lost each time
+
+
+@on_ranks(2)
+def test_checkpoints_carry_the_errors_of_rounding(tmp_path: Path) -> None:
+    mesh = two_replicas()
+    outer = sw.Outer(every=4, fragments=2, delay=1, mixing=0.25)
+    replica = mesh.get_local_rank("replicate")
+    model, optimizer, handle = replica_of(outer, mesh)
+    train(model, optimizer, replica, range(6))
+    path = tmp_path / f"replica-{replica}"
+    sw.save(path, model=model, optimizer=optimizer, outer=handle)
+    other, other_optimizer, other_handle = replica_of(outer, mesh, lr=1.0)
+    sw.load(path, model=other, optimizer=other_optimizer, outer=other_handle)
+    train(model, optimizer, replica, range(6, 11))
+    train(other, other_optimizer, replica, range(6, 11))
+    for pair in zip(shared_of(handle), shared_of(other_handle), strict=True):
+        assert torch.equal(*pair)
 
 
 def test_options_outside_their_ranges_are_refused() -> None:

@@ -1,0 +1,102 @@
+"""This rank's states of an optimizer as plain data, and states to load values into."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwise.errors import PlanError
+from shardwise.tensor.sharding import local_of, sharding_of
+
+__all__ = ["check_options", "empty_state", "load_local_states", "local_states"]
+
+
+def local_states(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of each parameter and the options of each group.
+
+    A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
+    it is on the CPU; and this rank's part of the value. Tensors share memory with the optimizer.
+    """
+
+    def described(value: Any) -> tuple[list[int] | None, bool, Any]:
+        if not isinstance(value, Tensor):
+            return None, True, value
+        shape = list(value.shape) if isinstance(value, DTensor) else None
+        return shape, value.is_cpu, local_of(value).detach()
+
+    return {
+        "states": [
+            {key: described(value) for key, value in optimizer.state.get(one, {}).items()}
+            for one in _parameters(optimizer)
+        ],
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def check_options(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Raise a PlanError if ``groups`` of another replica are of another kind of optimizer."""
+    own = optimizer.param_groups
+    needed = optimizer.defaults.keys() - {"differentiable"}  # which torch adds after a load
+    if len(groups) != len(own) or any(needed - group.keys() for group in groups):
+        raise PlanError(
+            f"the state of another replica has {len(groups)} groups of parameters with the options "
+            f"{', '.join(groups[0])}; expected {len(own)} groups of {type(optimizer).__name__} "
+            f"with {', '.join(optimizer.defaults)}; use the same optimizer in all replicas"
+        )
+
+
+def load_local_states(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load what `local_states` returned on the same rank of another replica.
+
+    Raises:
+        PlanError: a state is cut differently there.
+    """
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(options)
+    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
+        optimizer.state.pop(parameter, None)
+        for key, (shape, is_on_host, value) in state.items():
+            if isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
+                value = (value if is_on_host else value.to(parameter.device)).clone()  # noqa: PLW2901
+            if shape is not None:
+                value = _sharded(optimizer, parameter, key, shape, value)  # noqa: PLW2901
+            optimizer.state[parameter][key] = value
+
+
+def empty_state(
+    optimizer: Optimizer, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
+    """A tensor for the state ``key`` if the optimizer cuts it differently from its parameter."""
+    # Such optimizers have a method of this name; see `Adam8bit.empty_state`.
+    make = getattr(optimizer, "empty_state", None)
+    made: Tensor | None = None if make is None else make(parameter, key, shape, dtype)
+    return made
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _sharded(
+    optimizer: Optimizer, parameter: Tensor, key: str, shape: list[int], value: Tensor
+) -> Tensor:
+    """The sharded state whose elements on this rank are ``value``."""
+    made = empty_state(optimizer, parameter, key, shape, value.dtype)
+    if made is None:
+        sharding = sharding_of(parameter)
+        assert sharding is not None
+        return sharding.wrap(value.reshape(-1))
+    local = local_of(made)
+    if local.numel() != value.numel():
+        raise PlanError(
+            f"{key}: this rank has {local.numel()} elements, the same rank of the other replica "
+            f"{value.numel()}; create the parameter groups in the same order in all replicas"
+        )
+    local.copy_(value.view(local.shape))
+    return made
