@@ -84,12 +84,24 @@ def test_replicas_keep_the_same_bits_in_mixed_precision() -> None:
             assert len(lines) == 9
 
 
-@pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=THOROUGH)])
-def test_replicas_that_begin_with_different_values_are_refused(init_sync: bool) -> None:
-    """With `init_sync`, torchft would give each rank the shard of another replica."""
+@pytest.mark.parametrize(
+    ("init_sync", "own"),
+    [
+        (True, {"differs": True}),
+        pytest.param(False, {"differs": True}, marks=THOROUGH),
+        pytest.param(True, {"seed": SEED + 1}, marks=THOROUGH),
+        pytest.param(False, {"seed": SEED + 1}, marks=THOROUGH),
+    ],
+)
+def test_replicas_that_begin_with_different_values_are_refused(
+    init_sync: bool, own: dict[str, Any]
+) -> None:
+    """Also on ranks that have found no difference. With `init_sync`, torchft would give each rank
+    the shard of another replica.
+    """
     with Job(num_ranks=2, min_replicas=2) as job:
         replicas = [
-            job.start(number, program, steps=2, seed=number, init_sync=init_sync)
+            job.start(number, program, steps=2, init_sync=init_sync, **own if number else {})
             for number in range(2)
         ]
         job.allow("start")
@@ -268,6 +280,51 @@ def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
             lines = {line["step"]: line for line in job.lines(1, rank, "step")}
             assert_same_bits(lines, job.lines(2, rank, "step"))
             assert sorted(lines) == list(range(len(lines)))
+
+
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
+def test_a_replica_that_cannot_fetch_a_state_ends_and_the_others_train_on(is_async: bool) -> None:
+    """They would wait for it until a timeout, in each attempt of each step."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, steps=8, unreachable=True, is_async=is_async)
+        joins.may_fail = True
+        event = "begins" if is_async else "ready"
+        job.wait_until(lambda: all(job.lines(1, rank, event) for rank in range(2)))
+        job.allow("step 4")
+        assert joins.join() == [1, 1]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        text = job.output.read_text("utf-8")
+        cannot = "StepError: this replica cannot take the state of another one"
+        assert f"{cannot} (no route to host)" in text
+        assert f"{cannot} (see its other ranks)" in text
+
+
+def test_replicas_cannot_take_a_state_in_the_first_step_and_end() -> None:
+    """With `init_sync`, torchft has all of them take one, which none needs."""
+    with Job(num_ranks=2, min_replicas=2) as job:
+        options: dict[str, Any] = {"steps": 2, "unreachable": True, "init_sync": True}
+        replicas = [job.start(number, program, **options) for number in range(2)]
+        job.allow_when_ready(2)
+        codes = [replica.join() for replica in replicas]
+        assert [1, 1] in codes
+        assert "another one (no route to host)" in job.output.read_text("utf-8")
+
+
+def test_all_ranks_of_a_replica_take_a_state_if_one_of_them_was_cut_off() -> None:
+    """As with checkpoints of the same step, of which the shards of one rank differ."""
+    with Job(num_ranks=2, min_replicas=2) as job:
+        options: dict[str, Any] = {"steps": 6, "first": 3}
+        replicas = [job.start(n, program, differs=n == 1, **options) for n in range(2)]
+        job.allow_when_ready(2)
+        job.finish(*replicas)
+        for rank in range(2):
+            lines = {line["step"]: line for line in job.lines(0, rank, "step")}
+            assert_same_bits(lines, job.lines(1, rank, "step"))
+            assert job.lines(1, rank, "repeats")[0]["then"] == 0
 
 
 def test_too_few_replicas_are_named_until_one_returns() -> None:

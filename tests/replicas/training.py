@@ -153,6 +153,9 @@ class Training:
     minimum: int = 1  # replicas without which no step counts
     dies_healing: bool = False
     dies_giving: bool = False  # when another replica takes its state
+    unreachable: bool = False  # replicas whose state rank 1 would take
+    first: int = 0  # step, after a checkpoint
+    differs: bool = False  # a shard of rank 1 at the beginning
     micro_batches: int = 1
     mesh: tuple[int, int] = (0, 0)  # of "hsdp" inside a replica
     precision: sw.MixedPrecisionPolicy = field(default_factory=sw.MixedPrecisionPolicy)
@@ -169,6 +172,8 @@ class Training:
         if self.strategy == "hsdp":
             sharding["mesh"] = init_device_mesh("cpu", self.mesh)
         sw.fully_shard(self.model, units=units, **sharding)
+        if self.differs and self.seat.rank == 1:
+            local_of(next(self.model.parameters())).data.add_(1)
         self.optimizer, self.scheduler = adamw(self.model)
         self.manager = self.seat.manager(
             use_async_quorum=self.is_async,
@@ -181,6 +186,9 @@ class Training:
         self.replicas.register("scheduler", scheduler)
         if self.dies_giving:
             self.replicas._state.save = self.seat.die  # type: ignore[assignment,method-assign]
+        if self.unreachable and self.seat.rank == 1:
+            self.manager._checkpoint_transport.recv_checkpoint = self._fail_to_take
+        self.manager.load_state_dict({"step": self.first, "batches_committed": self.first})
         self.optimizer.register_step_pre_hook(self._committed)
         self._has_raised = False
         if self.dies[1] == "reduction":
@@ -200,7 +208,7 @@ class Training:
                 self._log_step(float(loss) if self.tokens else None)
                 self._save()
             else:
-                self.seat.log("repeats", step=step)
+                self.seat.log("repeats", step=step, then=self.manager.current_step())
         with sw.gathered(self.model):
             if self.seat.rank == 0:
                 torch.save(self.model.state_dict(), self.seat.folder / f"{self.seat.number}.pt")
@@ -235,6 +243,9 @@ class Training:
         if raises and not self._has_raised:
             self._has_raised = True
             raise ZeroDivisionError
+
+    def _fail_to_take(self, **_: Any) -> None:
+        raise ConnectionError("no route to host")
 
     def _committed(self, *_: object) -> None:
         step = self.manager.current_step() - 1

@@ -96,7 +96,7 @@ class Elastic:
         )
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
-        self._is_broken = self._has_voted = self._has_begun = False
+        self._is_broken = self._has_begun = False
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -145,7 +145,7 @@ class Elastic:
                 "the optimizer of this replica has failed in the middle of a step; restart the "
                 "replica, and it takes the state of another one"
             )
-        self.is_committed = self._has_voted = False
+        self.is_committed = False
         self._state.mark()
         if not self._has_begun:  # they may have been loaded since
             self.group.history = checksum_of(self._state.parameters)
@@ -157,7 +157,7 @@ class Elastic:
         except DiscardedError:
             pass
         except Exception as error:
-            if not (self._has_voted or isinstance(error, PeerLost)):
+            if not (self.group.has_voted or isinstance(error, PeerLost)):
                 self.group.vote_against()
             raise
         finally:
@@ -202,7 +202,6 @@ class Elastic:
                 "sw.elastic: call optimizer.step() once in each `with replicas.step()`, and not "
                 "outside of it"
             )
-        self._has_voted = True
         if not self.group.commit():
             self._step.meet()  # raises if an exception on a rank of this replica is the reason
             raise DiscardedError("the step does not count")

@@ -56,13 +56,14 @@ class ReplicaGroup:
     whose parameters may differ have different histories: those that were cut off from each other
     and trained on, or began with different values.
 
-    An error of a collective is reported to the manager, and fails the step. The connections are
-    then closed, so that the other replicas do not wait for this one.
+    An error of a collective, or of the manager before it, fails the step. The connections are then
+    closed, so that the other replicas do not wait for this one.
 
     Attributes:
         attendance: which replicas were there, and what it cost that others were not.
         num_replicas: the number of replicas in the last step.
         has_joined: whether this replica took the state of another one in this step.
+        has_voted: whether the other ranks of this replica have this one's vote in this step.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class ReplicaGroup:
         self.manager = manager
         self.history = checksum_of(state.parameters)
         self.attendance = Attendance(is_continuous=is_continuous)
-        self.has_joined = False
+        self.has_joined = self.has_voted = False
         self.num_replicas = 1
         self._state = state
         self._description = description
         self._taken: dict[str, Any] | None = None  # of another replica, not loaded yet
+        self._gives = False  # in this step, its state to another replica
+        self._missed: BaseException | None = None  # why it could not take a state in this step
         # The number in "replica7:<random>", as torchft finds it; 0 if there is none.
         found = re.search(r"\d+$", str(manager._replica_id).split(":", maxsplit=1)[0])
         self._number = int(found[0]) if found else 0
@@ -113,7 +116,8 @@ class ReplicaGroup:
         """
         if self._lost is not None:
             raise PeerLost(f"{self._lost}; restart this replica") from self._lost
-        self._table, self.has_joined = None, False
+        self._table, self.has_joined, self.has_voted = None, False, False
+        self._gives, self._missed = False, None
         self.attendance.begin()
         with self.attendance.waiting():
             self._ask(self.manager.start_quorum)
@@ -138,13 +142,18 @@ class ReplicaGroup:
         # each number of a rank. All replicas have the same values then (see `_take`).
         heals = not self.manager.is_participating() and self.step > 0
         is_spare = self.manager.participating_rank() is None
-        counts = counts and not (heals or is_spare)
+        failure = self.manager.errored()  # in torchft, it has no connections or states then
+        counts = counts and not (heals or is_spare or failure)
         kind = zlib.crc32(self._description.encode())
         extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
         self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
         own = torch.tensor(self._row, device="cpu").to(self._device, non_blocking=True)
         rows = self._all_gather(own)
-        if rows is not None:
+        if rows is not None and failure is not None:  # others could also give or take a state
+            if not self._gives:
+                self._missed = failure.original_exception
+            self._fail(failure.original_exception)
+        elif rows is not None:
             table, quorum = torch.stack(rows), self.manager._quorum_id
             # A replica that joins makes a new one. The host waits for a device only then.
             if quorum == self._quorum or self._have_one_kind(table.tolist()):
@@ -217,7 +226,8 @@ class ReplicaGroup:
         """Whether the step counts: the ranks of this replica vote.
 
         Raises:
-            StepError: there is no quorum, or a rank of this replica does not vote.
+            StepError: there is no quorum, a rank of this replica does not vote, or could not take
+                the state of another replica.
             PlanError: the replicas begin with different values.
         """
         table = self.meet()
@@ -225,13 +235,11 @@ class ReplicaGroup:
         counted = [row for row in rows if row[_COUNTS]]
         histories = [_history_of(row) for row in counted]
         differs = len(set(histories)) > 1
-        if self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1):
-            raise PlanError(
-                "replicas begin with different parameters; use the same seed in all of them, or "
-                "load the same checkpoint"
-            )
-        if differs:
+        is_cut_off = differs and _history_of(self._row) != histories[0]
+        begins = self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1)
+        if differs or begins:
             self.manager.report_error(StepError("replicas have trained on separately"))
+        self.has_voted = True
         is_committed = bool(self._ask(self.manager.should_commit))
         self._load_taken()
         if is_committed:
@@ -240,8 +248,7 @@ class ReplicaGroup:
             if change is not None:
                 self._log("%s (replicas that count: %d)", change, len(counted))
             return True
-        self._check_whole()
-        if differs and _history_of(self._row) != histories[0]:
+        if self._is_cut_off(is_cut_off, begins=begins):
             self._log(
                 "was cut off from replicas that trained on, and takes the state of one of them"
             )
@@ -252,16 +259,37 @@ class ReplicaGroup:
             self._log("does not count, and is repeated: %s", why)
         return False
 
-    def _check_whole(self) -> None:
-        """Raise a StepError on all ranks of this replica if only some could take a state."""
-        steps = torch.tensor([self.step, -self.step], device=self._device)
-        comm = self._comm
-        comm.wait(comm.reduce.all_reduce_max(steps, comm.world, "check of steps"))
-        if steps.sum():
+    def _is_cut_off(self, is_cut_off: bool, *, begins: bool) -> bool:
+        """Whether a rank of this replica ``is_cut_off``. What one rank finds, all ranks raise.
+
+        ``begins``: this rank has found other values in the first step.
+
+        Raises:
+            StepError: a rank of this replica could not take the state of another one.
+            PlanError: the replicas begin with different values.
+        """
+        step, missed, comm = self.step, self._missed, self._comm
+        flags = [step, -step, missed is not None, begins, is_cut_off]
+        found = torch.tensor(flags, device=self._device)
+        comm.wait(comm.reduce.all_reduce_max(found, comm.world, "check of a failed step"))
+        highest, lowest, has_missed, begins, is_cut_off = found.tolist()
+        if has_missed:
+            raise StepError(
+                "this replica cannot take the state of another one "
+                f"({'see its other ranks' if missed is None else missed}); see whether it resolves "
+                "the host names of the others and reaches all of their ports, and restart it"
+            ) from missed
+        if highest + lowest:
             raise StepError(
                 "the replica whose state this one was taking is gone, and only some ranks have it; "
                 "restart this replica, and it takes the state of another one"
             )
+        if begins:
+            raise PlanError(
+                "replicas begin with different parameters; use the same seed in all of them, or "
+                "load the same checkpoint"
+            )
+        return bool(is_cut_off)
 
     def continue_after(self, step: int, history: int) -> None:
         """Continue after ``step``; after step 0, with the state of another replica if it can."""
@@ -286,6 +314,7 @@ class ReplicaGroup:
 
     def _give(self) -> dict[str, Any]:
         """On a thread of the manager, while units may compute."""
+        self._gives = True
         return {
             "description": self._description,
             "history": self.history,
@@ -359,7 +388,7 @@ class ReplicaGroup:
 
     def _run(self, collective: Callable[[Any], Any]) -> bool:
         """Run a collective of the manager's process group; whether it has succeeded."""
-        if self.manager.errored():
+        if self._table is not None and self.manager.errored():
             return False
         try:
             # Not `Manager.allreduce`, which divides by a wrong number in the first step (see
@@ -372,7 +401,8 @@ class ReplicaGroup:
 
     def _fail(self, error: BaseException) -> None:
         """Fail the step, and let no other replica wait for this one."""
-        self.manager.report_error(error)
+        if not self.manager.errored():
+            self.manager.report_error(error)
         with contextlib.suppress(Exception):  # it has failed already
             self.manager._pg.abort()
         if isinstance(error, PeerLost):  # the lighthouse would believe this replica to be alive
