@@ -327,6 +327,22 @@ def test_all_ranks_of_a_replica_take_a_state_if_one_of_them_was_cut_off() -> Non
             assert job.lines(1, rank, "repeats")[0]["then"] == 0
 
 
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
+def test_a_replica_that_joins_with_the_number_of_another_one_ends(is_async: bool) -> None:
+    with Job(num_ranks=1, min_replicas=1) as job:
+        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, steps=8, replica_id="other0", is_async=is_async)
+        joins.may_fail = True
+        job.wait_until(lambda: bool(job.lines(1, 0, "begins" if is_async else "ready")))
+        job.allow("step 4")
+        assert joins.join() == [1]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        assert "PlanError: two replicas have the number 0" in job.output.read_text("utf-8")
+
+
 def test_too_few_replicas_are_named_until_one_returns() -> None:
     with Job(num_ranks=1, min_replicas=1) as job:
         stays = job.start(0, program, steps=6, minimum=2, pause=0.05)
@@ -420,6 +436,8 @@ def assert_said(job: Job, pattern: str) -> None:
 class Unasked:
     """A manager of which only the callbacks are registered."""
 
+    _replica_id = "replica0"
+
     def register_state_dict_fn(self, *_: object) -> None:
         pass
 
@@ -453,6 +471,10 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(sw.PlanError, match=r"expects a torchft.Manager, got dict"):
         sw.elastic(model, optimizer, {})
+    unnumbered = Unasked()
+    unnumbered._replica_id = None  # type: ignore[assignment]
+    with pytest.raises(sw.PlanError, match=r'replica_id=None; expected .* replica_id="replica0"'):
+        sw.elastic(model, optimizer, unnumbered)
     handle = sw.optimizer_in_backward(model, optimizer)
     with pytest.raises(sw.PlanError, match=r"call remove\(\) on its handle"):
         sw.elastic(model, optimizer, Unasked())

@@ -178,6 +178,7 @@ class Idle:
     """A manager that is asked for nothing but its options."""
 
     _use_async_quorum = True
+    _replica_id = "replica0"
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None

@@ -153,6 +153,7 @@ class Training:
     minimum: int = 1  # replicas without which no step counts
     dies_healing: bool = False
     dies_giving: bool = False  # when another replica takes its state
+    replica_id: str = ""  # or that of the seat
     unreachable: bool = False  # replicas whose state rank 1 would take
     first: int = 0  # step, after a checkpoint
     differs: bool = False  # a shard of rank 1 at the beginning
@@ -180,6 +181,7 @@ class Training:
             init_sync=self.init_sync,
             quorum_retries=self.retries,
             min_replica_size=self.minimum,
+            replica_id=self.replica_id or f"replica{self.seat.number}",
         )
         self.replicas = sw.elastic(self.model, self.optimizer, self.manager)
         scheduler = DiesHealing(self.seat) if self.dies_healing else self.scheduler

@@ -41,7 +41,8 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
         model = sw.fully_shard(model, units=Block)  # over the ranks of this replica
         optimizer = torch.optim.AdamW(model.parameters())
         manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=None, state_dict=None
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, replica_id="replica0",  # or 1, ...
+            load_state_dict=None, state_dict=None,
         )
         replicas = sw.elastic(model, optimizer, manager)
         replicas.register("scheduler", scheduler)
@@ -55,7 +56,8 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     Args:
         model: sharded over the ranks of this replica, with any strategy.
         optimizer: the optimizer of all trainable parameters of ``model``.
-        manager: a `torchft.Manager` of this rank. It needs no callbacks.
+        manager: a `torchft.Manager` of this rank. It needs no callbacks, and a ``replica_id`` that
+            ends with the number of the replica.
 
     Raises:
         PackageMissing: torchft is not installed.

@@ -36,7 +36,7 @@ Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None
 
 
 def check_manager(manager: Any, caller: str) -> None:
-    """Raise an error unless ``manager`` is a new `torchft.Manager`."""
+    """Raise an error unless ``manager`` is a new `torchft.Manager` of a numbered replica."""
     PackageMissing.check("torchft", extra="ft", needed_for=caller)
     needed = ("start_quorum", "allreduce", "should_commit", "register_state_dict_fn")
     if not all(hasattr(manager, name) for name in needed):
@@ -44,6 +44,11 @@ def check_manager(manager: Any, caller: str) -> None:
         raise PlanError(f"{caller} expects a torchft.Manager, got {name}")
     if manager in _used:
         raise PlanError(f"{caller}: this torchft.Manager has been used; create a new one")
+    if _number_of(manager) is None:
+        raise PlanError(
+            f"{caller}: the torchft.Manager has replica_id={manager._replica_id!r}; expected an id "
+            'that ends with the number of the replica, as replica_id="replica0"'
+        )
 
 
 class ReplicaGroup:
@@ -83,9 +88,7 @@ class ReplicaGroup:
         self._taken: dict[str, Any] | None = None  # of another replica, not loaded yet
         self._gives = False  # in this step, its state to another replica
         self._missed: BaseException | None = None  # why it could not take a state in this step
-        # The number in "replica7:<random>", as torchft finds it; 0 if there is none.
-        found = re.search(r"\d+$", str(manager._replica_id).split(":", maxsplit=1)[0])
-        self._number = int(found[0]) if found else 0
+        self._number = _number_of(manager) or 0
         self._row: list[int] = []  # of the table, in this step
         self._table: Tensor | None = None  # [replicas, 8]
         self._quorum = -1  # the last one, all of whose replicas run the same program
@@ -132,7 +135,8 @@ class ReplicaGroup:
 
         Raises:
             StepError: there is no quorum.
-            PlanError: this replica does not run the program of most of those that count.
+            PlanError: this replica does not run the program of most of those that count, or has
+                joined with the number of another one.
         """
         if self._table is not None:
             return self._table
@@ -156,9 +160,26 @@ class ReplicaGroup:
         elif rows is not None:
             table, quorum = torch.stack(rows), self.manager._quorum_id
             # A replica that joins makes a new one. The host waits for a device only then.
-            if quorum == self._quorum or self._have_one_kind(table.tolist()):
+            if quorum == self._quorum or self._can_meet(table.tolist()):
                 self._quorum, self._table, self.num_replicas = quorum, table, len(rows)
         return self._table
+
+    def _can_meet(self, rows: list[list[int]]) -> bool:
+        """Whether all replicas run the same program and have numbers of their own; if not, the
+        step fails.
+
+        Raises:
+            PlanError: this replica is the one that cannot meet the others.
+        """
+        has_same_number = [row[_NUMBER] for row in rows].count(self._number) > 1
+        if has_same_number and (self.has_joined or self.step == 0 or not self._row[_COUNTS]):
+            error = PlanError(
+                f"two replicas have the number {self._number}, which is the end of their "
+                f"replica_id={self.manager._replica_id!r}; give each its own"
+            )
+            self._fail(error)
+            raise error
+        return self._have_one_kind(rows)
 
     def _have_one_kind(self, rows: list[list[int]]) -> bool:
         """Whether all replicas run the same program; if not, the step fails.
@@ -450,6 +471,12 @@ class FixedGroup:
 
     def continue_after(self, step: int, history: int) -> None:
         """There is nothing to continue."""
+
+
+def _number_of(manager: Any) -> int | None:
+    """The number in "replica7" or "replica7:<random>", as torchft finds it, if there is one."""
+    found = re.search(r"\d+$", str(manager._replica_id).split(":", maxsplit=1)[0])
+    return int(found[0]) if found else None
 
 
 def _history_of(row: list[int]) -> tuple[int, ...]:

@@ -58,8 +58,8 @@ def outer_optimizer(
         model = sw.fully_shard(model, units=Block)
         optimizer = torch.optim.AdamW(model.parameters())
         manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False,
-            load_state_dict=None, state_dict=None,
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, replica_id="replica0",  # or 1, ...
+            use_async_quorum=False, load_state_dict=None, state_dict=None,
         )
         outer = sw.outer_optimizer(
             model, optimizer, sw.Outer(every=32, fragments=4), manager=manager
@@ -74,7 +74,8 @@ def outer_optimizer(
         model: sharded over the ranks of this replica only.
         optimizer: the optimizer of the model's parameters.
         outer: when and how replicas are synchronized.
-        manager: a `torchft.Manager` of this rank, which needs no callbacks.
+        manager: a `torchft.Manager` of this rank, which needs no callbacks, and a ``replica_id``
+            that ends with the number of the replica.
         group: instead of a manager, the ranks that hold the same shard, one from each replica.
 
     Raises:
