@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint.directory import MARKER, latest
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.errors import PeerLost, PeerSilent
-from shardwise.replicas.group import ReplicaGroup
+from shardwise.replicas.group import ReplicaGroup, Row
 from tests.models import Block, Stack
 from tests.replicas.job import Job
 from tests.replicas.training import (
@@ -343,6 +343,28 @@ def test_a_replica_that_joins_with_the_number_of_another_one_ends(is_async: bool
         assert "PlanError: two replicas have the number 0" in job.output.read_text("utf-8")
 
 
+def test_replicas_exchange_their_table_once_in_a_quorum_that_holds() -> None:
+    """A failed step and any change of the replicas make another quorum."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        kill_and_return(job, (2, "optimizer"), back_at=6, steps=14, raises=(10, "backward"))
+        assert_equal_to_one_process(job, 14, range(2))
+        for rank in range(2):
+            lines = job.lines(0, rank, "step")
+            for before, line in itertools.pairwise(lines):
+                if line["quorum"] == before["quorum"]:
+                    again = before["num_replicas"] < before["members"]  # not all have counted
+                    assert line["exchanges"] - before["exchanges"] == again, line["step"]
+            assert any(
+                line["exchanges"] == before["exchanges"]
+                for before, line in itertools.pairwise(lines)
+            )
+            quorums = [line["quorum"] for line in lines]
+            assert quorums == sorted(quorums)
+            assert quorums[1] < quorums[3], "the other one has died"
+            assert quorums[5] < quorums[8], "it has come back"
+            assert quorums[9] < quorums[10], "the step has failed in one of its ranks"
+
+
 def test_too_few_replicas_are_named_until_one_returns() -> None:
     with Job(num_ranks=1, min_replicas=1) as job:
         stays = job.start(0, program, steps=6, minimum=2, pause=0.05)
@@ -513,8 +535,8 @@ RIGHT, WRONG = 1, 2
 def test_only_replicas_with_another_program_than_most_end(
     replicas: list[tuple[int, int]], end: list[bool]
 ) -> None:
-    rows = [[counts, 0, 0, number, kind] for number, (counts, kind) in enumerate(replicas)]
-    is_same = len({kind for _, kind in replicas}) == 1
+    rows = [Row(counts, 0, 0, number, kind) for number, (counts, kind) in enumerate(replicas)]
+    is_same = len({row.kind for row in rows}) == 1
     ended = []
     for row in rows:
         group = object.__new__(ReplicaGroup)

@@ -191,6 +191,9 @@ class Training:
         if self.unreachable and self.seat.rank == 1:
             self.manager._checkpoint_transport.recv_checkpoint = self._fail_to_take
         self.manager.load_state_dict({"step": self.first, "batches_committed": self.first})
+        self._exchange = self.replicas.group._all_gather
+        self._exchanges = 0
+        self.replicas.group._all_gather = self._count  # type: ignore[method-assign]
         self.optimizer.register_step_pre_hook(self._committed)
         self._has_raised = False
         if self.dies[1] == "reduction":
@@ -246,6 +249,10 @@ class Training:
             self._has_raised = True
             raise ZeroDivisionError
 
+    def _count(self, own: Tensor) -> list[Tensor] | None:
+        self._exchanges += 1
+        return self._exchange(own)
+
     def _fail_to_take(self, **_: Any) -> None:
         raise ConnectionError("no route to host")
 
@@ -262,6 +269,9 @@ class Training:
             digest=digest(self.model, self.optimizer),
             sums=sums_of(self.model),
             num_replicas=self.replicas.num_replicas,
+            members=self.replicas.group.num_replicas,
+            quorum=self.manager._quorum_id,
+            exchanges=self._exchanges,
             lr=self.optimizer.param_groups[0]["lr"],
             loss=loss,
             calls=float(getattr(self.model, "calls", 0)),

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,31 @@ __all__ = ["FixedGroup", "ReplicaGroup", "check_manager"]
 logger = logging.getLogger("shardwise.replicas")
 
 _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
-# The columns of the table of `ReplicaGroup`, before those of `meet`.
-_COUNTS, _HISTORY, _NEXT, _NUMBER, _KIND = range(5)
-_NUM_EXTRA = 3
 _used: "weakref.WeakSet[Any]" = weakref.WeakSet()  # managers, which keep the callbacks of a model
 Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
+
+
+class Row(NamedTuple):
+    """What the replicas of a step tell each other, as int64.
+
+    Attributes:
+        counts: whether the values of this replica count; 0 if it only takes part.
+        history: the last of its parameters; equal in replicas with the same parameters.
+        next: its proposal for the history after this step; that of the first one becomes it.
+        number: of the replica.
+        kind: checksum of its program and options.
+        checksum, fragment, local_steps: see `OuterOptimizer`; the first is equal in all replicas
+            that count.
+    """
+
+    counts: int
+    history: int
+    next: int
+    number: int
+    kind: int
+    checksum: int = 0
+    fragment: int = 0
+    local_steps: int = 0
 
 
 def check_manager(manager: Any, caller: str) -> None:
@@ -54,12 +74,11 @@ def check_manager(manager: Any, caller: str) -> None:
 class ReplicaGroup:
     """The ranks with this rank's number in all replicas that a torchft `Manager` finds.
 
-    In each step they exchange a table with a row per replica: whether its values count, a number
-    that stands for the history of its parameters, a random number, the number of the replica (at
-    the end of its ``replica_id``), and a checksum of its program and options. If the step is
-    committed, the history of all of them becomes the random number of the first one. So replicas
-    whose parameters may differ have different histories: those that were cut off from each other
-    and trained on, or began with different values.
+    They exchange a table with a `Row` per replica: in the first step of a quorum, and again in each
+    step until all of them count in one that is committed. If any of them has come, left or not
+    committed, the manager has another quorum. The history of all of them becomes the random number
+    of the first one, so replicas whose parameters may differ have different histories: those that
+    were cut off from each other and trained on, or began with different values.
 
     An error of a collective, or of the manager before it, fails the step. The connections are then
     closed, so that the other replicas do not wait for this one.
@@ -89,9 +108,12 @@ class ReplicaGroup:
         self._gives = False  # in this step, its state to another replica
         self._missed: BaseException | None = None  # why it could not take a state in this step
         self._number = _number_of(manager) or 0
-        self._row: list[int] = []  # of the table, in this step
-        self._table: Tensor | None = None  # [replicas, 8]
-        self._quorum = -1  # the last one, all of whose replicas run the same program
+        self._kind = zlib.crc32(description.encode())
+        self._row = Row(0, 0, 0, 0, 0)  # of the table
+        self._table: list[Row] | None = None  # of this step
+        self._known: list[Row] | None = None  # of the step before, if it holds in this quorum
+        self._quorum = -1  # of the table
+        self._is_known = False  # whether `_table` holds for the next step in this quorum
         mesh, self._device = state.runtime.mesh, state.runtime.pools.device
         self._comm = communicator(mesh.world, self._device)
         self._asking = ThreadStream("shardwise-replicas-ask")
@@ -119,18 +141,20 @@ class ReplicaGroup:
         """
         if self._lost is not None:
             raise PeerLost(f"{self._lost}; restart this replica") from self._lost
-        self._table, self.has_joined, self.has_voted = None, False, False
+        self._known = self._table if self._is_known else None
+        self._table, self._is_known = None, False
+        self.has_joined = self.has_voted = False
         self._gives, self._missed = False, None
         self.attendance.begin()
         with self.attendance.waiting():
             self._ask(self.manager.start_quorum)
         self._load_taken()
 
-    def meet(self, *extra: int, counts: bool = True) -> Tensor | None:
-        """Exchange the table [replicas, 8], once in a step; None if this fails.
+    def meet(self, *extra: int, counts: bool = True) -> list[Row] | None:
+        """The table of this step, which is exchanged if it may differ; None if this fails.
 
         Args:
-            extra: up to 3 more columns; the first has to be equal in all replicas that count.
+            extra: the last columns of this replica's row, for which the table is always exchanged.
             counts: False if the values of this replica do not count, even if it takes part.
 
         Raises:
@@ -148,9 +172,16 @@ class ReplicaGroup:
         is_spare = self.manager.participating_rank() is None
         failure = self.manager.errored()  # in torchft, it has no connections or states then
         counts = counts and not (heals or is_spare or failure)
-        kind = zlib.crc32(self._description.encode())
-        extra = (*extra, *(0,) * (_NUM_EXTRA - len(extra)))
-        self._row = [int(counts), self.history, secrets.randbits(62), self._number, kind, *extra]
+        quorum = self.manager._quorum_id
+        if self._known is not None and quorum == self._quorum and not extra:
+            if counts:
+                self._table = self._known
+            else:  # the others use the table, in which it counts
+                self._fail(StepError("this replica does not count, and the others do not know"))
+            return self._table
+        self._row = Row(
+            int(counts), self.history, secrets.randbits(62), self._number, self._kind, *extra
+        )
         own = torch.tensor(self._row, device="cpu").to(self._device, non_blocking=True)
         rows = self._all_gather(own)
         if rows is not None and failure is not None:  # others could also give or take a state
@@ -158,21 +189,20 @@ class ReplicaGroup:
                 self._missed = failure.original_exception
             self._fail(failure.original_exception)
         elif rows is not None:
-            table, quorum = torch.stack(rows), self.manager._quorum_id
-            # A replica that joins makes a new one. The host waits for a device only then.
-            if quorum == self._quorum or self._can_meet(table.tolist()):
-                self._quorum, self._table, self.num_replicas = quorum, table, len(rows)
+            table = [Row(*row) for row in torch.stack(rows).tolist()]
+            if quorum == self._quorum or self._can_meet(table):
+                self._quorum, self._table, self.num_replicas = quorum, table, len(table)
         return self._table
 
-    def _can_meet(self, rows: list[list[int]]) -> bool:
+    def _can_meet(self, rows: list[Row]) -> bool:
         """Whether all replicas run the same program and have numbers of their own; if not, the
         step fails.
 
         Raises:
             PlanError: this replica is the one that cannot meet the others.
         """
-        has_same_number = [row[_NUMBER] for row in rows].count(self._number) > 1
-        if has_same_number and (self.has_joined or self.step == 0 or not self._row[_COUNTS]):
+        has_same_number = [row.number for row in rows].count(self._number) > 1
+        if has_same_number and (self.has_joined or self.step == 0 or not self._row.counts):
             error = PlanError(
                 f"two replicas have the number {self._number}, which is the end of their "
                 f"replica_id={self.manager._replica_id!r}; give each its own"
@@ -181,41 +211,41 @@ class ReplicaGroup:
             raise error
         return self._have_one_kind(rows)
 
-    def _have_one_kind(self, rows: list[list[int]]) -> bool:
+    def _have_one_kind(self, rows: list[Row]) -> bool:
         """Whether all replicas run the same program; if not, the step fails.
 
         Raises:
             PlanError: this replica does not run the program of most of those that count.
         """
-        kind = self._row[_KIND]
-        others = [row for row in rows if row[_KIND] != kind]
+        kind = self._row.kind
+        others = [row for row in rows if row.kind != kind]
         if not others:
             return True
-        other = max(others, key=lambda row: row[_COUNTS])
+        other = max(others, key=lambda row: row.counts)
         error = PlanError(
-            f"replica {other[_NUMBER]} runs another program than this one, which is "
+            f"replica {other.number} runs another program than this one, which is "
             f"{self._description}; start all replicas with the same program and options"
         )
         self._fail(error)
-        counted = [row[_KIND] for row in rows if row[_COUNTS]]
+        counted = [row.kind for row in rows if row.counts]
         if counted and 2 * counted.count(kind) <= len(counted):
             raise error
         return False
 
     def counted(self) -> list[bool]:
         """Which replicas count in this step, in the order of `gather`."""
-        return [] if self._table is None else self._table[:, _COUNTS].bool().tolist()
+        return [bool(row.counts) for row in self._table or ()]
 
     def average(self, values: Tensor) -> None:
         """Replace ``values`` [n] by the mean over the replicas whose values count."""
         table = self.meet()
         if table is None:
             return
-        if not self._row[_COUNTS]:
+        if not self._row.counts:
             values.zero_()
         self._all_reduce(values, dist.ReduceOp.SUM)
         real = torch.view_as_real(values) if values.is_complex() else values
-        real.div_(table[:, _COUNTS].sum())
+        real.div_(sum(row.counts for row in table))
 
     def maximum(self, values: Tensor) -> None:
         """Replace ``values`` [n] by the maximum over all replicas."""
@@ -251,21 +281,21 @@ class ReplicaGroup:
                 the state of another replica.
             PlanError: the replicas begin with different values.
         """
-        table = self.meet()
-        rows = [] if table is None else table.tolist()
-        counted = [row for row in rows if row[_COUNTS]]
+        rows = self.meet() or []
+        counted = [row for row in rows if row.counts]
         histories = [_history_of(row) for row in counted]
         differs = len(set(histories)) > 1
         is_cut_off = differs and _history_of(self._row) != histories[0]
-        begins = self.step == 0 and (differs or len({row[_HISTORY] for row in rows}) > 1)
+        begins = self.step == 0 and (differs or len({row.history for row in rows}) > 1)
         if differs or begins:
             self.manager.report_error(StepError("replicas have trained on separately"))
         self.has_voted = True
         is_committed = bool(self._ask(self.manager.should_commit))
         self._load_taken()
         if is_committed:
-            self.history = [*counted, *rows][0][_NEXT]
-            change = self.attendance.count({row[_NUMBER] for row in rows}, len(counted))
+            self.history = [*counted, *rows][0].next
+            self._is_known = len(counted) == len(rows)
+            change = self.attendance.count({row.number for row in rows}, len(counted))
             if change is not None:
                 self._log("%s (replicas that count: %d)", change, len(counted))
             return True
@@ -449,9 +479,9 @@ class FixedGroup:
     def begin(self) -> None:
         """All replicas are there."""
 
-    def meet(self, *extra: int, counts: bool = True) -> Tensor:  # noqa: ARG002
+    def meet(self, *extra: int, counts: bool = True) -> list[Row]:  # noqa: ARG002
         """The table: all replicas have reached the same step."""
-        return torch.tensor([[1, 0, 0, 0, 0, *extra]] * self.num_replicas)
+        return [Row(1, 0, 0, 0, 0, *extra)] * self.num_replicas
 
     def counted(self) -> list[bool]:
         """All replicas count."""
@@ -479,6 +509,6 @@ def _number_of(manager: Any) -> int | None:
     return int(found[0]) if found else None
 
 
-def _history_of(row: list[int]) -> tuple[int, ...]:
+def _history_of(row: Row) -> tuple[int, ...]:
     """What is equal in all replicas that count, unless their values differ."""
-    return row[_HISTORY], row[_KIND + 1]
+    return row.history, row.checksum

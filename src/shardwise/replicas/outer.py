@@ -261,7 +261,7 @@ class OuterOptimizer(Optimizer):
                 one.pop(_SENT, None)
         table = self.group.meet(checksum, fragment, self.local_steps, counts=counts)
         if table is not None:
-            rows = [row for row in table.tolist() if row[0]]  # those that count
+            rows = [row for row in table if row.counts]
             *_, fragment, options["local_steps"] = rows[0] if rows else (_NONE, self.local_steps)
         if fragment != _NONE:
             own = [self._difference(p) for p in self.fragments[fragment].parameters]
