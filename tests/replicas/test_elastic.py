@@ -460,8 +460,11 @@ class Unasked:
 
     _replica_id = "replica0"
 
-    def register_state_dict_fn(self, *_: object) -> None:
-        pass
+    def __init__(self) -> None:
+        self._user_state_dicts: dict[str, object] = {}
+
+    def register_state_dict_fn(self, name: str, *callbacks: object) -> None:
+        self._user_state_dicts[name] = callbacks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -179,6 +179,7 @@ class Idle:
 
     _use_async_quorum = True
     _replica_id = "replica0"
+    _user_state_dicts: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from shardwise.comm.api import Work
 from shardwise.comm.device import CommStream, DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
+from shardwise.features.checks import check_complete
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import DiscardedError, Step, undoable
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import ReplicaState, checksum_of
+from shardwise.replicas.state import ReplicaState
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import mean_over_replicas, runtime_of_root
@@ -65,13 +66,12 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     """
     check_manager(manager, "sw.elastic")
     check_replica(model, optimizer, "sw.elastic")
-    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            raise PlanError(
-                f"{name} is not in the optimizer, so a replica that joins would not get its state; "
-                "pass one optimizer of all trainable parameters, or freeze it"
-            )
+    check_complete(
+        optimizer,
+        model,
+        "a replica that joins would not get its state; pass one optimizer of all trainable "
+        "parameters, or freeze it",
+    )
     return Elastic(model, optimizer, manager)
 
 
@@ -98,7 +98,7 @@ class Elastic:
         )
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
-        self._is_broken = self._has_begun = False
+        self._is_broken = False
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -149,9 +149,6 @@ class Elastic:
             )
         self.is_committed = False
         self._state.mark()
-        if not self._has_begun:  # they may have been loaded since
-            self.group.history = checksum_of(self._state.parameters)
-            self._has_begun = True
         try:
             self.group.begin()
             with undoable(self.model) as self._step, self._reported(self._step):

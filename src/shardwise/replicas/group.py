@@ -4,7 +4,6 @@ import contextlib
 import logging
 import re
 import secrets
-import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,8 +27,8 @@ __all__ = ["FixedGroup", "ReplicaGroup", "check_manager"]
 logger = logging.getLogger("shardwise.replicas")
 
 _VOTE_SECONDS = 10.0  # for the ranks of this replica, of which one has raised
-_used: "weakref.WeakSet[Any]" = weakref.WeakSet()  # managers, which keep the callbacks of a model
-Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
+_NAME = "shardwise"  # of the callbacks of a model, which a manager keeps
+Gather = Callable[[], list[Tensor]]  # waits for the tensors of all; none if this has failed
 
 
 class Row(NamedTuple):
@@ -62,7 +61,7 @@ def check_manager(manager: Any, caller: str) -> None:
     if not all(hasattr(manager, name) for name in needed):
         name = type(manager).__name__
         raise PlanError(f"{caller} expects a torchft.Manager, got {name}")
-    if manager in _used:
+    if _NAME in manager._user_state_dicts:
         raise PlanError(f"{caller}: this torchft.Manager has been used; create a new one")
     if _number_of(manager) is None:
         raise PlanError(
@@ -87,6 +86,7 @@ class ReplicaGroup:
         attendance: which replicas were there, and what it cost that others were not.
         num_replicas: the number of replicas in the last step.
         has_joined: whether this replica took the state of another one in this step.
+        history: stands for how the parameters became what they are; at first their checksum.
         has_voted: whether the other ranks of this replica have this one's vote in this step.
     """
 
@@ -98,7 +98,7 @@ class ReplicaGroup:
         ``is_continuous``: see `Attendance`.
         """
         self.manager = manager
-        self.history = checksum_of(state.parameters)
+        self.history = 0  # until the first step, which takes the parameters that it finds
         self.attendance = Attendance(is_continuous=is_continuous)
         self.has_joined = self.has_voted = False
         self.num_replicas = 1
@@ -120,8 +120,7 @@ class ReplicaGroup:
         self._lost: PeerLost | None = None  # after which the manager is shut down
         # One rank of the replica logs.
         self._log_level = logging.DEBUG if mesh.world.own_rank else logging.WARNING
-        manager.register_state_dict_fn("shardwise", self._take, self._give)
-        _used.add(manager)
+        manager.register_state_dict_fn(_NAME, self._take, self._give)
 
     @cached_property
     def _gathering(self) -> ThreadStream:
@@ -144,6 +143,8 @@ class ReplicaGroup:
         self._known = self._table if self._is_known else None
         self._table, self._is_known = None, False
         self.has_joined = self.has_voted = False
+        if not self.history:
+            self.history = checksum_of(self._state.parameters)
         self._gives, self._missed = False, None
         self.attendance.begin()
         with self.attendance.waiting():
@@ -254,22 +255,22 @@ class ReplicaGroup:
 
     def gather(self, own: Tensor) -> Gather:
         """Begin to exchange ``own`` [n] with all replicas."""
-        rows: list[list[Tensor] | None] = []
+        rows: list[Tensor] = []
         here = device_of(self._device)
         stream = here.current_stream()  # which writes `own` and reads the result
 
         def gather() -> None:
             make_current(self._device)
             with here.use(stream):
-                rows.append(self._all_gather(own.to(self._device)))
+                rows.extend(self._all_gather(own.to(self._device)) or ())
 
         work = self._gathering.submit(gather)
 
-        def wait() -> list[Tensor] | None:
+        def wait() -> list[Tensor]:
             work.wait()
             if work.error is not None:
                 raise work.error
-            return rows[0]
+            return rows
 
         return wait
 

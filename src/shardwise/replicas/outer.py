@@ -135,6 +135,7 @@ class OuterOptimizer(Optimizer):
             row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {template}"
             description = f"{self._state.description}, {row}"
             self.group = ReplicaGroup(replicas, self._state, description, is_continuous=True)
+            self.group.history = checksum_of(self._state.parameters)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Not for users: steps of the model's optimizer also step the outer optimizer.
@@ -237,7 +238,6 @@ class OuterOptimizer(Optimizer):
                 break
             fragment = self._begin(fragment)
         if fragment != _NONE:
-            assert packed is not None
             counted = zip(packed, self.group.counted(), strict=True)
             self._apply(self.fragments[fragment], [one for one, counts in counted if counts])
         self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
