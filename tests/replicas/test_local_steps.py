@@ -45,12 +45,14 @@ def program(
     seed: int = 3,
     raises: int = -1,
     kind: str = "",  # of model
+    rounds: int = 0,  # before, without the other replicas
 ) -> None:
     torch.manual_seed(seed)
     model = sw.fully_shard(MODELS[kind]().double(), units=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     manager = seat.manager(use_async_quorum=False, init_sync=False)
     outer = sw.outer_optimizer(model, optimizer, ROWS[row], manager=manager)
+    outer.param_groups[0]["rounds"] = rounds
     seat.log("ready")
     seat.wait_for("start")
     while outer.local_steps < steps:
@@ -147,6 +149,19 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         own = {line["step"]: line for line in job.lines(0, 0, "step")}
         for line, key in itertools.product(returned, ("calls", "random")):
             assert line[key] == own[line["step"]][key], (line["step"], key)
+
+
+def test_replicas_that_were_cut_off_take_the_state_of_one_of_them() -> None:
+    """As with checkpoints of the same round, of replicas that had trained alone."""
+    with Job(num_ranks=1, min_replicas=2) as job:
+        options: dict[str, Any] = {"row": "diloco", "steps": 12, "rounds": 2}
+        replicas = [job.start(n, program, seed=n, **options) for n in range(2)]
+        job.allow_when_ready(2)
+        job.finish(*replicas)
+        first, second = ([line["shared"] for line in job.lines(n, 0, "step")] for n in range(2))
+        assert first[0] != second[0]
+        assert first[-1] == second[-1]
+        assert "was cut off from replicas that trained on" in job.output.read_text("utf-8")
 
 
 def _has_reached(job: Job, number: int, step: int) -> bool:

@@ -236,6 +236,7 @@ class OuterOptimizer(Optimizer):
             packed = [] if fragment == _NONE else self._gathers.pop(fragment)()
             if self.group.commit():
                 break
+            self.param_groups[0]["rounds"] = self.group.step  # 0 if this replica was cut off
             fragment = self._begin(fragment)
         if fragment != _NONE:
             counted = zip(packed, self.group.counted(), strict=True)
