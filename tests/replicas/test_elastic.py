@@ -350,18 +350,16 @@ def test_replicas_exchange_their_table_once_in_a_quorum_that_holds() -> None:
         assert_equal_to_one_process(job, 14, range(2))
         for rank in range(2):
             lines = job.lines(0, rank, "step")
-            for before, line in itertools.pairwise(lines):
+            pairs = list(itertools.pairwise(lines))
+            for before, line in pairs:
                 if line["quorum"] == before["quorum"]:
                     again = before["num_replicas"] < before["members"]  # not all have counted
                     assert line["exchanges"] - before["exchanges"] == again, line["step"]
-            assert any(
-                line["exchanges"] == before["exchanges"]
-                for before, line in itertools.pairwise(lines)
-            )
+                    assert line["members"] == before["members"], line["step"]
+            assert any(line["exchanges"] == before["exchanges"] for before, line in pairs)
+            assert {line["members"] for line in lines} == {1, 2}
             quorums = [line["quorum"] for line in lines]
             assert quorums == sorted(quorums)
-            assert quorums[1] < quorums[3], "the other one has died"
-            assert quorums[5] < quorums[8], "it has come back"
             assert quorums[9] < quorums[10], "the step has failed in one of its ranks"
 
 

@@ -158,9 +158,7 @@ def test_replicas_that_were_cut_off_take_the_state_of_one_of_them() -> None:
         replicas = [job.start(n, program, seed=n, **options) for n in range(2)]
         job.allow_when_ready(2)
         job.finish(*replicas)
-        first, second = ([line["shared"] for line in job.lines(n, 0, "step")] for n in range(2))
-        assert first[0] != second[0]
-        assert first[-1] == second[-1]
+        assert_same_shared_bits(job, range(2))
         assert "was cut off from replicas that trained on" in job.output.read_text("utf-8")
 
 

@@ -36,8 +36,8 @@ class Row(NamedTuple):
 
     Attributes:
         counts: whether the values of this replica count; 0 if it only takes part.
-        history: the last of its parameters; equal in replicas with the same parameters.
-        next: its proposal for the history after this step; that of the first one becomes it.
+        history: stands for how its parameters became what they are.
+        next: a random number; that of the first replica that counts is the next history.
         number: of the replica.
         kind: checksum of its program and options.
         checksum, fragment, local_steps: see `OuterOptimizer`; the first is equal in all replicas
@@ -86,7 +86,7 @@ class ReplicaGroup:
         attendance: which replicas were there, and what it cost that others were not.
         num_replicas: the number of replicas in the last step.
         has_joined: whether this replica took the state of another one in this step.
-        history: stands for how the parameters became what they are; at first their checksum.
+        history: see `Row`; at first the checksum of the parameters.
         has_voted: whether the other ranks of this replica have this one's vote in this step.
     """
 
@@ -196,11 +196,10 @@ class ReplicaGroup:
         return self._table
 
     def _can_meet(self, rows: list[Row]) -> bool:
-        """Whether all replicas run the same program and have numbers of their own; if not, the
-        step fails.
+        """Whether all replicas run the same program; if not, the step fails.
 
         Raises:
-            PlanError: this replica is the one that cannot meet the others.
+            PlanError: this replica is the one that does not, or has another one's number.
         """
         has_same_number = [row.number for row in rows].count(self._number) > 1
         if has_same_number and (self.has_joined or self.step == 0 or not self._row.counts):
@@ -284,7 +283,7 @@ class ReplicaGroup:
         """
         rows = self.meet() or []
         counted = [row for row in rows if row.counts]
-        histories = [_history_of(row) for row in counted]
+        histories = [_history_of(row) for row in counted or rows]
         differs = len(set(histories)) > 1
         is_cut_off = differs and _history_of(self._row) != histories[0]
         begins = self.step == 0 and (differs or len({row.history for row in rows}) > 1)
