@@ -9,6 +9,7 @@ and the median of the ratios of neighboring blocks of steps.
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from argparse import Namespace
@@ -35,6 +36,7 @@ TIMEOUT = timedelta(minutes=2)
 
 def main() -> None:
     """Start the processes and print the result of the first one."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported
     from torchft.coordination import LighthouseServer  # noqa: PLC0415
 
     options = _parser().parse_args()

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint.directory import MARKER, latest
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.errors import PeerLost, PeerSilent
-from shardwise.replicas.group import ReplicaGroup
+from shardwise.replicas.group import ReplicaGroup, Row
 from tests.models import Block, Stack
 from tests.replicas.job import Job
 from tests.replicas.training import (
@@ -84,12 +84,24 @@ def test_replicas_keep_the_same_bits_in_mixed_precision() -> None:
             assert len(lines) == 9
 
 
-@pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=THOROUGH)])
-def test_replicas_that_begin_with_different_values_are_refused(init_sync: bool) -> None:
-    """With `init_sync`, torchft would give each rank the shard of another replica."""
+@pytest.mark.parametrize(
+    ("init_sync", "own"),
+    [
+        (True, {"differs": True}),
+        pytest.param(False, {"differs": True}, marks=THOROUGH),
+        pytest.param(True, {"seed": SEED + 1}, marks=THOROUGH),
+        pytest.param(False, {"seed": SEED + 1}, marks=THOROUGH),
+    ],
+)
+def test_replicas_that_begin_with_different_values_are_refused(
+    init_sync: bool, own: dict[str, Any]
+) -> None:
+    """Also on ranks that have found no difference. With `init_sync`, torchft would give each rank
+    the shard of another replica.
+    """
     with Job(num_ranks=2, min_replicas=2) as job:
         replicas = [
-            job.start(number, program, steps=2, seed=number, init_sync=init_sync)
+            job.start(number, program, steps=2, init_sync=init_sync, **own if number else {})
             for number in range(2)
         ]
         job.allow("start")
@@ -270,6 +282,87 @@ def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
             assert sorted(lines) == list(range(len(lines)))
 
 
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
+def test_a_replica_that_cannot_fetch_a_state_ends_and_the_others_train_on(is_async: bool) -> None:
+    """They would wait for it until a timeout, in each attempt of each step."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, steps=8, unreachable=True, is_async=is_async)
+        joins.may_fail = True
+        event = "begins" if is_async else "ready"
+        job.wait_until(lambda: all(job.lines(1, rank, event) for rank in range(2)))
+        job.allow("step 4")
+        assert joins.join() == [1, 1]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        text = job.output.read_text("utf-8")
+        cannot = "StepError: this replica cannot take the state of another one"
+        assert f"{cannot} (no route to host)" in text
+        assert f"{cannot} (see its other ranks)" in text
+
+
+def test_replicas_cannot_take_a_state_in_the_first_step_and_end() -> None:
+    """With `init_sync`, torchft has all of them take one, which none needs."""
+    with Job(num_ranks=2, min_replicas=2) as job:
+        options: dict[str, Any] = {"steps": 2, "unreachable": True, "init_sync": True}
+        replicas = [job.start(number, program, **options) for number in range(2)]
+        job.allow_when_ready(2)
+        codes = [replica.join() for replica in replicas]
+        assert [1, 1] in codes
+        assert "another one (no route to host)" in job.output.read_text("utf-8")
+
+
+def test_all_ranks_of_a_replica_take_a_state_if_one_of_them_was_cut_off() -> None:
+    """As with checkpoints of the same step, of which the shards of one rank differ."""
+    with Job(num_ranks=2, min_replicas=2) as job:
+        options: dict[str, Any] = {"steps": 6, "first": 3}
+        replicas = [job.start(n, program, differs=n == 1, **options) for n in range(2)]
+        job.allow_when_ready(2)
+        job.finish(*replicas)
+        for rank in range(2):
+            lines = {line["step"]: line for line in job.lines(0, rank, "step")}
+            assert_same_bits(lines, job.lines(1, rank, "step"))
+            assert job.lines(1, rank, "repeats")[0]["then"] == 0
+
+
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
+def test_a_replica_that_joins_with_the_number_of_another_one_ends(is_async: bool) -> None:
+    with Job(num_ranks=1, min_replicas=1) as job:
+        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+        job.allow_when_ready(1)
+        job.wait_until(partial(_has_reached, job, 0, 3))
+        joins = job.start(1, program, steps=8, replica_id="other0", is_async=is_async)
+        joins.may_fail = True
+        job.wait_until(lambda: bool(job.lines(1, 0, "begins" if is_async else "ready")))
+        job.allow("step 4")
+        assert joins.join() == [1]
+        job.finish(stays)
+        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        assert "PlanError: two replicas have the number 0" in job.output.read_text("utf-8")
+
+
+def test_replicas_exchange_their_table_once_in_a_quorum_that_holds() -> None:
+    """A failed step and any change of the replicas make another quorum."""
+    with Job(num_ranks=2, min_replicas=1) as job:
+        kill_and_return(job, (2, "optimizer"), back_at=6, steps=14, raises=(10, "backward"))
+        assert_equal_to_one_process(job, 14, range(2))
+        for rank in range(2):
+            lines = job.lines(0, rank, "step")
+            pairs = list(itertools.pairwise(lines))
+            for before, line in pairs:
+                if line["quorum"] == before["quorum"]:
+                    again = before["num_replicas"] < before["members"]  # not all have counted
+                    assert line["exchanges"] - before["exchanges"] == again, line["step"]
+                    assert line["members"] == before["members"], line["step"]
+            assert any(line["exchanges"] == before["exchanges"] for before, line in pairs)
+            assert {line["members"] for line in lines} == {1, 2}
+            quorums = [line["quorum"] for line in lines]
+            assert quorums == sorted(quorums)
+            assert quorums[9] < quorums[10], "the step has failed in one of its ranks"
+
+
 def test_too_few_replicas_are_named_until_one_returns() -> None:
     with Job(num_ranks=1, min_replicas=1) as job:
         stays = job.start(0, program, steps=6, minimum=2, pause=0.05)
@@ -363,8 +456,13 @@ def assert_said(job: Job, pattern: str) -> None:
 class Unasked:
     """A manager of which only the callbacks are registered."""
 
-    def register_state_dict_fn(self, *_: object) -> None:
-        pass
+    _replica_id = "replica0"
+
+    def __init__(self) -> None:
+        self._user_state_dicts: dict[str, object] = {}
+
+    def register_state_dict_fn(self, name: str, *callbacks: object) -> None:
+        self._user_state_dicts[name] = callbacks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -396,6 +494,10 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(sw.PlanError, match=r"expects a torchft.Manager, got dict"):
         sw.elastic(model, optimizer, {})
+    unnumbered = Unasked()
+    unnumbered._replica_id = None  # type: ignore[assignment]
+    with pytest.raises(sw.PlanError, match=r'replica_id=None; expected .* replica_id="replica0"'):
+        sw.elastic(model, optimizer, unnumbered)
     handle = sw.optimizer_in_backward(model, optimizer)
     with pytest.raises(sw.PlanError, match=r"call remove\(\) on its handle"):
         sw.elastic(model, optimizer, Unasked())
@@ -434,8 +536,8 @@ RIGHT, WRONG = 1, 2
 def test_only_replicas_with_another_program_than_most_end(
     replicas: list[tuple[int, int]], end: list[bool]
 ) -> None:
-    rows = [[counts, 0, 0, number, kind] for number, (counts, kind) in enumerate(replicas)]
-    is_same = len({kind for _, kind in replicas}) == 1
+    rows = [Row(counts, 0, 0, number, kind) for number, (counts, kind) in enumerate(replicas)]
+    is_same = len({row.kind for row in rows}) == 1
     ended = []
     for row in rows:
         group = object.__new__(ReplicaGroup)

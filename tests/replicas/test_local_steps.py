@@ -45,12 +45,14 @@ def program(
     seed: int = 3,
     raises: int = -1,
     kind: str = "",  # of model
+    rounds: int = 0,  # before, without the other replicas
 ) -> None:
     torch.manual_seed(seed)
     model = sw.fully_shard(MODELS[kind]().double(), units=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     manager = seat.manager(use_async_quorum=False, init_sync=False)
     outer = sw.outer_optimizer(model, optimizer, ROWS[row], manager=manager)
+    outer.param_groups[0]["rounds"] = rounds
     seat.log("ready")
     seat.wait_for("start")
     while outer.local_steps < steps:
@@ -154,6 +156,17 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
             assert line[key] == own[line["step"]][key], (line["step"], key)
 
 
+def test_replicas_that_were_cut_off_take_the_state_of_one_of_them() -> None:
+    """As with checkpoints of the same round, of replicas that had trained alone."""
+    with Job(num_ranks=1, min_replicas=2) as job:
+        options: dict[str, Any] = {"row": "diloco", "steps": 12, "rounds": 2}
+        replicas = [job.start(n, program, seed=n, **options) for n in range(2)]
+        job.allow_when_ready(2)
+        job.finish(*replicas)
+        assert_same_shared_bits(job, range(2))
+        assert "was cut off from replicas that trained on" in job.output.read_text("utf-8")
+
+
 def _has_reached(job: Job, number: int, step: int) -> bool:
     return any(line["step"] >= step for line in job.lines(number, 0, "step"))
 
@@ -183,6 +196,8 @@ class Idle:
     """A manager that is asked for nothing but its options."""
 
     _use_async_quorum = True
+    _replica_id = "replica0"
+    _user_state_dicts: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None

@@ -153,6 +153,10 @@ class Training:
     minimum: int = 1  # replicas without which no step counts
     dies_healing: bool = False
     dies_giving: bool = False  # when another replica takes its state
+    replica_id: str = ""  # or that of the seat
+    unreachable: bool = False  # replicas whose state rank 1 would take
+    first: int = 0  # step, after a checkpoint
+    differs: bool = False  # a shard of rank 1 at the beginning
     micro_batches: int = 1
     mesh: tuple[int, int] = (0, 0)  # of "hsdp" inside a replica
     precision: sw.MixedPrecisionPolicy = field(default_factory=sw.MixedPrecisionPolicy)
@@ -169,18 +173,27 @@ class Training:
         if self.strategy == "hsdp":
             sharding["mesh"] = init_device_mesh("cpu", self.mesh)
         sw.fully_shard(self.model, units=units, **sharding)
+        if self.differs and self.seat.rank == 1:
+            local_of(next(self.model.parameters())).data.add_(1)
         self.optimizer, self.scheduler = adamw(self.model)
         self.manager = self.seat.manager(
             use_async_quorum=self.is_async,
             init_sync=self.init_sync,
             quorum_retries=self.retries,
             min_replica_size=self.minimum,
+            replica_id=self.replica_id or f"replica{self.seat.number}",
         )
         self.replicas = sw.elastic(self.model, self.optimizer, self.manager)
         scheduler = DiesHealing(self.seat) if self.dies_healing else self.scheduler
         self.replicas.register("scheduler", scheduler)
         if self.dies_giving:
             self.replicas._state.save = self.seat.die  # type: ignore[assignment,method-assign]
+        if self.unreachable and self.seat.rank == 1:
+            self.manager._checkpoint_transport.recv_checkpoint = self._fail_to_take
+        self.manager.load_state_dict({"step": self.first, "batches_committed": self.first})
+        self._exchange = self.replicas.group._all_gather
+        self._exchanges = 0
+        self.replicas.group._all_gather = self._count  # type: ignore[method-assign]
         self.optimizer.register_step_pre_hook(self._committed)
         self._has_raised = False
         if self.dies[1] == "reduction":
@@ -200,7 +213,7 @@ class Training:
                 self._log_step(float(loss) if self.tokens else None)
                 self._save()
             else:
-                self.seat.log("repeats", step=step)
+                self.seat.log("repeats", step=step, then=self.manager.current_step())
         with sw.gathered(self.model):
             if self.seat.rank == 0:
                 torch.save(self.model.state_dict(), self.seat.folder / f"{self.seat.number}.pt")
@@ -236,6 +249,13 @@ class Training:
             self._has_raised = True
             raise ZeroDivisionError
 
+    def _count(self, own: Tensor) -> list[Tensor] | None:
+        self._exchanges += 1
+        return self._exchange(own)
+
+    def _fail_to_take(self, **_: Any) -> None:
+        raise ConnectionError("no route to host")
+
     def _committed(self, *_: object) -> None:
         step = self.manager.current_step() - 1
         if step == 0 or self.manager.is_participating():
@@ -249,6 +269,9 @@ class Training:
             digest=digest(self.model, self.optimizer),
             sums=sums_of(self.model),
             num_replicas=self.replicas.num_replicas,
+            members=self.replicas.group.num_replicas,
+            quorum=self.manager._quorum_id,
+            exchanges=self._exchanges,
             lr=self.optimizer.param_groups[0]["lr"],
             loss=loss,
             calls=float(getattr(self.model, "calls", 0)),

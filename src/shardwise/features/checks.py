@@ -26,7 +26,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.policies import repeated_blocks
 from shardwise.plan.strategy import AxisPlacement
 from shardwise.plan.units import named_parameters
-from shardwise.runtime.attach import watch_optimizers
+from shardwise.runtime.attach import parameters_of, watch_optimizers
 from shardwise.runtime.module import handle_of
 from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -36,6 +36,7 @@ from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import is_tensor_parallel, local_of, sharding_of
 
 __all__ = [
+    "check_complete",
     "check_initialized",
     "check_not_renormalized",
     "check_optimizers",
@@ -49,6 +50,14 @@ __all__ = [
     "iterates_in_forward",
     "warn_if_whole",
 ]
+
+
+def check_complete(optimizer: Optimizer, model: nn.Module, consequence: str) -> None:
+    """Raise a PlanError that names a trainable parameter which ``optimizer`` does not have."""
+    known = set(map(id, parameters_of(optimizer)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PlanError(f"{name} is not in the optimizer, so {consequence}")
 
 
 def check_initialized(root: nn.Module) -> None:

@@ -343,7 +343,7 @@ class _Entries:
 
 def _run(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return local_of(tensor).detach()
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.checks import check_complete
 from shardwise.features.device_step import DeviceSteps, prefetch_states
 from shardwise.features.unit_steps import one_step_at_a_time
 from shardwise.features.unused import (
@@ -285,14 +286,13 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    known = set(map(id, parameters_of(optimizer)))
+    check_complete(
+        optimizer,
+        model,
+        "its gradients would never be used; give the optimizer all parameters of the sharded "
+        "model, or freeze it with requires_grad_(False)",
+    )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            raise PlanError(
-                f"{name} is not in the optimizer, so its gradients would never be used; give the "
-                "optimizer all parameters of the sharded model, or freeze it with "
-                "requires_grad_(False)"
-            )
         if parameter.grad is not None:
             raise PlanError(f"{name} has a gradient already; call optimizer.zero_grad() first")
     own = {id(parameter) for parameter in model.parameters()}

@@ -33,7 +33,7 @@ from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
 __all__ = ["Gather", "OuterOptimizer", "optimizer_of"]
 
-Gather = Callable[[], list[Tensor] | None]  # waits for the tensors of all; None if this has failed
+Gather = Callable[[], list[Tensor]]  # waits for the tensors of all; none if this has failed
 _DILOCO = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 # Keys in the state of each parameter, next to the states of the outer optimizer: the shared
 # parameter; with a delay, the difference in transit, which is sent again after a load; and what
@@ -165,9 +165,7 @@ class OuterOptimizer(Optimizer):
         """End the round of ``fragment``."""
         gather = self._gathers.pop(fragment)
         assert gather is not None
-        packed = gather()
-        assert packed is not None
-        self._apply(fragment, packed)
+        self._apply(fragment, gather())
 
     def _send(self, fragment: int) -> Gather:
         """Begin to exchange the differences of ``fragment`` with all replicas."""

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from shardwise.comm.api import Work
 from shardwise.comm.device import CommStream, DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
+from shardwise.features.checks import check_complete
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import DiscardedError, Step, undoable
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import ReplicaState, checksum_of
+from shardwise.replicas.state import ReplicaState
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import mean_over_replicas, runtime_of_root
@@ -41,7 +42,8 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
         model = sw.fully_shard(model, units=Block)  # over the ranks of this replica
         optimizer = torch.optim.AdamW(model.parameters())
         manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=None, state_dict=None
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, replica_id="replica0",  # or 1, ...
+            load_state_dict=None, state_dict=None,
         )
         replicas = sw.elastic(model, optimizer, manager)
         replicas.register("scheduler", scheduler)
@@ -55,7 +57,8 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     Args:
         model: sharded over the ranks of this replica, with any strategy.
         optimizer: the optimizer of all trainable parameters of ``model``.
-        manager: a `torchft.Manager` of this rank. It needs no callbacks.
+        manager: a `torchft.Manager` of this rank. It needs no callbacks, and a ``replica_id`` that
+            ends with the number of the replica.
 
     Raises:
         PackageMissing: torchft is not installed.
@@ -63,13 +66,12 @@ def elastic(model: nn.Module, optimizer: Optimizer, manager: Any) -> "Elastic":
     """
     check_manager(manager, "sw.elastic")
     check_replica(model, optimizer, "sw.elastic")
-    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            raise PlanError(
-                f"{name} is not in the optimizer, so a replica that joins would not get its state; "
-                "pass one optimizer of all trainable parameters, or freeze it"
-            )
+    check_complete(
+        optimizer,
+        model,
+        "a replica that joins would not get its state; pass one optimizer of all trainable "
+        "parameters, or freeze it",
+    )
     return Elastic(model, optimizer, manager)
 
 
@@ -96,7 +98,7 @@ class Elastic:
         )
         self._step: Step | None = None
         self._reducing = threading.Lock()  # held by a reduction of `_step`
-        self._is_broken = self._has_voted = self._has_begun = False
+        self._is_broken = False
         self._handle = optimizer.register_step_pre_hook(self._vote)
         self._set_hooks(self._across)
 
@@ -145,11 +147,8 @@ class Elastic:
                 "the optimizer of this replica has failed in the middle of a step; restart the "
                 "replica, and it takes the state of another one"
             )
-        self.is_committed = self._has_voted = False
+        self.is_committed = False
         self._state.mark()
-        if not self._has_begun:  # they may have been loaded since
-            self.group.history = checksum_of(self._state.parameters)
-            self._has_begun = True
         try:
             self.group.begin()
             with undoable(self.model) as self._step, self._reported(self._step):
@@ -157,7 +156,7 @@ class Elastic:
         except DiscardedError:
             pass
         except Exception as error:
-            if not (self._has_voted or isinstance(error, PeerLost)):
+            if not (self.group.has_voted or isinstance(error, PeerLost)):
                 self.group.vote_against()
             raise
         finally:
@@ -202,7 +201,6 @@ class Elastic:
                 "sw.elastic: call optimizer.step() once in each `with replicas.step()`, and not "
                 "outside of it"
             )
-        self._has_voted = True
         if not self.group.commit():
             self._step.meet()  # raises if an exception on a rank of this replica is the reason
             raise DiscardedError("the step does not count")

@@ -35,8 +35,8 @@ def outer_optimizer(
         model = sw.fully_shard(model, units=Block)
         optimizer = torch.optim.AdamW(model.parameters())
         manager = torchft.Manager(
-            pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False,
-            load_state_dict=None, state_dict=None,
+            pg=torchft.ProcessGroupGloo(), min_replica_size=1, replica_id="replica0",  # or 1, ...
+            use_async_quorum=False, load_state_dict=None, state_dict=None,
         )
         outer = sw.outer_optimizer(
             model, optimizer, sw.Outer(every=32, fragments=4), manager=manager
@@ -51,7 +51,8 @@ def outer_optimizer(
         model: sharded over the ranks of this replica only.
         optimizer: the optimizer of the model's parameters.
         outer: when and how replicas are synchronized.
-        manager: a `torchft.Manager` of this rank, which needs no callbacks.
+        manager: a `torchft.Manager` of this rank, which needs no callbacks, and a ``replica_id``
+            that ends with the number of the replica.
         group: instead of a manager, the ranks that hold the same shard, one from each replica.
 
     Raises:
@@ -94,6 +95,7 @@ class ElasticOuterOptimizer(OuterOptimizer):
         row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {self._template}"
         description = f"{self._state.description}, {row}"
         self.group = ReplicaGroup(manager, self._state, description, is_continuous=True)
+        self.group.history = checksum_of(self._state.parameters)
 
     def register(self, name: str, stateful: Stateful) -> None:
         self._state.register(name, stateful)
@@ -122,12 +124,12 @@ class ElasticOuterOptimizer(OuterOptimizer):
     def _receive(self, fragment: int, gather: Gather | None) -> None:
         """End the round of ``fragment``; repeat it if it has failed."""
         while True:
-            packed = None if gather is None else gather()
+            packed = [] if gather is None else gather()
             if self.group.commit():
                 break
+            self.param_groups[0]["rounds"] = self.group.step  # 0 if this replica was cut off
             fragment, gather = self._meet(fragment)
         if gather is not None:
-            assert packed is not None
             counted = zip(packed, self.group.counted(), strict=True)
             self._apply(fragment, [one for one, counts in counted if counts])
         self.param_groups[0].update(rounds=self.group.step, history=self.group.history)
@@ -151,7 +153,7 @@ class ElasticOuterOptimizer(OuterOptimizer):
         table = self.group.meet(checksum, fragment, self.local_steps, counts=counts)
         due = fragment
         if table is not None:
-            rows = [row for row in table.tolist() if row[0]]  # those that count
+            rows = [row for row in table if row.counts]
             *_, due, options["local_steps"] = rows[0] if rows else (_NONE, self.local_steps)
         if due != fragment and self.outer.delay:
             self._gathers[due] = None  # the others end it later
