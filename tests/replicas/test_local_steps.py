@@ -12,6 +12,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.optim.fragments import fragments_of
+from shardwise.replicas.group import Row
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 from tests.models import Block, Stack
@@ -230,9 +231,9 @@ class OtherReplica:
         self.num_rounds += 1
         self.has_joined = self.num_rounds == 1
 
-    def meet(self, *own: int, counts: bool) -> Tensor:
-        joins = torch.tensor([[1, 0, 0, 0, 0, own[0], 1, 8], [0, 0, 0, 0, 0, *own]])
-        return joins if self.has_joined else torch.tensor([[counts, 0, 0, 0, 0, *own]] * 2)
+    def meet(self, *own: int, counts: bool) -> list[Row]:
+        joins = [Row(1, 0, 0, 0, 0, own[0], 1, 8), Row(0, 0, 0, 0, 0, *own)]
+        return joins if self.has_joined else [Row(counts, 0, 0, 0, 0, *own)] * 2
 
     def counted(self) -> list[bool]:
         return [True, not self.has_joined]
