@@ -212,6 +212,16 @@ def test_only_stream_ordered_backends_are_watched() -> None:
         assert queue.is_monitored is watched
 
 
+def test_without_a_watch_no_collective_is_remembered(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.parts, "new_watch", None)
+    comm = Communicator(ranks.communicators[0].world, torch.device("cpu"))
+    flat = torch.zeros(4)
+    works = [weakref.ref(comm.gather.all_gather(flat, comm.world, "gather")) for _ in range(3)]
+    assert [work() for work in works] == [None] * 3
+
+
 def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

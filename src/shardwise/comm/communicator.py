@@ -183,7 +183,10 @@ class Communicator:
         self.place = Place()
         self.watch = Watch()
         new_watch, watched = new_watch or parts.new_watch, [q for q in queues if q.is_monitored]
-        if new_watch is not None and watched:
+        if new_watch is None:
+            for queue in watched:  # nothing reads its state, which would grow with each collective
+                queue.is_monitored = False
+        elif watched:
             self.watch = new_watch(world, device, watched, self.place)
 
     @cached_property
