@@ -94,7 +94,7 @@ class ProcessGroupCollectives(Collectives):
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
-                whole = flat if flat.dtype in self._can.dtypes else flat.view(torch.uint8)
+                whole = flat.view(torch.uint8)  # backends do not know all dtypes
                 size = len(whole) // group.size
                 own = whole[group.index * size : (group.index + 1) * size]
                 sent = own if self._can.in_place else own.clone()
