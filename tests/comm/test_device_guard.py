@@ -62,9 +62,8 @@ class Ranks:
         parents: list[Any] = [Group(), Group()]
         worlds = [RankGroup((0, 1), rank, parent) for rank, parent in enumerate(parents)]
         self._alive = parents
-        self.communicators = [
-            Communicator(world, torch.device("cpu"), watch_with(PATIENCE)) for world in worlds
-        ]
+        with watch_with(PATIENCE):
+            self.communicators = [Communicator(world, torch.device("cpu")) for world in worlds]
         for comm in self.communicators:
             comm.place.step, comm.place.where = 7, "forward of a"
 

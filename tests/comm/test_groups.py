@@ -255,7 +255,8 @@ def test_the_heartbeat_thread_is_on_the_device_of_the_rank() -> None:
         made.side_effect = lambda _device: callers.add(threading.current_thread())
         callers: set[threading.Thread] = set()
         world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
-        kept = module.Communicator(world, CPU, watch_with(Patience(beat_seconds=0.02)))
+        with watch_with(Patience(beat_seconds=0.02)):
+            kept = module.Communicator(world, CPU)
         # Communicators of earlier tests may have other devices.
         own = mock.call(torch.device("cpu"))
         assert eventually(lambda: own in made.call_args_list and bool(callers))
