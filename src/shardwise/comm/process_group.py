@@ -28,6 +28,7 @@ from shardwise.comm.api import (
     RankGroup,
     Reduction,
     Sent,
+    SharedBuffer,
     Step,
     Work,
     all_reduce_bytes,
@@ -88,7 +89,7 @@ class ProcessGroupCollectives(Collectives):
         group: RankGroup,
         label: str,
         fill: Callable[[], None] | None = None,
-        shared: object = None,  # noqa: ARG002
+        shared: SharedBuffer | None = None,  # noqa: ARG002
     ) -> Work:
         with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.comm.api import CollectiveId, RankGroup, Reduction, Step, Work
+from shardwise.comm.api import CollectiveId, RankGroup, Reduction, SharedBuffer, Step, Work
 from shardwise.comm.device import CommStream
 
 __all__ = ["Collectives", "QueueState"]
@@ -82,7 +82,7 @@ class Collectives(ABC):
         group: RankGroup,
         label: str,
         fill: Callable[[], None] | None = None,
-        shared: object = None,
+        shared: SharedBuffer | None = None,
     ) -> Work:
         """All-gather ``flat`` in place.
 
@@ -91,7 +91,7 @@ class Collectives(ABC):
             group: the ranks that take part.
             label: name in the ledger.
             fill: writes this rank's slot just before it is sent; None if it is written already.
-            shared: from `SharedMemory.range_at`; passed by all ranks of the group or by none.
+            shared: the buffer of ``flat``; passed by all ranks of the group or by none.
         """
 
     @abstractmethod
