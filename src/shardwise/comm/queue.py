@@ -49,6 +49,9 @@ class Collectives(ABC):
     stream: CommStream
     is_monitored = True  # `state` is kept, so that ranks can compare it during a wait
     is_timed = True  # whether the times of works are needed
+    # The number of exchanges since the last recovery, and the bytes that this rank sent in them;
+    # zeros if not counted.
+    sent = (0, 0)
 
     def __init__(self, world: RankGroup, name: str) -> None:
         self._ranks, self._own_rank = world.ranks, world.own_rank
@@ -66,14 +69,6 @@ class Collectives(ABC):
         """All ranks that may take part in a collective."""
         parent = None if self._parent is None else self._parent()
         return RankGroup(self._ranks, self._own_rank, parent)
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        """The number of exchanges and the bytes that this rank sent in them; zeros if not counted.
-
-        They are counted since the last recovery.
-        """
-        return 0, 0
 
     @abstractmethod
     def all_gather(

@@ -60,10 +60,6 @@ class HostCollectives(Collectives):
         size = len(self._ranks)
         self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        return self.point_to_point.sent
-
     def all_gather(
         self,
         flat: Tensor,
@@ -83,9 +79,7 @@ class HostCollectives(Collectives):
         agree = partial(self._agree_on_memory, group, shared, memory, *own)
 
         def run(tag: int) -> None:
-            if self._fill_shared(group, agree, fill, label, tag):
-                self.point_to_point.count(flat.nbytes - slot_bytes)
-            else:
+            if not self._fill_shared(group, agree, fill, label, tag):
                 gather(tag)
 
         return self._submit([(self._next_id(label, group, slot_bytes), run)])
@@ -98,6 +92,7 @@ class HostCollectives(Collectives):
         work.sent = tuple(
             Sent((self._own_rank, rank), sent.nbytes) for rank, (sent, _) in pairs.items()
         )
+        self._count(1, sum(one.num_bytes for one in work.sent))
         return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
@@ -161,7 +156,12 @@ class HostCollectives(Collectives):
     def _launch(self, job: Callable[[], None], collectives: Sequence[CollectiveId]) -> Work:
         work = self.stream.submit(job, collectives[-1])
         work.sent = tuple(Sent(each.ranks, each.slot_bytes) for each in collectives)
+        sizes = [(len(ranks) - 1) * num_bytes for ranks, num_bytes in work.sent]
+        self._count(sum(map(bool, sizes)), sum(sizes))
         return work
+
+    def _count(self, num_exchanges: int, num_bytes: int) -> None:
+        self.sent = self.sent[0] + num_exchanges, self.sent[1] + num_bytes
 
     def _perform(self, collective: CollectiveId, run: Run) -> None:
         self._begin(collective)
@@ -322,6 +322,7 @@ class HostCollectives(Collectives):
         """Continue with new connections."""
         self.stream.submit(lambda: None).wait()
         self._begun = 0
+        self.sent = (0, 0)
         super().restart(epoch)
         self._connect()
 
