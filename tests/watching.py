@@ -1,8 +1,11 @@
 """Access to what watches the ranks."""
 
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
+from unittest import mock
 
-from shardwise.comm.communicator import Communicator, NewWatch
+from shardwise.comm.communicator import Communicator, parts
 from shardwise.watch.monitor import Monitor, Patience
 from shardwise.watch.ranks import RankWatch
 
@@ -30,6 +33,6 @@ def error_of(comm: Communicator) -> BaseException | None:
     return watch_of(comm)._error
 
 
-def watch_with(patience: Patience) -> NewWatch:
-    """Return the argument of `communicator` with which ranks wait so long."""
-    return partial(RankWatch, patience=patience)
+def watch_with(patience: Patience) -> AbstractContextManager[Any]:
+    """Have the ranks of communicators that are made meanwhile wait so long."""
+    return mock.patch.object(parts, "new_watch", partial(RankWatch, patience=patience))

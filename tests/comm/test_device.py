@@ -19,11 +19,8 @@ from shardwise.comm.device import (
     CommStream,
     DeviceStream,
     ThreadStream,
-    local_device,
     make_current,
-    num_local_accelerators,
     own_device,
-    peak_memory_bytes,
     random_states,
     run_together,
     set_random_states,
@@ -31,6 +28,7 @@ from shardwise.comm.device import (
 from shardwise.comm.groups import accelerator_type, rank_device
 from shardwise.errors import PlanError
 from shardwise.features import checks
+from shardwise.local_devices import local_device, num_local_accelerators, peak_memory_bytes
 from tests.waiting import PATIENCE_SECONDS, eventually
 
 CPU = torch.device("cpu")

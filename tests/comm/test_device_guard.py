@@ -62,9 +62,8 @@ class Ranks:
         parents: list[Any] = [Group(), Group()]
         worlds = [RankGroup((0, 1), rank, parent) for rank, parent in enumerate(parents)]
         self._alive = parents
-        self.communicators = [
-            Communicator(world, torch.device("cpu"), watch_with(PATIENCE)) for world in worlds
-        ]
+        with watch_with(PATIENCE):
+            self.communicators = [Communicator(world, torch.device("cpu")) for world in worlds]
         for comm in self.communicators:
             comm.place.step, comm.place.where = 7, "forward of a"
 
@@ -210,6 +209,16 @@ def test_only_stream_ordered_backends_are_watched() -> None:
     for backend, watched in (("nccl", True), ("xccl", True), ("fake", False), ("gloo", False)):
         queue = ProcessGroupCollectives(world, torch.device("cpu"), backend, "queue")
         assert queue.is_monitored is watched
+
+
+def test_without_a_watch_no_collective_is_remembered(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.parts, "new_watch", None)
+    comm = Communicator(ranks.communicators[0].world, torch.device("cpu"))
+    flat = torch.zeros(4)
+    works = [weakref.ref(comm.gather.all_gather(flat, comm.world, "gather")) for _ in range(3)]
+    assert [work() for work in works] == [None] * 3
 
 
 def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(

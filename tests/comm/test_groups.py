@@ -179,6 +179,37 @@ def test_the_largest_values_of_all_ranks(by_torch: bool) -> None:
     assert values.tolist() == [1, 1, 0, 1]
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(3)
+def test_ranks_exchange_tensors_of_different_sizes(by_torch: bool) -> None:
+    rank = dist.get_rank()
+    world = RankGroup((2, 0, 1), rank, dist.group.WORLD)
+    queue = (_by_torch if by_torch else make_collectives)(world, CPU, f"exchange {by_torch}")
+    # Pairs: 0 and 1, one way; 0 and 2, both ways.
+    sizes = {(0, 1): 5, (1, 0): 0, (0, 2): 70_000, (2, 0): 3}
+    others = sorted({to for of, to in sizes if of == rank})
+
+    def filled(of: int, to: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.arange(sizes[of, to]).add_(10 * of + to).to(dtype)
+
+    for dtype in (torch.bfloat16, torch.uint8, torch.int16, torch.complex64):
+        pairs = {
+            other: (
+                filled(rank, other, dtype),
+                torch.full((sizes[other, rank],), 99, dtype=dtype),
+            )
+            for other in others
+        }
+        work = queue.exchange(pairs, "exchange")
+        work.wait()
+        assert work.error is None
+        for other, (_, received) in pairs.items():
+            assert torch.equal(received, filled(other, rank, dtype))
+        assert [sent.num_bytes for sent in work.sent] == [
+            sizes[rank, other] * dtype.itemsize for other in others
+        ]
+
+
 @on_ranks(2)
 def test_a_gather_passes_few_frames() -> None:
     """Between the function that performs events and torch.distributed."""
@@ -224,7 +255,8 @@ def test_the_heartbeat_thread_is_on_the_device_of_the_rank() -> None:
         made.side_effect = lambda _device: callers.add(threading.current_thread())
         callers: set[threading.Thread] = set()
         world = RankGroup((0, 1), dist.get_rank(), dist.group.WORLD)
-        kept = module.Communicator(world, CPU, watch_with(Patience(beat_seconds=0.02)))
+        with watch_with(Patience(beat_seconds=0.02)):
+            kept = module.Communicator(world, CPU)
         # Communicators of earlier tests may have other devices.
         own = mock.call(torch.device("cpu"))
         assert eventually(lambda: own in made.call_args_list and bool(callers))

@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_fill_its_slot_is_named() -> None:
         fill = _raise if rank() == odd else (lambda: None)
         gather = buffers.comm.gather
         pending = gather.all_gather(
-            buffer.flat, gather.world, "gather", fill, buffer.shared_range()
+            buffer.flat, gather.world, "gather", fill, buffer.shared_buffer()
         )
         with pytest.raises(error) as caught:
             buffers.comm.wait(pending)
@@ -184,7 +184,7 @@ def test_a_rank_that_has_lost_another_one_is_not_named_as_the_reason() -> None:
     with mock.patch.object(
         HostCollectives, "_agree_on_memory", autospec=True, side_effect=_agree_and_lose_rank_2
     ):
-        flat, shared = buffers.all[0].flat, buffers.all[0].shared_range()
+        flat, shared = buffers.all[0].flat, buffers.all[0].shared_buffer()
         pending = gather.all_gather(flat, gather.world, "gather", lambda: None, shared)
         pending.wait()
     assert isinstance(pending.error, sw.PeerLost)
@@ -422,7 +422,7 @@ class Buffers:
         def fill() -> None:
             own.fill_(own_value)
 
-        shared = buffer.shared_range()
+        shared = buffer.shared_buffer()
         assert shared is not None
         gather = self.comm.gather
         return gather.all_gather(buffer.flat, gather.world, f"gather {number}", fill, shared)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.device import peak_memory_bytes
+from shardwise.local_devices import peak_memory_bytes
 from shardwise.plan.policies import Units
 from tests.forked import run_forked
 from tests.models import CASES, WIDTH, Block, Stack

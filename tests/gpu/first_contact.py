@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardwise import _private
+from shardwise import _private, local_devices
 from shardwise.comm import device as devices
 from shardwise.comm.api import RankGroup
 from shardwise.comm.device import DeviceStream, device_of
@@ -45,17 +45,17 @@ def _events(context: Context) -> None:
 
 @check(ONE, "functions of the device", {"kinds": CARD})
 def _functions(context: Context) -> None:
-    assert devices.num_local_accelerators() == torch.cuda.device_count()
-    assert devices.local_device() == context.device
-    assert devices.name_of(context.device) == torch.cuda.get_device_name(context.device)
-    before = devices.allocated_bytes(context.device)
+    assert local_devices.num_local_accelerators() == torch.cuda.device_count()
+    assert local_devices.local_device() == context.device
+    assert local_devices.name_of(context.device) == torch.cuda.get_device_name(context.device)
+    before = local_devices.allocated_bytes(context.device)
     held = torch.empty(BYTES, dtype=torch.uint8, device=context.device)
-    assert devices.allocated_bytes(context.device) - before == BYTES
-    assert devices.peak_memory_bytes(context.device) >= BYTES
-    total = devices.total_memory_bytes(context.device)
+    assert local_devices.allocated_bytes(context.device) - before == BYTES
+    assert local_devices.peak_memory_bytes(context.device) >= BYTES
+    total = local_devices.total_memory_bytes(context.device)
     assert total is not None
     assert total > BYTES
-    assert devices.num_allocation_failures(context.device) == 0
+    assert local_devices.num_allocation_failures(context.device) == 0
     states = devices.random_states(context.device)
     drawn = torch.rand(8, device=context.device)
     devices.set_random_states(context.device, states)

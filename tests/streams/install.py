@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise import local_devices
 from shardwise._private import AsyncCollectiveTensor, current_graph_task, new_empty_subclass
 from shardwise.comm import communicator, device as comm_device, groups, process_group
 from shardwise.comm.process_group import ProcessGroupCollectives
@@ -300,6 +301,7 @@ def _install_comm(installed: Simulated, patch: pytest.MonkeyPatch, *, exchanges:
     patch.setattr(runtime_memory, "swap_storages", swap)
     patch.setattr(runtime_memory, "_resize", installed.resize)
     patch.setattr(comm_device, "torch", torch_on(installed))
+    patch.setattr(local_devices, "torch", torch_on(installed))
     patch.setattr(comm_device, "_used_streams", {})
     # Communicators that exist have streams of other simulations.
     patch.setattr(communicator, "_communicators", weakref.WeakKeyDictionary())
@@ -357,7 +359,7 @@ class _Distributed:
 
 
 def torch_on(installed: Simulated) -> Any:
-    """Return the `torch` that `comm.device` uses."""
+    """Return the `torch` that `comm.device` and `local_devices` use."""
     simulation = installed.simulation
 
     def new_stream(device: Any = None, priority: int = 0) -> Stream:  # noqa: ARG001

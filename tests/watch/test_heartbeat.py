@@ -63,7 +63,8 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     world = resolve_mesh(mesh, PRESETS["fsdp"]).world
     patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=2.0)
-    comm = communicator(world, torch.device("cpu"), watch_with(patience))
+    with watch_with(patience):
+        comm = communicator(world, torch.device("cpu"))
     model = sw.fully_shard(nn.Linear(8, 8), mesh=mesh)
     expected = model(torch.ones(1, 8))
     dist.barrier()  # otherwise the other rank would be stopped in that call, which would raise

@@ -36,9 +36,9 @@ class Job:
     def __init__(self, patience: Patience) -> None:
         group = dist.new_group(list(range(dist.get_world_size())))
         mesh = DeviceMesh.from_group(group, "cpu")
-        self.comm = communicator(
-            resolve_mesh(mesh, PRESETS["fsdp"]).world, torch.device("cpu"), watch_with(patience)
-        )
+        world = resolve_mesh(mesh, PRESETS["fsdp"]).world
+        with watch_with(patience):
+            self.comm = communicator(world, torch.device("cpu"))
         self.model = sw.fully_shard(Stack(), units={Block}, mesh=mesh)
         self.is_odd = dist.get_rank() == ODD
         self.step()

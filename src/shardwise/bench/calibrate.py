@@ -28,7 +28,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.bench.machine import available_bytes, describe_machine
 from shardwise.bench.work import fused_adamw
-from shardwise.comm.device import is_accelerator, num_local_accelerators, wait_for_device
+from shardwise.comm.device import is_accelerator, wait_for_device
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.machines.calibrated import (
     VERSION,
@@ -44,6 +44,7 @@ from shardwise.forecast.trace.recorder import Recorder
 from shardwise.forecast.work import Kind, Operation
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
+from shardwise.local_devices import num_local_accelerators
 from shardwise.recording.steps import recorded_event
 from shardwise.report.measured import transfer_seconds
 from shardwise.schedule.events import EventKind

@@ -23,11 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from shardwise.bench.machine import busy_seconds, describe_machine, reference_seconds
-from shardwise.comm.device import num_local_accelerators
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import run_on_local_ranks
 from shardwise.launch.world import World
+from shardwise.local_devices import num_local_accelerators
 
 __all__ = [
     "Column",

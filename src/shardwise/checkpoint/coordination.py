@@ -106,10 +106,8 @@ class Coordinator:
         with torch.inference_mode(mode=False):  # as in `_gather_rows`
             received = [_empty(size) for size in num_bytes]
             received[self.rank] = sent[self.rank]
-            # Both ranks of a pair know whether either sends anything. If only one does, the other
-            # sends one byte.
-            pairs = {
-                rank: (_at_least_one(own), _at_least_one(other))
+            pairs = {  # both ranks of a pair know whether either sends anything
+                rank: (own, other)
                 for rank, (own, other) in enumerate(zip(sent, received, strict=True))
                 if rank != self.rank and (len(own) or len(other))
             }
@@ -156,10 +154,6 @@ class Coordinator:
                 self._guard.watch.check_peers()
         if work.error is not None:
             raise work.error
-
-
-def _at_least_one(content: Tensor) -> Tensor:
-    return content if len(content) else _empty(1)
 
 
 def _empty(num_bytes: int) -> Tensor:

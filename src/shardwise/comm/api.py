@@ -26,6 +26,7 @@ __all__ = [
     "RankGroup",
     "Reduction",
     "Sent",
+    "SharedBuffer",
     "SharedMemory",
     "Stage",
     "Step",
@@ -258,21 +259,17 @@ class SharedMemory(Protocol):
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate memory whose pages are taken when written to."""
 
-    def range_at(
-        self,
-        address: int,
-        num_bytes: int,
-        in_use: int,
-        replace: Callable[[torch.UntypedStorage | None], None],
-    ) -> Any:
-        """Return what an all-gather needs to agree on the memory of a buffer.
 
-        Args:
-            address: of the buffer, in memory from `allocate`.
-            num_bytes: of the buffer.
-            in_use: equal on ranks that have the same buffers in use.
-            replace: moves the buffer to other memory; None: to memory of its own.
-        """
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A buffer that ranks may gather in memory which they share."""
+
+    memory: SharedMemory  # that the buffer is in
+    address: int
+    num_bytes: int
+    in_use: int  # equal on ranks that have the same buffers in use
+    # Moves the buffer to other memory; None: to memory of its own.
+    replace: Callable[[torch.UntypedStorage | None], None]
 
 
 def all_reduce_bytes(num_bytes: int, itemsize: int, ranks: int) -> int:

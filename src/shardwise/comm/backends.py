@@ -7,17 +7,7 @@ itself is asked (`features.collective_memory`).
 
 from dataclasses import dataclass
 
-import torch
-
 __all__ = ["Capabilities", "capabilities_of"]
-
-# Torch sends complex numbers as pairs of real ones. All other dtypes are sent as bytes.
-_DTYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-        *(torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +18,6 @@ class Capabilities:
     in_place: bool = False  # all-gather and reduce-scatter, at the slot of the rank
     averages: bool = False  # ReduceOp.AVG, without a separate pass
     scales: bool = False  # ReduceOp.PREMUL_SUM
-    dtypes: frozenset[torch.dtype] = _DTYPES  # of all-gathers
 
 
 # xccl: oneCCL averages since 2021.15, but torch does not tell which version it was built with.

@@ -115,19 +115,14 @@ class Parts:
 parts = Parts()
 
 
-def communicator(
-    world: RankGroup, device: torch.device, new_watch: NewWatch | None = None
-) -> "Communicator":
-    """Return the communicator of all ranks of a mesh. All ranks make the first call together.
-
-    ``new_watch`` makes what watches a new one, in the place of that of `parts`.
-    """
+def communicator(world: RankGroup, device: torch.device) -> "Communicator":
+    """Return the communicator of all ranks of a mesh. All ranks make the first call together."""
     if world.parent is None:
         return Communicator(world, device)
     # No lock: a group belongs to one rank, and a new communicator waits for the other ranks.
     of_group, key = _communicators.setdefault(world.parent, {}), (device, world.has_one_queue)
     if key not in of_group:
-        of_group[key] = Communicator(world, device, new_watch)
+        of_group[key] = Communicator(world, device)
     return of_group[key]
 
 
@@ -168,12 +163,7 @@ class Communicator:
     is_joined = False  # a model of these ranks is inside `sw.join`
     refusal = ""  # why ranks cannot exchange values between steps now
 
-    def __init__(
-        self,
-        world: RankGroup,
-        device: torch.device,
-        new_watch: NewWatch | None = None,
-    ) -> None:
+    def __init__(self, world: RankGroup, device: torch.device) -> None:
         self._device = device
         self.num_ranks = world.size
         self.rank = world.own_rank
@@ -182,9 +172,12 @@ class Communicator:
         self.gather, self.reduce = queues[0], queues[-1]
         self.place = Place()
         self.watch = Watch()
-        new_watch, watched = new_watch or parts.new_watch, [q for q in queues if q.is_monitored]
-        if new_watch is not None and watched:
-            self.watch = new_watch(world, device, watched, self.place)
+        watched = [queue for queue in queues if queue.is_monitored]
+        if parts.new_watch is None:
+            for queue in watched:  # nothing reads its state, which would grow with each collective
+                queue.is_monitored = False
+        elif watched:
+            self.watch = parts.new_watch(world, device, watched, self.place)
 
     @cached_property
     def cleanup(self) -> ThreadStream:

@@ -10,8 +10,6 @@ other than the computing one waits for them. (Handing a job over costs little co
 import contextlib
 import math
 import os
-import resource
-import sys
 import threading
 import time
 import weakref
@@ -20,46 +18,36 @@ from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.api import CollectiveId, Work
-from shardwise.comm.backends import capabilities_of
-from shardwise.errors import PlanError
 
 __all__ = [
     "KINDS",
     "NO_TIME",
+    "ON_HOST",
     "Accelerator",
     "CommStream",
     "Device",
     "DeviceStream",
     "DeviceWork",
     "ThreadStream",
-    "allocated_bytes",
-    "check_device",
     "copy_",
     "copy_scaled_",
     "device_of",
     "is_accelerator",
     "join_streams",
-    "local_device",
     "make_current",
-    "name_of",
     "note_stream",
-    "num_local_accelerators",
     "own_device",
-    "peak_memory_bytes",
     "random_states",
-    "release_cached_memory",
     "run_together",
     "seed_generators",
     "set_random_states",
-    "total_memory_bytes",
     "wait_for_device",
 ]
 
-_ON_HOST = ("cpu", "meta")
+ON_HOST = ("cpu", "meta")
 NO_TIME = math.nan  # of what was not timed
 # Devices return the time between events as float32 milliseconds, which after an hour is precise to
 # 1/4 ms only. So times are measured from an origin that is renewed after this many seconds.
@@ -245,20 +233,6 @@ def is_accelerator(device: torch.device) -> bool:
     return KINDS.get(device.type, Accelerator).is_accelerator
 
 
-def check_device(device: torch.device) -> None:
-    """Raise an error if flat buffers cannot be on ``device``.
-
-    Raises:
-        PlanError: the device is mps.
-    """
-    if device.type == "mps":
-        raise PlanError(
-            "the model is on mps, where a part of a tensor has no address of its own, so gathered "
-            "parameters cannot be parts of one buffer; expected cpu, cuda or xpu: call "
-            "model.to('cpu') before fully_shard"
-        )
-
-
 # -- streams -------------------------------------------------------------------------------------
 
 
@@ -384,24 +358,6 @@ def copy_scaled_(dst: Tensor, src: Tensor, scale: float) -> None:
 # -- the machine ---------------------------------------------------------------------------------
 
 
-def num_local_accelerators() -> int:
-    """Return the number of this machine's accelerators; 0 if ranks compute on the CPU."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    backend = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
-    if backend is None or not capabilities_of(backend).is_stream_ordered:
-        return 0  # for example MPS, which has no collectives
-    return torch.accelerator.device_count()
-
-
-def local_device() -> torch.device:
-    """Return this rank's device: an accelerator, which is made current, or the CPU."""
-    if not num_local_accelerators():
-        return torch.device("cpu")
-    device = own_device()
-    torch.accelerator.set_device_index(device.index)
-    return device
-
-
 def make_current(device: torch.device) -> None:
     """Make an accelerator the current device of the calling thread.
 
@@ -427,51 +383,13 @@ def own_device() -> torch.device:
     return torch.device(kind.type, index)
 
 
-def name_of(device: torch.device) -> str:
-    """Return the name of a device, such as "cpu" or "NVIDIA H100"."""
-    if device.type in _ON_HOST:
-        return device.type
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Return the memory of tensors on an accelerator."""
-    return torch.accelerator.memory_allocated(device)
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Return idle memory of torch's allocator to an accelerator, for other processes."""
-    if device.type not in _ON_HOST:
-        torch.accelerator.empty_cache()
-
-
-def total_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of an accelerator; None on the CPU."""
-    return None if device.type in _ON_HOST else torch.accelerator.get_memory_info(device)[1]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: of tensors on an accelerator, or resident."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def num_allocation_failures(device: torch.device) -> int:
-    """Return how often this process has run out of an accelerator's memory; 0 on the CPU."""
-    if device.type in _ON_HOST:
-        return 0
-    return int(torch.accelerator.memory_stats(device).get("num_ooms", 0))
-
-
 def random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's default generators: the CPU's, and that of an accelerator.
 
     They are uint8 tensors on the CPU.
     """
     states = [torch.get_rng_state()]
-    if device.type not in _ON_HOST:
+    if device.type not in ON_HOST:
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
@@ -486,6 +404,6 @@ def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators whose states `random_states` returns, and no others."""
     torch.default_generator.manual_seed(seed)
-    if device.type not in _ON_HOST:
+    if device.type not in ON_HOST:
         with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(seed)

@@ -1,6 +1,5 @@
 """Creation of process groups, and what their backends are called."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -67,8 +66,7 @@ def new_group(
     assert world is not None
     members = dist.get_process_group_ranks(parent)
     ranks = [members[rank] for rank in group.ranks]
-    digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    name = f"{parent.group_name}/{name}/{digest}"
+    name = f"{parent.group_name}/{name}/{group.digest.hex()}"
     timeout = group_timeout(parent)
     # In a job that is bound to devices, torch would split the communicator of all its ranks.
     is_bound = world.bound_device_id is not None and len(ranks) < world.size()

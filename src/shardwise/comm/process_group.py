@@ -28,6 +28,7 @@ from shardwise.comm.api import (
     RankGroup,
     Reduction,
     Sent,
+    SharedBuffer,
     Step,
     Work,
     all_reduce_bytes,
@@ -88,13 +89,13 @@ class ProcessGroupCollectives(Collectives):
         group: RankGroup,
         label: str,
         fill: Callable[[], None] | None = None,
-        shared: object = None,  # noqa: ARG002
+        shared: SharedBuffer | None = None,  # noqa: ARG002
     ) -> Work:
         with self.stream.enqueue(timed=self.is_timed) as work:
             if fill is not None:
                 fill()
             if group.size > 1 and flat.numel():
-                whole = flat if flat.dtype in self._can.dtypes else flat.view(torch.uint8)
+                whole = flat.view(torch.uint8)  # backends do not know all dtypes
                 size = len(whole) // group.size
                 own = whole[group.index * size : (group.index + 1) * size]
                 sent = own if self._can.in_place else own.clone()
@@ -239,7 +240,9 @@ class ProcessGroupCollectives(Collectives):
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         world = self.world
         with self.stream.enqueue(timed=self.is_timed) as work:
-            if world.size > 1:
+            if not self._can.is_stream_ordered:
+                self._send_and_receive(pairs)
+            elif world.size > 1:  # on a device, in one launch
                 dtype = next((sent.dtype for sent, _ in pairs.values()), torch.uint8)
                 nothing = torch.empty(0, dtype=dtype, device=self._device)
                 sent, received = (
@@ -252,6 +255,18 @@ class ProcessGroupCollectives(Collectives):
         own = world.own_rank
         work.sent = tuple(Sent((own, rank), sent.nbytes) for rank, (sent, _) in pairs.items())
         return work
+
+    def _send_and_receive(self, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Exchange ``pairs`` in messages: Gloo has no all-to-all of tensors of different sizes."""
+        group, works = self._process_group(self.world), []
+        for slot, rank in self.world.others:
+            if rank in pairs:
+                sent, received = (tensor.view(torch.uint8) for tensor in pairs[rank])
+                works.append(dist.irecv(received, group=group, group_src=slot))
+                works.append(dist.isend(sent, group=group, group_dst=slot))
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait()
 
     def _last_sum(self, reduction: Reduction) -> tuple[Any, float]:
         """Return the operator of the last stage, and the factor to multiply its result by.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.comm.api import CollectiveId, RankGroup, Reduction, Step, Work
+from shardwise.comm.api import CollectiveId, RankGroup, Reduction, SharedBuffer, Step, Work
 from shardwise.comm.device import CommStream
 
 __all__ = ["Collectives", "QueueState"]
@@ -49,6 +49,9 @@ class Collectives(ABC):
     stream: CommStream
     is_monitored = True  # `state` is kept, so that ranks can compare it during a wait
     is_timed = True  # whether the times of works are needed
+    # The number of exchanges since the last recovery, and the bytes that this rank sent in them;
+    # zeros if not counted.
+    sent = (0, 0)
 
     def __init__(self, world: RankGroup, name: str) -> None:
         self._ranks, self._own_rank = world.ranks, world.own_rank
@@ -67,14 +70,6 @@ class Collectives(ABC):
         parent = None if self._parent is None else self._parent()
         return RankGroup(self._ranks, self._own_rank, parent)
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        """The number of exchanges and the bytes that this rank sent in them; zeros if not counted.
-
-        They are counted since the last recovery.
-        """
-        return 0, 0
-
     @abstractmethod
     def all_gather(
         self,
@@ -82,7 +77,7 @@ class Collectives(ABC):
         group: RankGroup,
         label: str,
         fill: Callable[[], None] | None = None,
-        shared: object = None,
+        shared: SharedBuffer | None = None,
     ) -> Work:
         """All-gather ``flat`` in place.
 
@@ -91,7 +86,7 @@ class Collectives(ABC):
             group: the ranks that take part.
             label: name in the ledger.
             fill: writes this rank's slot just before it is sent; None if it is written already.
-            shared: from `SharedMemory.range_at`; passed by all ranks of the group or by none.
+            shared: the buffer of ``flat``; passed by all ranks of the group or by none.
         """
 
     @abstractmethod

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise._private import is_spectral_norm, joined_mesh
 from shardwise._warnings import warn_caller
-from shardwise.comm.device import check_device
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.policies import repeated_blocks
@@ -159,8 +158,12 @@ def device_for(
     devices = {parameter.device for _, parameter in named_parameters(root, ignored=ignored)}
     if offloaded_from is not None and torch.device("cpu") in devices:
         devices = devices - {torch.device("cpu")} | {offloaded_from}
-    for device in devices:
-        check_device(device)
+    if any(device.type == "mps" for device in devices):
+        raise PlanError(
+            "the model is on mps, where a part of a tensor has no address of its own, so gathered "
+            "parameters cannot be parts of one buffer; expected cpu, cuda or xpu: call "
+            "model.to('cpu') before fully_shard"
+        )
     if mesh.accelerator is not None:
         return mesh.accelerator
     if is_on_meta(root, ignored):

@@ -135,7 +135,7 @@ class ExtensionCodec(SlotCodec):
     def pack(self) -> None:
         """Does nothing: no parameter is turned into inputs again."""
 
-    def shared_range(self) -> None:
+    def shared_buffer(self) -> None:
         """None: the memory is private."""
 
     def stored(self) -> Iterator[Tensor]:

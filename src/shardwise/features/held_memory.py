@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise._warnings import warn_caller
-from shardwise.comm.device import allocated_bytes, is_accelerator, num_allocation_failures
+from shardwise.comm.device import is_accelerator
+from shardwise.local_devices import allocated_bytes, num_allocation_failures
 from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
 from shardwise.runtime.memory import Pools

@@ -14,12 +14,22 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwise._private import group_timeout
-from shardwise.comm.api import CollectiveId, Hop, Operation, RankGroup, Reduction, Sent, Step, Work
+from shardwise.comm.api import (
+    CollectiveId,
+    Hop,
+    Operation,
+    RankGroup,
+    Reduction,
+    Sent,
+    SharedBuffer,
+    Step,
+    Work,
+)
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
 from shardwise.host.point_to_point import PointToPoint, RankLostError, Run, check_memory, parts_of
-from shardwise.host.shared_memory import Place, SharedRange
+from shardwise.host.shared_memory import Place, SharedMemory
 
 __all__ = ["HostCollectives"]
 
@@ -50,31 +60,26 @@ class HostCollectives(Collectives):
         size = len(self._ranks)
         self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        return self.point_to_point.sent
-
     def all_gather(
         self,
         flat: Tensor,
         group: RankGroup,
         label: str,
         fill: Callable[[], None] | None = None,
-        shared: object = None,
+        shared: SharedBuffer | None = None,
     ) -> Work:
         gather = self._gathering(flat.view(group.size, -1).unbind(), group)
         slot_bytes = flat.nbytes // group.size
-        if (
-            not isinstance(shared, SharedRange)
-            or group.size == 1
-            or not self.point_to_point.host.can_share(group.ranks)
-        ):
+        if shared is None or group.size == 1 or not self.point_to_point.host.can_share(group.ranks):
             return self._submit([(self._next_id(label, group, slot_bytes), gather)], fill)
 
+        memory = shared.memory
+        assert isinstance(memory, SharedMemory)
+        own = memory.locate(shared.address, shared.in_use)
+        agree = partial(self._agree_on_memory, group, shared, memory, *own)
+
         def run(tag: int) -> None:
-            if self._fill_shared(group, shared, fill, label, tag):
-                self.point_to_point.count(flat.nbytes - slot_bytes)
-            else:
+            if not self._fill_shared(group, agree, fill, label, tag):
                 gather(tag)
 
         return self._submit([(self._next_id(label, group, slot_bytes), run)])
@@ -87,6 +92,7 @@ class HostCollectives(Collectives):
         work.sent = tuple(
             Sent((self._own_rank, rank), sent.nbytes) for rank, (sent, _) in pairs.items()
         )
+        self._count(1, sum(one.num_bytes for one in work.sent))
         return work
 
     def reduce(self, reduction: Reduction, label: str) -> Work:
@@ -150,7 +156,12 @@ class HostCollectives(Collectives):
     def _launch(self, job: Callable[[], None], collectives: Sequence[CollectiveId]) -> Work:
         work = self.stream.submit(job, collectives[-1])
         work.sent = tuple(Sent(each.ranks, each.slot_bytes) for each in collectives)
+        sizes = [(len(ranks) - 1) * num_bytes for ranks, num_bytes in work.sent]
+        self._count(sum(map(bool, sizes)), sum(sizes))
         return work
+
+    def _count(self, num_exchanges: int, num_bytes: int) -> None:
+        self.sent = self.sent[0] + num_exchanges, self.sent[1] + num_bytes
 
     def _perform(self, collective: CollectiveId, run: Run) -> None:
         self._begin(collective)
@@ -193,7 +204,7 @@ class HostCollectives(Collectives):
     def _fill_shared(
         self,
         group: RankGroup,
-        shared: SharedRange,
+        agree: Callable[[int], bool],
         fill: Callable[[], None] | None,
         label: str,
         tag: int,
@@ -205,7 +216,7 @@ class HostCollectives(Collectives):
         """
         is_shared, failure = False, None
         try:
-            is_shared = self._agree_on_memory(group, shared, tag)
+            is_shared = agree(tag)
             if fill is not None:
                 fill()
         except Exception as error:  # noqa: BLE001 - raised after the other ranks know
@@ -226,18 +237,26 @@ class HostCollectives(Collectives):
                 raise PeerAborted(f"rank {rank} could not take part in {label}: {text}")
         return is_shared
 
-    def _agree_on_memory(self, group: RankGroup, shared: SharedRange, tag: int) -> bool:
+    def _agree_on_memory(
+        self,
+        group: RankGroup,
+        shared: SharedBuffer,
+        memory: SharedMemory,
+        own: Place,
+        descriptor: int,
+        tag: int,
+    ) -> bool:
         """Move to the range of the first rank, if all ranks use the same buffers."""
         first = group.ranks[0]
         is_first = first == self._own_rank
-        descriptor = shared.descriptor if is_first else -1
-        ranks, own_place = _other_ranks(group), shared.place.pack()
-        messages = self.point_to_point.swap_messages(ranks, own_place, tag, descriptor)
+        messages = self.point_to_point.swap_messages(
+            _other_ranks(group), own.pack(), tag, descriptor if is_first else -1
+        )
         places = {rank: Place.unpack(one.content) for rank, one in messages.items()}
-        place = shared.place if is_first else places[first]
-        agrees = all(other.in_use == shared.place.in_use for other in places.values())
+        place = own if is_first else places[first]
+        agrees = all(other.in_use == own.in_use for other in places.values())
         if not (agrees and place.number):
-            shared.use_private_memory()
+            shared.replace(None)
             return False
         if not is_first:
             file = messages[first].file
@@ -246,7 +265,7 @@ class HostCollectives(Collectives):
                     f"the file of the memory of rank {first} did not arrive; perhaps this rank has "
                     "too many open files (ulimit -n)"
                 )
-            shared.move(file, place)
+            shared.replace(memory.open(file, place, shared.num_bytes))
         return True
 
     # -- the stages of a reduction ---------------------------------------------------------------
@@ -303,6 +322,7 @@ class HostCollectives(Collectives):
         """Continue with new connections."""
         self.stream.submit(lambda: None).wait()
         self._begun = 0
+        self.sent = (0, 0)
         super().restart(epoch)
         self._connect()
 

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._private import pytree, storage_id
-from shardwise.comm.device import is_accelerator, release_cached_memory, wait_for_device
+from shardwise.comm.device import is_accelerator, wait_for_device
 from shardwise.errors import PlanError, StepError
+from shardwise.local_devices import release_cached_memory
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool, swap_memory
 from shardwise.runtime.nested import plain_tensors

@@ -54,7 +54,6 @@ class PointToPoint:
         self.own_rank = own_rank
         self._num_ranks = num_ranks
         self.timeout = timeout
-        self.sent = (0, 0)  # number of exchanges, and the bytes that this rank sent in them
 
         def share(key: str, content: bytes) -> list[bytes]:
             store.set(f"{key}/{own_rank}", content)  # type: ignore[arg-type] # bytes do
@@ -89,7 +88,6 @@ class PointToPoint:
 
         The first error is raised at the end, so the exchange ends for all other ranks as well.
         """
-        self.count(sum(sent.nbytes for sent, _ in pairs.values()))
         peers = self.host.peers
         near = {r: p for r, p in pairs.items() if r in peers and peers[r].handles(*p)}
         far = {rank: pair for rank, pair in pairs.items() if rank not in near}
@@ -198,7 +196,6 @@ class PointToPoint:
         Raises:
             RankLostError: as in `exchange`.
         """
-        self.count(sum(tensor.nbytes for tensor in tensors.values()))
         errors: list[Exception] = []
         each, (near, far) = partial(self._for_each, errors=errors), self._split(tensors)
         each(near, lambda rank: self.host.peers[rank].send_tensor(near[rank], tag))
@@ -229,10 +226,6 @@ class PointToPoint:
         peers = self.host.peers
         self._for_each(ranks, lambda rank: peers[rank].send(tag, content, descriptor))
         return self._for_each(ranks, lambda rank: peers[rank].recv(tag))
-
-    def count(self, num_bytes: int) -> None:
-        """Count an exchange in which this rank sent ``num_bytes``."""
-        self.sent = self.sent[0] + 1, self.sent[1] + num_bytes
 
     def close(self) -> None:
         """End all connections: ranks that wait for each other raise an error."""

@@ -16,15 +16,13 @@ import os
 import secrets
 import struct
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from shardwise.host.peers import Descriptor
 
-__all__ = ["Place", "SharedMemory", "SharedRange", "is_offered"]
+__all__ = ["Place", "SharedMemory", "is_offered"]
 
 _MAX_SEGMENTS = 16  # each takes two file descriptors, of which a process may have 1024
 
@@ -48,16 +46,6 @@ class Place(NamedTuple):
 
 # If the system has such files but forbids them, memory is private.
 is_offered = hasattr(os, "memfd_create")
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRange:
-    """The memory of this rank for a buffer that is about to be gathered."""
-
-    place: Place
-    descriptor: int  # of the file, for other processes; -1 if there is none
-    move: Callable[[Descriptor, Place], None]  # moves the buffer to the range of another process
-    use_private_memory: Callable[[], None]
 
 
 class _Segment(mmap.mmap):
@@ -99,28 +87,11 @@ class SharedMemory:
         self._own[storage.data_ptr()] = segment
         return storage
 
-    def range_at(
-        self,
-        address: int,
-        num_bytes: int,
-        in_use: int,
-        replace: Callable[[torch.UntypedStorage | None], None],
-    ) -> SharedRange:
-        """Return the range of the buffer at ``address``, in memory from `allocate`.
-
-        ``in_use`` is equal on ranks that have the same buffers in use. ``replace`` moves the buffer
-        to other memory; None: to memory of its own.
-        """
-        place, descriptor = self.locate(address, in_use)
-        return SharedRange(
-            place,
-            descriptor,
-            lambda file, place: replace(self.open(file, place, num_bytes)),
-            lambda: replace(None),
-        )
-
     def locate(self, address: int, in_use: int) -> tuple[Place, int]:
-        """Return place and descriptor of memory from `allocate`, for other processes."""
+        """Return the place of memory from `allocate`, and its file, for other processes.
+
+        Call it where `allocate` is called. The file is -1 if there is none.
+        """
         segments = dict(self._own)
         start = max((start for start in segments if start <= address), default=0)
         if not start or address >= start + len(segments[start]):

@@ -113,13 +113,6 @@ class HostGroup(dist.ProcessGroup):
             self._all_gather(job, [job.output(slot) for slot in slots], own)
         return job.launch([*itertools.chain(*outputs)], opts)
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
-    ) -> HostWork:
-        """Gather ``inputs``; ``outputs[r]`` are those of rank r."""
-        by_input = [list(slots) for slots in zip(*outputs, strict=True)]
-        return self.allgather(by_input, inputs, opts)
-
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> HostWork:
         return self.all_gather_single_coalesced([output], [own], opts)
 

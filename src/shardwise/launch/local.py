@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.comm.device import num_local_accelerators
 from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.world import World, join_world
+from shardwise.local_devices import num_local_accelerators
 
 __all__ = ["check_num_ranks", "end_with_launcher", "first_failure", "run_on_local_ranks"]
 

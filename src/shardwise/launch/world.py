@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.device import local_device
 from shardwise.errors import ConfigError, PlanError
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.rendezvous import fresh_store
+from shardwise.local_devices import local_device
 
 __all__ = ["World", "join_world"]
 

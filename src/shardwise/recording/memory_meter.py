@@ -10,8 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from shardwise._private import has_saved_tensors_hooks, storage_id
-from shardwise.comm.device import allocated_bytes, is_accelerator
+from shardwise.comm.device import is_accelerator
 from shardwise.features.activation_offload import Unmoved, unpack
+from shardwise.local_devices import allocated_bytes
 from shardwise.recording.format import HeldBytes
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters

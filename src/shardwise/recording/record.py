@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shardwise._warnings import warn_caller
-from shardwise.comm.device import device_of, is_accelerator, name_of
+from shardwise.comm.device import device_of, is_accelerator
+from shardwise.local_devices import name_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.policies import repeated_blocks
 from shardwise.recording.clocks import measure_clock_offset

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise._private import foreach_copy_, swap_storages
+from shardwise.comm.api import SharedBuffer
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
@@ -118,13 +119,13 @@ class FlatBuffer:
     def pack(self) -> None:
         """Does nothing: ``flat`` aliases the views."""
 
-    def shared_range(self) -> object:
+    def shared_buffer(self) -> SharedBuffer | None:
         """What ranks need to gather the buffer in shared memory; None if they cannot."""
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
         address, in_use = self._storage.data_ptr(), self._pool.acquired_keys
-        return shared.range_at(address, num_bytes, in_use, self._use_private)
+        return SharedBuffer(shared, address, num_bytes, in_use, self._use_private)
 
     def release(self) -> None:
         """Return the memory to where it came from."""
@@ -183,7 +184,7 @@ class ChunkedBuffer:
         self.flat = self._chunks.flat
         self.views = self._whole.views
         self.slot_of = self._chunks.slot_of
-        self.shared_range = self._chunks.shared_range
+        self.shared_buffer = self._chunks.shared_buffer
         self.storages = self._whole.storages
 
     @property

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.api import SharedBuffer
 from shardwise.comm.device import copy_
 from shardwise.plan.layout import Layout
 from shardwise.runtime.attach import put_sharded
@@ -70,7 +71,7 @@ class GatheredBuffer(Protocol):
     def pack(self) -> None:
         """The reverse of `unpack`."""
 
-    def shared_range(self) -> object:
+    def shared_buffer(self) -> SharedBuffer | None:
         """What ranks need to gather the buffer in shared memory; None if they cannot."""
 
 

@@ -53,7 +53,13 @@ class Record:
     began: SupportsFloat
     ended: SupportsFloat = 0.0
     works: tuple[Work, ...] = ()  # communication that the event launched
-    sent: AxisBytes = NOTHING  # bytes that this rank sends in it
+    mesh: DataParallelMesh | None = None  # of its ranks; None if the works only copy
+    inner_ranks: int = 1  # of a subgroup of the mesh row
+
+    @property
+    def sent(self) -> AxisBytes:
+        """Bytes that this rank sends in the communication."""
+        return NOTHING if self.mesh is None else self.mesh.axis_bytes(self.works, self.inner_ranks)
 
     @property
     def seconds(self) -> float:

@@ -584,8 +584,8 @@ class Scheduler:
                 record, unit = Record(event, self.ledger.step, now), self.units[event.unit]
                 if event.kind is not EventKind.FORWARD:  # the caller runs it
                     if works := self._do(event.kind, unit):
-                        record.works = works
-                        record.sent = unit.mesh.axis_bytes(works, unit.plan.inner_ranks)
+                        record.works, record.mesh = works, unit.mesh
+                        record.inner_ranks = unit.plan.inner_ranks
                     now = self.ledger.clock() if is_timed else NO_TIME
                 record.ended = now
                 self.ledger.append(record)

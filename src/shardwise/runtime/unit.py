@@ -99,7 +99,7 @@ class FlatParameters:
         fill, shards = self.codec.fill(buffer.slot_of(self.mesh.rank)), self.mesh.shards
         if self._blocks is not None:
             return quantized_gather(collectives, self._blocks, buffer.flat, shards, label, fill)
-        return collectives.all_gather(buffer.flat, shards, label, fill, buffer.shared_range())
+        return collectives.all_gather(buffer.flat, shards, label, fill, buffer.shared_buffer())
 
     def finish_gather(self) -> None:
         """Make the gathered values visible in the dense parameters, after the collective."""

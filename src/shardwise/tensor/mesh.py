@@ -154,30 +154,13 @@ class DataParallelMesh:
         A subgroup of the row has ``inner_ranks`` neighboring ranks.
         """
         in_row = elsewhere = in_subgroup = 0
+        row, subgroup = frozenset(self.row.ranks), frozenset(self.subgroup(inner_ranks).ranks)
         for ranks, num_bytes in (sent for work in works for sent in work.sent):
-            near = self._num_near(ranks, self.row.size)
+            near = len(row.intersection(ranks))
             in_row += (near - 1) * num_bytes
             elsewhere += (len(ranks) - near) * num_bytes
-            if inner_ranks > 1:
-                in_subgroup += (self._num_near(ranks, inner_ranks) - 1) * num_bytes
+            in_subgroup += (len(subgroup.intersection(ranks)) - 1) * num_bytes
         return AxisBytes(in_row, elsewhere, subgroup=in_subgroup)
-
-    def _num_near(self, ranks: tuple[int, ...], size: int) -> int:
-        """How many of ``ranks`` are among the ``size`` neighbors of this rank in the row.
-
-        The groups of the mesh may have thousands of ranks, and are counted once.
-        """
-        if size not in self._near:
-            near = frozenset(self.subgroup(size).ranks)
-            own = (self.world.ranks, self.row.ranks, self.column.ranks, self.shards.ranks)
-            self._near[size] = near, {id(group): len(near.intersection(group)) for group in own}
-        near, counted = self._near[size]
-        known = counted.get(id(ranks))
-        return len(near.intersection(ranks)) if known is None else known
-
-    @cached_property
-    def _near(self) -> dict[int, tuple[frozenset[int], dict[int, int]]]:
-        return {}
 
     def subgroup(self, size: int) -> RankGroup:
         """The group of ``size`` neighboring ranks in the row that contains this rank."""

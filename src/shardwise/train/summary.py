@@ -8,7 +8,7 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from shardwise.comm.device import peak_memory_bytes
+from shardwise.local_devices import peak_memory_bytes
 from shardwise.train.build import memory_of
 from shardwise.train.config import SampleConfig
 from shardwise.train.sinks import StepMetrics

@@ -9,9 +9,9 @@ import psutil
 import torch
 from torch import nn
 
-from shardwise.comm.device import name_of, peak_memory_bytes, total_memory_bytes
 from shardwise.forecast.machines.hardware import accelerator_of_device
 from shardwise.launch.world import World
+from shardwise.local_devices import name_of, peak_memory_bytes, total_memory_bytes
 from shardwise.recording.record import DefaultSteps
 from shardwise.train.config import Config
 from shardwise.train.source import Source

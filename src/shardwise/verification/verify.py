@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
-from shardwise.comm.device import num_local_accelerators, own_device
+from shardwise.comm.device import own_device
 from shardwise.errors import PlanError
+from shardwise.local_devices import num_local_accelerators
 from shardwise.optim.outer import Outer
 from shardwise.plan.policies import Units
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy

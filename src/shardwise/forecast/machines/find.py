@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.device import name_of
 from shardwise.errors import ConfigError
 from shardwise.forecast.machines.calibrated import (
     VERSION,
@@ -18,6 +17,7 @@ from shardwise.forecast.machines.calibrated import (
 )
 from shardwise.forecast.machines.hardware import Cluster, accelerator_of_device, parse_cluster
 from shardwise.forecast.machines.machine import Machine
+from shardwise.local_devices import name_of
 
 __all__ = ["local_machine", "machine_of", "typical_cpu"]
 
