@@ -141,13 +141,14 @@ class Scheduler:
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
-        if self.call_observer is not None:
-            self.call_observer.entered(call)
         self._depth += 1
         try:
+            if self.call_observer is not None:
+                self.call_observer.entered(call)
             self._perform(events)
             self.units[index].use_unsharded()
         except BaseException as error:
+            self._events_incomplete = True
             self.leave(call, Outcome.FAILED, error)
             raise
         return call
