@@ -27,7 +27,7 @@ from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
 from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.structure import HANDLE, Structure
+from shardwise.runtime.structure import HANDLE, InnerHook, Structure
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
@@ -204,7 +204,7 @@ class Runtime:
                 root.get_submodule(unit.name),
                 unit.name,
                 warns=warns,
-                watch_inner=partial(_watch_inner, weakref.ref(self), index),
+                watch_inner=InnerHook(_watch_inner, weakref.ref(self), index),
             )
             for index, unit in enumerate(self.plan.units)
         ]
