@@ -24,6 +24,7 @@ from torch.optim import SGD, Optimizer
 
 from shardwise.comm.communicator import communicator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.transaction import TRANSACTION
 from shardwise.plan.axes import AxisBytes
 from shardwise.replicas.elastic import check_replica
 from shardwise.replicas.fragments import Fragment, fragments_of
@@ -183,7 +184,7 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
-        if self._runtime.scheduler.is_in_transaction:
+        if TRANSACTION in self._runtime.scheduler.forbids_conversion:
             raise StepError(
                 "sw.transaction cannot undo the synchronization of replicas; step outside of it, "
                 "or train without sw.outer_optimizer"

@@ -89,7 +89,8 @@ class Scheduler:
         self._offloading: Unit | None = None  # its gradients are on their way to the host
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
-        self.is_in_transaction = False
+        # By feature, why the model cannot be converted or unfrozen now: the end of a sentence.
+        self.forbids_conversion: dict[str, str] = {}
         self.sleep = Sleep.AWAKE
 
     @cached_property
@@ -433,30 +434,18 @@ class Scheduler:
     @property
     def needs_preparation(self) -> bool:
         """Whether `prepare_conversion` does anything."""
-        is_followed = self.call_observer is not None or self.is_in_transaction
-        return self.has_accumulated or self.sequencer.steps_in_backward or is_followed
+        return self.has_accumulated or bool(self.forbids_conversion)
 
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
 
         Raises:
-            PlanError: units step in backward, or a transaction or `sw.join` is open.
+            PlanError: a feature ``forbids_conversion``.
         """
-        if self.call_observer is not None:
+        for reason in self.forbids_conversion.values():
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "inside sw.join, where ranks without batches would not follow; do it before"
-            )
-        if self.is_in_transaction:
-            raise PlanError(
-                "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "inside sw.transaction, which could not undo it; do it outside of the block"
-            )
-        if self.sequencer.steps_in_backward:
-            raise PlanError(
-                "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
-                "first, and sw.optimizer_in_backward again afterwards"
+                f"{reason}"
             )
         self.reduce_accumulated()
 
