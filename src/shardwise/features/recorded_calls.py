@@ -52,11 +52,6 @@ class CallRecorder(CallObserver):
         self._reached: set[Call] = set()  # by it
 
     @property
-    def is_shadow(self) -> bool:
-        """Whether this rank follows others, without computing."""
-        return self.scheduler.is_shadow
-
-    @property
     def digest(self) -> int:
         """A number that is the same on ranks that have the same recordings."""
         if self._digest is None:

@@ -48,7 +48,6 @@ class Scheduler:
 
     call_observer: CallObserver | None = None  # inside `sw.join`
     leaves: StepLeaves | None = None  # of a reproducible model, whose step has several backwards
-    is_shadow = False  # this rank computes nothing, and takes part in what other ranks compute
 
     def __init__(
         self,
@@ -277,7 +276,8 @@ class Scheduler:
             self._use_sharded(range(len(self.units)))
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
-        backward = Backward(self.units, complete, self._comm, self.is_shadow)
+        is_shadow = self.call_observer is not None and self.call_observer.is_shadow
+        backward = Backward(self.units, complete, self._comm, is_shadow)
         stop = max((i for i, x in enumerate(events, 1) if x.kind is EventKind.REDUCE), default=0)
         self._perform(events[:stop])
         self.observer.reductions_launched(backward)
