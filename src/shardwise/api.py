@@ -357,11 +357,11 @@ class ShardingRequest:
             mesh,
             device,
             request=replace(self, init=None),  # a later conversion initializes nothing
-            observer=UnusedParameters(self.unused, device),
-            make_notes=HeldMemory,
             fill=None if materializer is None else materializer.fill,
             own_meshes=own_meshes,
         )
+        runtime.scheduler.observer = UnusedParameters(self.unused, device)
+        runtime.scheduler.notes = HeldMemory(root, runtime)
         if materializer is not None:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)

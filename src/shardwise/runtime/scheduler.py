@@ -46,6 +46,9 @@ class Sleep(StrEnum):
 class Scheduler:
     """Runs the units of one root module in step with forward and backward."""
 
+    # Features set these.
+    observer = StepObserver()
+    notes = MemoryNotes()
     call_observer: CallObserver | None = None  # inside `sw.join`
     leaves: StepLeaves | None = None  # of a reproducible model, whose step has several backwards
 
@@ -55,15 +58,11 @@ class Scheduler:
         units: Sequence[Unit],
         mesh: DataParallelMesh,
         device: torch.device,
-        observer: StepObserver,
-        notes: MemoryNotes,
     ) -> None:
         self.sequencer = Sequencer(plan, [unit.settings for unit in units])
         self.units = tuple(units)
         self.parameters = tuple(one for unit in units for one in unit.parameters)
         self.gradients = tuple(one for unit in units for one in unit.gradients)
-        self.observer = observer
-        self._notes = notes
         self.in_gathered = False
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
@@ -190,7 +189,7 @@ class Scheduler:
         self.drop_replaced_gradients()
         if self.leaves is not None:
             self.leaves.began()
-        self._notes.forget()
+        self.notes.forget()
         for unit in self.units:
             unit.expect_changes()
         changed = self._versions.update(self.sequencer.tick)
@@ -325,7 +324,7 @@ class Scheduler:
                 return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
-            self._notes.remember(f"step {self.ledger.step}, {self._comm.place.where}")
+            self.notes.remember(f"step {self.ledger.step}, {self._comm.place.where}")
             if not self._tasks:
                 self.fail(error)
 
@@ -552,7 +551,7 @@ class Scheduler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
-        self._notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
+        self.notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
 
     def report(self, where: str) -> None:
         """Note where this rank is; it is sent to the other ranks only while this rank waits."""
