@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.forecast.time.replay import schedule
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first, leaving
 from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
