@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.stepped_units import SteppedUnits
 from shardwise.features.unit_steps import (
     check_elementwise,
     groups_of,
@@ -38,7 +39,6 @@ from shardwise.features.unit_steps import (
     with_evaluated_closure,
 )
 from shardwise.plan.granularity import Dim
-from shardwise.plan.offload import SteppedUnits
 from shardwise.plan.plan import Plan
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
