@@ -16,6 +16,7 @@ from shardwise.comm.api import MemoryKind
 from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features import (
+    block_sums,  # noqa: F401 - registers the sums of reproducible models
     device_step,
     extensions,  # noqa: F401 - registers the codec of all-gather extensions
     fused_wgrad,
