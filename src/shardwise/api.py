@@ -16,6 +16,7 @@ from shardwise.comm.api import MemoryKind
 from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features import (
+    block_sums,  # noqa: F401 - registers the sums of reproducible models
     device_step,
     extensions,  # noqa: F401 - registers the codec of all-gather extensions
     fused_wgrad,
@@ -357,11 +358,11 @@ class ShardingRequest:
             mesh,
             device,
             request=replace(self, init=None),  # a later conversion initializes nothing
-            observer=UnusedParameters(self.unused, device),
-            make_notes=HeldMemory,
             fill=None if materializer is None else materializer.fill,
             own_meshes=own_meshes,
         )
+        runtime.scheduler.observer = UnusedParameters(self.unused, device)
+        runtime.scheduler.notes = HeldMemory(root, runtime)
         if materializer is not None:
             materializer.free_last_unit()
             check_same_sums(materializer.checksums, mesh)

@@ -4,10 +4,9 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from shardwise.forecast.time.replay import Costs, Part, Program, replay
+from shardwise.forecast.time.replay import Costs, Part, Program, replay, schedule
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 
 BLOCKS = 3
 COMPUTE, GATHER, REDUCE = 10.0, 4.0, 3.0

@@ -14,10 +14,10 @@ from shardwise.comm.api import CollectiveId, Step, Work
 from shardwise.comm.device import ThreadStream
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.memory.buffers import MemoryReplay, ReplayOptions
+from shardwise.forecast.time.replay import schedule
 from shardwise.forecast.time.wires import gather_scratch, reduce_scratch
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 from tests.checkpoint.training import options_for
 from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks

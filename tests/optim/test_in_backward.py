@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.forecast.time.replay import schedule
 from shardwise.plan.offload import NO_OFFLOAD
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first, leaving
 from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Stack, build
 from tests.ranks import on_ranks, run_on
@@ -89,7 +89,7 @@ def test_few_gradients_are_alive_at_once() -> None:
         is_new = event.kind is EventKind.FINISH_REDUCE
         held += (is_new - (event.kind is EventKind.STEP)) * event.bytes
         held_bytes.append(held)
-    assert max(held_bytes) == plan.gradient_shard_bytes // 8
+    assert max(held_bytes) == sum(unit.gradient_shard_bytes for unit in plan.units) // 8
     assert held == 0
     assert runtime_of(model).pools.gathered.allocated_bytes == 0
     assert runtime_of(model).pools.gradients.held_bytes == 0

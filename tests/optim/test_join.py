@@ -339,10 +339,12 @@ def test_other_loops(loop: str) -> None:
 
 @on_ranks(2)
 def test_a_reentrant_checkpoint_of_the_whole_model_is_refused() -> None:
-    joined = Recomputed()
+    alone, joined = Alone(), Recomputed()
     joined.is_reentrant = True
     with pytest.raises(sw.StepError, match="use_reentrant=False"):  # in the first step
         joined.train(of_sizes([1], [1] * 3))
+    joined.is_reentrant = False
+    compare(joined, alone, of_sizes([1], [1] * 3))
 
 
 class CallsItsBase(torch.optim.SGD):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from shardwise.forecast.time.replay import schedule
 from shardwise.recording.format import (
     Header,
     Line,
@@ -21,7 +22,6 @@ from shardwise.recording.format import (
 )
 from shardwise.report.findings import Finding
 from shardwise.schedule.events import Event, EventKind
-from shardwise.schedule.sequencer import schedule
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.forecast.time.replay import schedule
 from shardwise.plan.plan import make_plan
-from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first
 from tests.models import CASES, build
 from tests.ranks import on_ranks

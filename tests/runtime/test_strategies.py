@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.forecast.time.replay import schedule
 from shardwise.plan.plan import make_plan
 from shardwise.plan.strategy import PRESETS
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 from tests.covering import covered_first
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks

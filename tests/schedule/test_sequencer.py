@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, strategies as st
 from torch import nn
 
+from shardwise.forecast.time.replay import schedule
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import PRESETS
 from shardwise.schedule.events import EventKind, describe
-from shardwise.schedule.sequencer import Outcome, Sequencer, schedule
+from shardwise.schedule.sequencer import Outcome, Sequencer
 from tests.schedule.programs import (
     DIFFERENTIABLE_OR_NOT,
     Backward,

@@ -46,6 +46,7 @@ class Program:
     strategy: str = "fsdp"
     prefetch: int = 1
     accumulate: int = 1
+    in_rows: bool = False  # only the last backward of a step reduces over the columns of the mesh
     steps: int = 2
     # "all"; "copies": the device keeps copies of the shards; "device": it runs the optimizer
     offload: str | None = None
@@ -128,7 +129,7 @@ def train(
     """Move ``model`` to the device, shard it and train it."""
     case = CASES[program.name]
     simulation.current_device = DEVICE.index
-    program.shard(model.to(DEVICE))
+    sharded = program.shard(model.to(DEVICE))
     optimizer = program.make_optimizer(model)
     if program.steps_in_backward:
         sw.optimizer_in_backward(model, optimizer)
@@ -137,7 +138,9 @@ def train(
         batches = [batch_of(program, step, i).to(DEVICE) for i in range(program.accumulate)]
         simulation.is_steady = step >= _WARM_UP
         simulation.is_planned = step > _WARM_UP  # the first two gather in different orders
-        for batch in batches:
+        for part, batch in enumerate(batches, start=1):
+            if program.in_rows:
+                sharded.set_requires_all_reduce(part == program.accumulate)
             offloads = (
                 sw.offload_activations(model) if program.offloads_activations else nullcontext()
             )

@@ -38,6 +38,7 @@ def program(kind: MemoryKind, **options: Any) -> Program:
 ROWS = {
     "registered": program(REGISTERED),
     "symmetric hsdp": program(SYMMETRIC, strategy="hsdp", accumulate=2),
+    "registered in rows": program(REGISTERED, strategy="hsdp", accumulate=3, in_rows=True),
 }
 THOROUGH = {
     f"{kind} {strategy} {accumulate}": program(kind, strategy=strategy, accumulate=accumulate)

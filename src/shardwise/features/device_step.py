@@ -16,7 +16,7 @@ The host does not wait. A tensor that is still being written remembers that (`ar
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise._private import new_dtensor
 from shardwise.comm.device import NO_TIME, DeviceStream, DeviceWork, copy_, is_accelerator
 from shardwise.errors import PlanError, StepError
+from shardwise.features.stepped_units import SteppedUnits
 from shardwise.features.unit_steps import (
     check_elementwise,
     groups_of,
@@ -38,7 +39,6 @@ from shardwise.features.unit_steps import (
     with_evaluated_closure,
 )
 from shardwise.plan.granularity import Dim
-from shardwise.plan.offload import SteppedUnits
 from shardwise.plan.plan import Plan
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
@@ -47,7 +47,7 @@ from shardwise.runtime.parameters import FSDPParameter, attributes_of
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.events import Event, EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.sharding import Sharding, arrives, local_of, notice_use, sharding_of
+from shardwise.tensor.sharding import BEFORE_USE, Sharding, local_of, sharding_of
 
 __all__ = ["DeviceSteps", "check_granularity", "prefetch_states", "watch"]
 
@@ -494,3 +494,20 @@ def _show_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     hidden, watched.hidden = watched.hidden, []
     for parameter, gradient in hidden:
         parameter.grad = gradient
+
+
+def arrives(tensor: DTensor, wait: Callable[[], None]) -> None:
+    """Have `local_of` call ``wait`` before it returns the local tensor, which is in host memory."""
+    vars(tensor._local_tensor)[BEFORE_USE] = wait
+
+
+def notice_use(tensor: DTensor, note: Callable[[], None]) -> None:
+    """Have `local_of` call ``note`` when it next returns the local tensor, after a wait."""
+    wait = vars(tensor._local_tensor).get(BEFORE_USE)
+
+    def both() -> None:
+        note()
+        if wait is not None:
+            wait()
+
+    vars(tensor._local_tensor)[BEFORE_USE] = both

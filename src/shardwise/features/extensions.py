@@ -231,27 +231,37 @@ class _Extension:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def make_inputs(self, offset: int) -> int:
-        """Make ``inputs``, which begin at ``offset`` in a slot. Returns where they end."""
+        """Make ``inputs``, which begin at ``offset`` in a slot. Returns where they end.
+
+        Raises:
+            PlanError: the class returns other inputs than for the first gather.
+        """
         self.inputs = []
         for tensor in self._before_gather():
             self.inputs.append(self._as_input(tensor, offset))
             offset += aligned(self.inputs[-1].num_bytes)
+        found, first = ([one.kind for one in each] for each in (self.inputs, self._outputs))
+        if self._storages and found != first:
+            raise PlanError(
+                f"{self.parameter.name}: fsdp_pre_all_gather of a {type(self._local).__name__} "
+                f"returned (shape, dtype, dim) {found}, and for the first gather {first}; it has "
+                "to return tensors of the same shapes and dtypes for every gather"
+            )
         return offset
 
     def fill(self, slots: Tensor) -> None:
         """Make the dense parameter from the gathered inputs, ``slots`` [ranks, B]."""
-        kinds = [output.kind for output in self._outputs]
-        is_new = not self._storages or kinds != [one.kind for one in self.inputs]
-        if is_new:
+        is_first = not self._storages
+        if is_first:
             num_ranks = self._mesh.shards.size
             self._outputs = [_Output(one, num_ranks, self._device) for one in self.inputs]
-        for storage, num_bytes in () if is_new else self._storages:
+        for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
         for one, output in zip(self.inputs, self._outputs, strict=True):
             output.fill(slots, one.offset)
         outputs = tuple(output.tensor for output in self._outputs)
         after_gather = getattr(self._local, "fsdp_post_all_gather", None)
-        if is_new:
+        if is_first:
             self._make_dense(outputs, after_gather)
         elif after_gather is not None:
             after_gather(outputs, self._metadata, self._dtype, out=self.parameter.dense)

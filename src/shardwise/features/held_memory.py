@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 from shardwise._warnings import warn_caller
 from shardwise.comm.device import is_accelerator
 from shardwise.local_devices import allocated_bytes, num_allocation_failures
-from shardwise.plan.plan import Plan
 from shardwise.runtime.accumulation import reduced_part_of
-from shardwise.runtime.memory import Pools
+from shardwise.runtime.engine import Runtime
 from shardwise.runtime.nested import plain_tensors
 from shardwise.runtime.observer import MemoryNotes
-from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import local_of
 
 __all__ = ["HeldMemory", "is_out_of_memory"]
@@ -40,13 +38,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 class HeldMemory(MemoryNotes):
     """The device memory of one model on this rank, measured only after a failed allocation."""
 
-    def __init__(self, root: nn.Module, plan: Plan, units: Sequence[Unit], pools: Pools) -> None:
+    def __init__(self, root: nn.Module, runtime: Runtime) -> None:
         self._root = weakref.ref(root)
-        self._plan = plan
-        self._units = tuple(units)
-        self._pools = pools
+        self._plan, self._units, self._pools = runtime.plan, runtime.units, runtime.pools
         self._table: str | None = None  # of a failure in backward, whose exception is not known yet
-        self._num_failures = num_allocation_failures(pools.device)
+        self._num_failures = num_allocation_failures(runtime.pools.device)
 
     def note(self, error: BaseException, where: str) -> None:
         """Add a table of the memory to ``error``, once, if it is an out-of-memory error."""

@@ -390,7 +390,7 @@ class JoinedRanks(CallRecorder):
 
     def _follow(self, agreed: Agreement) -> None:
         """Take part in what other ranks compute."""
-        self.scheduler.is_shadow = True
+        self.is_shadow = True
         self.refuse_others(refuses=False)
         try:
             if agreed.action in FORWARDS:
@@ -400,7 +400,7 @@ class JoinedRanks(CallRecorder):
             elif agreed.action in self.shadows:
                 self.shadows[agreed.action](agreed)
         finally:
-            self.scheduler.is_shadow = False
+            self.is_shadow = False
 
     def _follow_forward(self, agreed: Agreement) -> None:
         unit, grad = agreed.value // 8, bool(agreed.value // 4 % 2)

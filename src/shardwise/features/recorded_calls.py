@@ -52,11 +52,6 @@ class CallRecorder(CallObserver):
         self._reached: set[Call] = set()  # by it
 
     @property
-    def is_shadow(self) -> bool:
-        """Whether this rank follows others, without computing."""
-        return self.scheduler.is_shadow
-
-    @property
     def digest(self) -> int:
         """A number that is the same on ranks that have the same recordings."""
         if self._digest is None:
@@ -83,20 +78,24 @@ class CallRecorder(CallObserver):
         self._reached, self._recomputed, self._is_in_backward = set(), [], True
 
     def entered(self, call: Call) -> None:
-        if call.forward_pass.recomputed:
-            if not self._is_in_backward:  # so other ranks do not know of it
-                raise StepError(
-                    "inside sw.join, checkpoint parts of the model, or pass use_reentrant=False: "
-                    "backward runs the whole model again before it reaches any unit"
-                )
-            self._recomputed.append(call)
+        is_recomputed = call.forward_pass.recomputed
+        if is_recomputed and not self._is_in_backward:  # so other ranks do not know of it
+            raise StepError(
+                "inside sw.join, checkpoint parts of the model, or pass use_reentrant=False: "
+                "backward runs the whole model again before it reaches any unit"
+            )
         self._note(Op.ENTER, call.unit)
+        if is_recomputed:
+            self._recomputed.append(call)
 
     def left(self, call: Call) -> None:
         this, outcome = call.forward_pass, call.outcome
         if outcome is Outcome.FAILED and not this.recomputed:  # torch ends recomputations so
             return
-        number = (self._recomputed if this.recomputed else this.calls).index(call)
+        calls = self._recomputed if this.recomputed else this.calls
+        if call not in calls:  # `entered` raised
+            return
+        number = calls.index(call)
         self._note(Op.LEAVE, number, outcome.value)
         if this.recomputed or number:
             return

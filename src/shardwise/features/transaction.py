@@ -23,7 +23,9 @@ from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.tensor.sharding import local_of
 
-__all__ = ["DiscardedError", "Step", "transaction", "undoable"]
+__all__ = ["TRANSACTION", "DiscardedError", "Step", "transaction", "undoable"]
+
+TRANSACTION = "transaction"  # a key of `Scheduler.forbids_conversion` while one is open
 
 
 class DiscardedError(StepError):
@@ -93,7 +95,9 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
     runtime = runtime_of_root(model)
     runtime.scheduler.recover()
     runtime.scheduler.report("a transaction")
-    runtime.scheduler.is_in_transaction = True
+    runtime.scheduler.forbids_conversion[TRANSACTION] = (
+        "inside sw.transaction, which could not undo it; do it outside of the block"
+    )
     step = Step(runtime)
     try:
         step.begin(model, optimizers)
@@ -107,11 +111,11 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
         raise
     finally:
         step.forget()
-        runtime.scheduler.is_in_transaction = False
+        del runtime.scheduler.forbids_conversion[TRANSACTION]
 
 
 def _check_idle(scheduler: Scheduler) -> None:
-    if scheduler.is_in_transaction:
+    if TRANSACTION in scheduler.forbids_conversion:
         raise StepError(
             "a transaction of this model is open already; put the whole step into a single "
             "`with sw.transaction(...)`"

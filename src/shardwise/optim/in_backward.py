@@ -115,6 +115,10 @@ class StepsInBackward:
         self._previous = scheduler.observer
         assert isinstance(self._previous, UnusedParameters)
         scheduler.set_observer(_Stepper(optimizer, self._previous.mode, self._previous.device))
+        scheduler.forbids_conversion["optimizer in backward"] = (
+            "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
+            "first, and sw.optimizer_in_backward again afterwards"
+        )
         self._hook = optimizer.register_step_pre_hook(_refuse_scaled_gradients)
         self._mark(steps=True)
 
@@ -127,6 +131,7 @@ class StepsInBackward:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.set_observer(self._previous)
+            del scheduler.forbids_conversion["optimizer in backward"]
             self._mark(steps=False)
         self._scheduler = lambda: None  # type: ignore[assignment]
         self._hook.remove()

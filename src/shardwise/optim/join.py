@@ -88,6 +88,9 @@ def join(
     for parameter in parameters:
         setattr(parameter, JOINED, ranks)
     scheduler.call_observer = ranks
+    scheduler.forbids_conversion["join"] = (
+        "inside sw.join, where ranks without batches would not follow; do it before"
+    )
     if not training:
         _private.set_managed(model, is_managed=False)  # transformers need not keep ranks together
     try:
@@ -99,6 +102,7 @@ def join(
         raise
     finally:
         scheduler.call_observer = None
+        del scheduler.forbids_conversion["join"]
         set_managed(model)
         for parameter in parameters:
             vars(parameter).pop(JOINED, None)

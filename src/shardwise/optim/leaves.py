@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.device import random_states, seed_generators, set_random_states
+from shardwise.comm.tree import tree_sum
 from shardwise.errors import PlanError
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.mesh import DataParallelMesh
-from shardwise.tensor.reductions import sum_over_leaves
+from shardwise.tensor.reductions import across
 
-__all__ = ["check_leaves", "leaf_mean", "leaf_rng", "leaves"]
+__all__ = ["check_leaves", "leaf_mean", "leaf_rng", "leaves", "sum_over_leaves"]
 
 
 def leaves(model: nn.Module) -> range:
@@ -65,6 +66,12 @@ def leaf_mean(model: nn.Module, values: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"expected scalars, got shapes {[tuple(value.shape) for value in values]}")
     exact = [value.detach().to(device, torch.float64).reshape(1) for value in values]
     return (sum_over_leaves(exact, mesh)[0] / mesh.num_addends).to(values[0].dtype)
+
+
+def sum_over_leaves(values: Sequence[Tensor], mesh: DataParallelMesh) -> Tensor:
+    """Sum tensors [n] over all micro-batches of a step; ``values`` are those of this rank."""
+    own = tree_sum(torch.stack(list(values)))
+    return tree_sum(across(own.unbind(), mesh, mesh.in_order))
 
 
 def check_leaves(mesh: DataParallelMesh, number: int, what: str) -> None:

@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 from shardwise.comm.communicator import communicator
 from shardwise.comm.groups import backends_of
 from shardwise.errors import PlanError, StepError
+from shardwise.features.transaction import TRANSACTION
 from shardwise.optim.fragments import Fragment, fragments_of
 from shardwise.optim.outer import Outer
 from shardwise.plan.axes import AxisBytes
@@ -129,7 +130,7 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
-        if self._runtime.scheduler.is_in_transaction:
+        if TRANSACTION in self._runtime.scheduler.forbids_conversion:
             raise StepError(
                 "sw.transaction cannot undo the synchronization of replicas; step outside of it, "
                 "or train without sw.outer_optimizer"

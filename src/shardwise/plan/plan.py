@@ -93,19 +93,9 @@ class Plan:
         return sum(spec.num_bytes for unit in self.units for spec in unit.parameters)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Size of the unsharded gradients."""
-        return sum(p.num_bytes for unit in self.units for p in unit.parameters if p.trainable)
-
-    @property
     def shard_bytes(self) -> int:
         """Size of one rank's shards of the parameters."""
         return sum(unit.shard_bytes for unit in self.units)
-
-    @property
-    def gradient_shard_bytes(self) -> int:
-        """Size of one rank's shards of the gradients."""
-        return sum(unit.gradient_shard_bytes for unit in self.units)
 
 
 def _unfrozen(unit: UnitPlan, names: Collection[str]) -> UnitPlan:

@@ -6,7 +6,7 @@ the gather in a queue of `comm.communicator`.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -24,10 +24,9 @@ from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
-from shardwise.runtime.observer import MemoryNotes, StepObserver
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.scheduler import Scheduler
-from shardwise.runtime.structure import HANDLE, Structure
+from shardwise.runtime.structure import HANDLE, InnerHook, Structure
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import Outcome
 from shardwise.tensor.mesh import DataParallelMesh
@@ -77,8 +76,6 @@ class Runtime:
         mesh: DataParallelMesh,
         device: torch.device,
         request: Request,
-        observer: StepObserver,
-        make_notes: Callable[[nn.Module, Plan, Sequence[Unit], Pools], MemoryNotes],
         fill: Callable[[UnitPlan], None] | None,  # initializes the parameters of a unit
         own_meshes: Mapping[str, DataParallelMesh],
     ) -> None:
@@ -96,8 +93,7 @@ class Runtime:
         self._views = ParameterViews(self.units)
         self._entries = Entries(self._views)
         move_buffers(root, device)
-        notes = make_notes(root, plan, self.units, self.pools)
-        self.scheduler = Scheduler(plan, self.units, mesh, device, observer, notes)
+        self.scheduler = Scheduler(plan, self.units, mesh, device)
         meshes = {flat.mesh for unit in self.units for flat in unit.flats}
         self.scheduler.ledger.note_traffic_of({mesh, *own_meshes.values(), *meshes})
         self._frozen = [
@@ -204,7 +200,7 @@ class Runtime:
                 root.get_submodule(unit.name),
                 unit.name,
                 warns=warns,
-                watch_inner=partial(_watch_inner, weakref.ref(self), index),
+                watch_inner=InnerHook(_watch_inner, weakref.ref(self), index),
             )
             for index, unit in enumerate(self.plan.units)
         ]

@@ -57,9 +57,6 @@ def outcome_of(
 ) -> Outcome:
     """How a forward ended that returned the tensors ``returned``.
 
-    Its argument says whether this is the backward of a transform of `torch.func`, in which
-    parameters are constants.
-
     An output without gradients counts as differentiable if the module uses trainable parameters:
     the data of other ranks may have taken a branch that needs gradients. A unit with ``trainable``
     parameters that returns no tensor may have stored some where they are not found.
@@ -81,7 +78,8 @@ def outcome_of(
 def watch_gradients(module: nn.Module, inputs: Any, callback: Callable[[bool], None]) -> None:
     """Call ``callback`` when backward reaches gradients of ``inputs`` that a transform computed.
 
-    Its argument says whether this is the backward of a transform.
+    Its argument says whether this is the backward of a transform of `torch.func`, in which
+    parameters are constants.
 
     A transform such as `torch.func.grad` records how it computes gradients, so that they can be
     differentiated: by other transforms, and by backward for the parameters. Attributes of

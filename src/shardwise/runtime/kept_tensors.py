@@ -43,11 +43,8 @@ class ParameterViews:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._labels: dict[int, str] = {}  # of units, by the storages of their parameters
         self._kept: set[int] = set()  # storages that are never freed
-        self._lazy: list[Unit] = []  # units whose storages are made by their gathers
-        for unit in units:
-            self._note(unit)
-            if not all(flat.codec.buffer.storages for flat in unit.flats):
-                self._lazy.append(unit)
+        # Units whose storages are made by their first gather.
+        self._lazy = [unit for unit in units if not self._note(unit)]
 
     def unit_of(self, tensor: Tensor) -> str | None:
         """The label of the unit whose parameters ``tensor`` views."""
@@ -58,8 +55,7 @@ class ParameterViews:
 
     def has_any(self, tensors: Iterable[Tensor], inputs: Iterable[Tensor], label: str) -> bool:
         """Whether one of ``tensors`` views a parameter, or of ``inputs`` one of unit ``label``."""
-        for unit in self._lazy:
-            self._note(unit)
+        self._lazy = [unit for unit in self._lazy if not self._note(unit)]
         if any(self.unit_of(tensor) is not None for tensor in tensors):
             return True
         return any(self.unit_of(tensor) == label for tensor in inputs)
@@ -100,12 +96,14 @@ class ParameterViews:
                 f"changed ({error}); return a copy (.clone()), as the parameter is freed"
             ) from error
 
-    def _note(self, unit: Unit) -> None:
+    def _note(self, unit: Unit) -> bool:
+        """Note the storages of a unit. Returns whether it has them."""
         for flat in unit.flats:
             ids = [_private.storage_id(storage) for storage in flat.codec.buffer.storages]
             self._labels.update(dict.fromkeys(ids, unit.plan.label))
             if flat.is_whole:
                 self._kept.update(ids)
+        return all(flat.codec.buffer.storages for flat in unit.flats)
 
     def _unit_of_plain(self, tensor: Tensor) -> str | None:
         label = self._labels.get(_storage_id(tensor))

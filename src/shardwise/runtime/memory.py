@@ -189,6 +189,8 @@ class Arena(Pool):
 
     def _take(self, num_bytes: int, name: str) -> torch.UntypedStorage:
         assert name, "in an arena every buffer has a name"
+        while name in self._alive.values():  # sums over rows that a later backward adds up
+            name += "+"
         if not self._alive and self._plan.is_stale:  # something new was allocated in the last step
             self._place()
         offset = self._plan.observe(name, num_bytes, self._alive.values())

@@ -55,6 +55,8 @@ class StepObserver:
 class CallObserver:
     """Follows the calls of units. The methods of this base class do nothing."""
 
+    is_shadow = False  # this rank computes nothing, and takes part in what other ranks compute
+
     def before_forward(self, unit: int) -> None:
         """An outermost forward begins, of ``unit``; nothing has been gathered for it."""
 

@@ -46,9 +46,11 @@ class Sleep(StrEnum):
 class Scheduler:
     """Runs the units of one root module in step with forward and backward."""
 
+    # Features set these.
+    observer = StepObserver()
+    notes = MemoryNotes()
     call_observer: CallObserver | None = None  # inside `sw.join`
     leaves: StepLeaves | None = None  # of a reproducible model, whose step has several backwards
-    is_shadow = False  # this rank computes nothing, and takes part in what other ranks compute
 
     def __init__(
         self,
@@ -56,15 +58,11 @@ class Scheduler:
         units: Sequence[Unit],
         mesh: DataParallelMesh,
         device: torch.device,
-        observer: StepObserver,
-        notes: MemoryNotes,
     ) -> None:
         self.sequencer = Sequencer(plan, [unit.settings for unit in units])
         self.units = tuple(units)
         self.parameters = tuple(one for unit in units for one in unit.parameters)
         self.gradients = tuple(one for unit in units for one in unit.gradients)
-        self.observer = observer
-        self._notes = notes
         self.in_gathered = False
         self._versions = ShardVersions(self.units)
         self._mesh = mesh
@@ -89,7 +87,8 @@ class Scheduler:
         self._offloading: Unit | None = None  # its gradients are on their way to the host
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
         self._shows_dense = False  # inside `taking_gradients`
-        self.is_in_transaction = False
+        # By feature, why the model cannot be converted or unfrozen now: the end of a sentence.
+        self.forbids_conversion: dict[str, str] = {}
         self.sleep = Sleep.AWAKE
 
     @cached_property
@@ -141,13 +140,14 @@ class Scheduler:
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
-        if self.call_observer is not None:
-            self.call_observer.entered(call)
         self._depth += 1
         try:
+            if self.call_observer is not None:
+                self.call_observer.entered(call)
             self._perform(events)
             self.units[index].use_unsharded()
         except BaseException as error:
+            self._events_incomplete = True
             self.leave(call, Outcome.FAILED, error)
             raise
         return call
@@ -189,7 +189,7 @@ class Scheduler:
         self.drop_replaced_gradients()
         if self.leaves is not None:
             self.leaves.began()
-        self._notes.forget()
+        self.notes.forget()
         for unit in self.units:
             unit.expect_changes()
         changed = self._versions.update(self.sequencer.tick)
@@ -275,7 +275,8 @@ class Scheduler:
             self._use_sharded(range(len(self.units)))
             return
         complete = [unit for unit in self.units if unit.settings.reduces_fully]
-        backward = Backward(self.units, complete, self._comm, self.is_shadow)
+        is_shadow = self.call_observer is not None and self.call_observer.is_shadow
+        backward = Backward(self.units, complete, self._comm, is_shadow)
         stop = max((i for i, x in enumerate(events, 1) if x.kind is EventKind.REDUCE), default=0)
         self._perform(events[:stop])
         self.observer.reductions_launched(backward)
@@ -323,7 +324,7 @@ class Scheduler:
                 return  # `abandon` was called first
             self._finishing = None
             self._tasks.discard(task)
-            self._notes.remember(f"step {self.ledger.step}, {self._comm.place.where}")
+            self.notes.remember(f"step {self.ledger.step}, {self._comm.place.where}")
             if not self._tasks:
                 self.fail(error)
 
@@ -432,30 +433,18 @@ class Scheduler:
     @property
     def needs_preparation(self) -> bool:
         """Whether `prepare_conversion` does anything."""
-        is_followed = self.call_observer is not None or self.is_in_transaction
-        return self.has_accumulated or self.sequencer.steps_in_backward or is_followed
+        return self.has_accumulated or bool(self.forbids_conversion)
 
     def prepare_conversion(self) -> None:
         """Reduce accumulated gradients, so that the model can be sharded again.
 
         Raises:
-            PlanError: units step in backward, or a transaction or `sw.join` is open.
+            PlanError: a feature ``forbids_conversion``.
         """
-        if self.call_observer is not None:
+        for reason in self.forbids_conversion.values():
             raise PlanError(
                 "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "inside sw.join, where ranks without batches would not follow; do it before"
-            )
-        if self.is_in_transaction:
-            raise PlanError(
-                "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "inside sw.transaction, which could not undo it; do it outside of the block"
-            )
-        if self.sequencer.steps_in_backward:
-            raise PlanError(
-                "the model was converted to another dtype or device, or parameters were unfrozen, "
-                "while sw.optimizer_in_backward steps its parameters; call remove() of its handle "
-                "first, and sw.optimizer_in_backward again afterwards"
+                f"{reason}"
             )
         self.reduce_accumulated()
 
@@ -562,7 +551,7 @@ class Scheduler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
-        self._notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
+        self.notes.note(error, f"step {self.ledger.step}, {self._comm.place.where}")
 
     def report(self, where: str) -> None:
         """Note where this rank is; it is sent to the other ranks only while this rank waits."""

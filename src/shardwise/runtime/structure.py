@@ -1,8 +1,7 @@
 """Detects parameters that were added after `fully_shard` and therefore are in no unit."""
 
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -10,9 +9,13 @@ from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["HANDLE", "Structure", "own_modules"]
+__all__ = ["HANDLE", "InnerHook", "Structure", "own_modules"]
 
 HANDLE = "_shardwise"  # the attribute of a unit's module that has its `Handle`
+
+
+class InnerHook(partial[None]):
+    """The forward hook of the engine on a module inside a unit."""
 
 
 class Structure:
@@ -27,12 +30,11 @@ class Structure:
         name: str,
         *,
         warns: bool,
-        watch_inner: Callable[[nn.Module, Any, Any], None],
+        watch_inner: InnerHook,
     ) -> None:
         self._name = name
         self._warns = warns
         self._watch_inner = watch_inner
-        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watch_hooked(module)
         self._seen = self._fingerprint(module)
         self._ignored = {name for name, _ in self._unsharded(module)}
@@ -67,11 +69,14 @@ class Structure:
     def _watch_hooked(self, unit: nn.Module) -> None:
         """Call `watch_inner` before the first forward hook of every module inside ``unit``."""
         for module in own_modules(unit):
-            made_by = (getattr(hook, "__module__", "") for hook in module._forward_hooks.values())
+            hooks = module._forward_hooks
+            # Also of an earlier sharding, and of the module of which this is a copy.
+            for key in [key for key, hook in hooks.items() if isinstance(hook, InnerHook)]:
+                del hooks[key]
+            made_by = (getattr(hook, "__module__", "") for hook in hooks.values())
             # Hooks of this package keep no tensors.
             is_hooked = not all(name.startswith("shardwise.") for name in made_by)
-            if is_hooked and module is not unit and module not in self._watched:
-                self._watched.add(module)
+            if is_hooked and module is not unit:
                 module.register_forward_hook(self._watch_inner, prepend=True)
 
     def _fingerprint(self, module: nn.Module) -> list[int]:

@@ -1,4 +1,4 @@
-"""What happens to a unit in a step: predicted by `schedule`, recorded by the ledger."""
+"""What happens to a unit in a step: predicted by `forecast.time.replay`, recorded by the ledger."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

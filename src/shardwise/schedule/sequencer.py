@@ -1,8 +1,8 @@
 """When everything happens: one state machine that turns calls of units into events.
 
 The engine reports what its hooks observe (a unit is entered, exited or reached by backward) and
-performs the events that this machine returns. `schedule` drives the same machine through a
-simulated step, so a prediction and the engine's behavior cannot differ.
+performs the events that this machine returns. `forecast.time.replay` drives the same machine
+through steps that it simulates, so a prediction and the engine's behavior cannot differ.
 
 Two blocks inside a root, prefetch=1, from the second step on::
 
@@ -37,11 +37,10 @@ from operator import attrgetter
 from typing import Protocol
 
 from shardwise.plan.options import UnitSettings
-from shardwise.plan.plan import Plan
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.passes import BackwardPass, Call, Outcome, Pass
 
-__all__ = ["Call", "Outcome", "ScheduledUnit", "Sequencer", "UnitState", "schedule"]
+__all__ = ["Call", "Outcome", "ScheduledUnit", "Sequencer", "UnitState"]
 
 
 class ScheduledUnit(Protocol):
@@ -557,43 +556,3 @@ class Sequencer:
     def _flush(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
-    """The events of one training step, from the second step on, if units run in module order.
-
-    Every unit runs once, inside its parent. Its output needs gradients if the unit, a unit inside
-    it or an earlier unit has a trainable parameter.
-
-    Args:
-        plan: the plan of the model.
-        steps_in_backward: whether `sw.optimizer_in_backward` is used.
-    """
-    sequencer = Sequencer(plan)
-    sequencer.steps_in_backward = steps_in_backward
-    _simulate_step(plan, sequencer)
-    return _simulate_step(plan, sequencer)
-
-
-def _simulate_step(plan: Plan, sequencer: Sequencer) -> list[Event]:
-    events: list[Event] = []
-    exited: list[Call] = []
-    trained = False
-
-    def run(index: int) -> None:
-        nonlocal trained
-        unit = plan.units[index]
-        call, entering = sequencer.enter(index, grad=True)
-        events.extend(entering)
-        for inner, other in enumerate(plan.units):
-            if other.parent == index:
-                run(inner)
-        trained = trained or unit.is_trainable
-        events.extend(sequencer.exit(call, Outcome.DIFFERENTIABLE if trained else Outcome.DETACHED))
-        exited.append(call)
-
-    run(0)
-    for call in reversed(exited):
-        if call.is_differentiable:
-            events.extend(sequencer.before_backward(call, task=0))
-    return events + sequencer.finish_backward(task=0)

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -27,21 +27,20 @@ from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = [
+    "BEFORE_USE",
     "AssignableDTensor",
     "ChunkSharding",
     "ExtendedSharding",
     "Sharding",
-    "arrives",
     "is_tensor_parallel",
     "local_of",
     "mesh_of",
-    "notice_use",
     "sharding_of",
 ]
 
 _SHARDING = "_sharding"  # a parameter's attribute
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
-_BEFORE_USE = "_shardwise_before_use"
+BEFORE_USE = "_shardwise_before_use"  # an attribute of a local tensor: what `local_of` calls
 _GRADIENT: Any = torch.Tensor.grad  # a descriptor
 
 
@@ -467,28 +466,12 @@ def mesh_of(parameters: Iterable[Tensor]) -> DataParallelMesh | None:
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor object of a DTensor; ``to_local()`` may return a view of it.
 
-    The host waits for a copy that `arrives`. Other tensors are returned as they are.
+    It first calls what the attribute `BEFORE_USE` holds, once: with ``step="device"`` of
+    `CPUOffloadPolicy`, the host waits for a copy. Other tensors are returned as they are.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor._local_tensor
-    if _BEFORE_USE in vars(local):
-        vars(local).pop(_BEFORE_USE)()
+    if BEFORE_USE in vars(local):
+        vars(local).pop(BEFORE_USE)()
     return local
-
-
-def arrives(tensor: DTensor, wait: Callable[[], None]) -> None:
-    """Have `local_of` call ``wait`` before it returns the local tensor, which is in host memory."""
-    vars(tensor._local_tensor)[_BEFORE_USE] = wait
-
-
-def notice_use(tensor: DTensor, note: Callable[[], None]) -> None:
-    """Have `local_of` call ``note`` when it next returns the local tensor, after a wait."""
-    wait = vars(tensor._local_tensor).get(_BEFORE_USE)
-
-    def both() -> None:
-        note()
-        if wait is not None:
-            wait()
-
-    vars(tensor._local_tensor)[_BEFORE_USE] = both

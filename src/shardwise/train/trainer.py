@@ -20,10 +20,11 @@ from shardwise.comm.device import random_states, set_random_states
 from shardwise.comm.tree import tree_sum
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
+from shardwise.optim.leaves import sum_over_leaves
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import is_timed
 from shardwise.runtime.module import runtime_of_root
-from shardwise.tensor.reductions import across, sum_over_leaves
+from shardwise.tensor.reductions import across
 from shardwise.train.build import shard_model
 from shardwise.train.config import Config, to_toml
 from shardwise.train.data import IGNORED, Batch, Packed, Sequences, open_corpus

@@ -1,5 +1,6 @@
 """Traps: tensors of a unit's forward that are used after it: views of parameters, and losses."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import PlanError
 from tests.covering import covered_first
-from tests.models import WIDTH
+from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     BATCH,
@@ -303,3 +304,18 @@ def test_a_loss_that_begins_inside_a_unit_in_a_later_step_is_refused() -> None:
     with pytest.raises(RuntimeError, match="is at version 1000000000"):
         KEPT[1].sum().backward()  # type: ignore[no-untyped-call]
     model(own_part(batch()))[0].sum().backward()
+
+
+@on_ranks(1)
+def test_a_hooked_module_has_one_hook_of_the_engine() -> None:
+    model: Any = sw.fully_shard(build("stack"), units=Block)
+    module = model.layers[0].up
+    handle = module.register_forward_hook(lambda *_: None)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        model(torch.randn(2, 6, dtype=dtype)).sum().backward()
+        assert len(module._forward_hooks) == 2
+    assert len(copy.deepcopy(model).layers[0].up._forward_hooks) == 2
+    handle.remove()
+    model(torch.randn(2, 6).double())
+    assert not module._forward_hooks

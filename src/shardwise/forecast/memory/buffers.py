@@ -6,11 +6,11 @@ leave the device one unit later, unless they are stepped on the device.
 
 from dataclasses import dataclass, replace
 
+from shardwise.features.stepped_units import MAX_STEPPED_UNITS, SteppedUnits
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.wires import gather_scratch, reduce_scratch
 from shardwise.plan.layout import Layout
-from shardwise.plan.offload import MAX_STEPPED_UNITS, SteppedUnits
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import Event, EventKind

@@ -29,11 +29,10 @@ from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.buffers import DeviceStepReplay, MemoryReplay, ReplayOptions
 from shardwise.forecast.states import state_bytes, trained_layouts
-from shardwise.forecast.time.replay import Part, batches
+from shardwise.forecast.time.replay import Part, batches, schedule
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
-from shardwise.schedule.sequencer import schedule
 
 __all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
 

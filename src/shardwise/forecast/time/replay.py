@@ -8,14 +8,25 @@ units in the same order, but their compute may take different times.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, dropwhile
 from typing import Protocol
 
 from shardwise.plan.options import UnitSettings
+from shardwise.plan.plan import Plan
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, ScheduledUnit, Sequencer
 
-__all__ = ["Batch", "Costs", "Part", "Program", "Replayed", "TimedEvent", "batches", "replay"]
+__all__ = [
+    "Batch",
+    "Costs",
+    "Part",
+    "Program",
+    "Replayed",
+    "TimedEvent",
+    "batches",
+    "replay",
+    "schedule",
+]
 
 
 class _Unit(ScheduledUnit, Protocol):
@@ -120,6 +131,33 @@ _STREAMS = {
     EventKind.REDUCE: EventKind.REDUCE,
 }
 _WAITS_FOR = {EventKind.WAIT: EventKind.GATHER, EventKind.FINISH_REDUCE: EventKind.REDUCE}
+
+
+def schedule(plan: Plan, *, steps_in_backward: bool = False) -> list[Event]:
+    """The events of one training step, from the second step on, if units run in module order.
+
+    Every unit runs once, inside its parent. Its output needs gradients if the unit, a unit inside
+    it or an earlier unit has a trainable parameter.
+
+    Args:
+        plan: the plan of the model.
+        steps_in_backward: whether `sw.optimizer_in_backward` is used.
+    """
+    exited: list[int] = []
+    stack: list[int] = []
+    for index, unit in enumerate(plan.units):
+        while stack and stack[-1] != unit.parent:
+            exited.append(stack.pop())
+        stack.append(index)
+    exited += reversed(stack)
+    reached = list(dropwhile(lambda index: not plan.units[index].is_trainable, exited))
+    parts = [Part(EventKind.FORWARD, index, 0.0) for index in range(len(plan.units))]
+    parts += [Part(EventKind.BACKWARD, index, 0.0) for index in reversed(reached)]
+    order = batches(
+        plan.units, [parts], prefetch=plan.prefetch, steps_in_backward=steps_in_backward
+    )
+    return [event for _, _, events in order for event in events]
+
 
 # (pass, part, events before that part); part -1: events after the last part.
 Batch = tuple[int, int, list[Event]]

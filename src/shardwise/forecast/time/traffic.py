@@ -6,13 +6,13 @@ other rank of the group. On a ring of GPUs, each rank sends the same number of b
 """
 
 from shardwise.comm.api import all_reduce_bytes
+from shardwise.forecast.time.replay import schedule
 from shardwise.forecast.time.wires import reduced_bytes, row_of, slot_bytes
 from shardwise.plan.axes import AxisBytes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import EventKind
-from shardwise.schedule.sequencer import schedule
 
 __all__ = ["sent_bytes"]
 
