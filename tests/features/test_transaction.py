@@ -187,5 +187,31 @@ def _mistakes() -> None:
             next(model.parameters()).clamp_(-1, 1)  # after the optimizer's step, so it is undone
 
 
+@pytest.mark.parametrize("stepped_by", ["fused", "foreach", "adam8bit", "hand"])
+@on_ranks(2)
+def test_a_change_that_cannot_be_undone_is_refused(stepped_by: str) -> None:
+    granularity: Any = "row" if stepped_by == "adam8bit" else "dim"
+    model: Any = sw.fully_shard(nn.Linear(WIDTH, WIDTH), granularity=granularity)
+    parameters: Any = list(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+    def step() -> None:
+        if stepped_by == "hand":
+            parameters[0].to_local().detach().add_(1)
+        elif stepped_by == "adam8bit":
+            sw.optim.Adam8bit(parameters).step()
+        else:
+            options: Any = {stepped_by: True}
+            torch.optim.AdamW(parameters, **options).step()
+
+    with pytest.raises(sw.StepError, match=r"^weight.*pass every optimizer"), sw.transaction(model):
+        step()
+    with (
+        pytest.raises(sw.PlanError, match=r"weight.*step outside"),
+        sw.gathered(model, write_back=True),
+    ):
+        step()
+
+
 def _transaction(training: Training) -> Any:
     return sw.transaction(training.model, training.optimizer)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
@@ -146,8 +149,9 @@ def restore_ties(root: nn.Module) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Install the hook, once per process."""
+    """Install the hooks, once per process."""
     register_optimizer_step_pre_hook(_take_sharded)
+    register_optimizer_step_post_hook(_count_versions)
 
 
 def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -168,3 +172,12 @@ def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                     "replaced since; build the optimizer after fully_shard"
                 )
             group["params"][index] = parameter._sharded
+
+
+def _count_versions(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Increment the versions of the DTensors that ``optimizer`` has stepped.
+
+    torch's fused and foreach optimizers do not, and other optimizers may write to local tensors.
+    """
+    stepped = (p for p in parameters_of(optimizer) if p.grad is not None and isinstance(p, DTensor))
+    torch.autograd.graph.increment_version(list(stepped))
