@@ -222,6 +222,20 @@ def test_ignored_parameters_wait_for_the_step_after_backward() -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_that_was_built_before_the_model_was_sharded() -> None:
+    reference, model = build("stack"), build("stack")
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    sw.fully_shard(model, units=Block)
+    sw.optimizer_in_backward(model, optimizers[1])
+    batch = torch.randn(12, WIDTH).double()
+    reference(batch).square().mean().backward()
+    model(own_part(batch)).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    step_all(optimizers)
+    assert_same(model, reference, *optimizers)
+
+
+@on_ranks(2)
 def test_backward_of_a_forward_from_before_the_step_is_refused() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     sw.optimizer_in_backward(model, adamw(model.parameters()))

@@ -272,6 +272,17 @@ class InBackward(Joined):
         self.scheduler.step()
 
 
+class BuiltBefore(Joined):
+    """Builds the optimizer before it shards the model."""
+
+    def __init__(self, name: str) -> None:
+        self.case, self.clip = CASES[name], None
+        model: Any = build(name)
+        self.model = model
+        self.prepare()
+        sw.fully_shard(model, units=self.case.units)
+
+
 class Recomputed(Joined):
     """Computes the whole model again in backward."""
 
@@ -322,6 +333,7 @@ LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
         {"granularity": "dim"},
     ),
     "steps in backward": (InBackward, "stack", [[1] * 3, [1] * 5], {}),
+    "an optimizer from before": (BuiltBefore, "stack", [[1], [1] * 3], {}),
     "a checkpoint of the whole model": (Recomputed, "stack", [[1], [1] * 3], {}),
 }
 

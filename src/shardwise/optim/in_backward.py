@@ -29,7 +29,7 @@ from shardwise.features.unused import (
     gradients_of,
     settle,
 )
-from shardwise.runtime.attach import parameters_of
+from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
@@ -102,6 +102,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
         raise PlanError("the model has an optimizer in backward; call remove() of its handle first")
     scheduler.check_idle("when the optimizer steps cannot change in the middle of a step")
     _check_optimizer(optimizer)
+    take_sharded(optimizer)
     _check_parameters(model, optimizer)
     return StepsInBackward(scheduler, model, optimizer)
 

@@ -20,7 +20,7 @@ from shardwise.features.checks import iterates_in_forward
 from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
-from shardwise.runtime.attach import parameters_of
+from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -245,6 +245,7 @@ def _check_parameters(
     """Raise a PlanError if an optimizer steps parameters that are not in ``parameters``."""
     known = {id(one) for one in parameters}
     for optimizer in (one for one in stepped if isinstance(one, Optimizer)):
+        take_sharded(optimizer)
         for other in parameters_of(optimizer):
             if other.requires_grad and id(other) not in known:
                 raise PlanError(
