@@ -74,6 +74,22 @@ def test_gradients_from_before_the_step_are_restored() -> None:
 
 
 @on_ranks(2)
+def test_rounding_errors_of_gradients_are_restored() -> None:
+    wire = sw.Wire(reduce="int4", block=8, error_feedback=True)
+    undisturbed = Training(wire=wire)
+    for _ in range(3):
+        undisturbed.step()
+    expected = undisturbed.fingerprint()
+    training = Training(wire=wire)
+    training.step()
+    for place in ("backward", "after step"):
+        with pytest.raises(ValueError if rank() == 0 else sw.PeerAborted):
+            training.step(place if rank() == 0 else "")
+        training.step()
+    assert training.fingerprint() == expected
+
+
+@on_ranks(2)
 def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
     training = Training()
     batches = iter([torch.randn(5, WIDTH)] * (1 + rank()))
