@@ -990,7 +990,12 @@ def test_what_is_refused() -> None:
     ):
         pass
     other = adamw(iter([*model.parameters(), nn.Parameter(torch.zeros(5))]))
-    with pytest.raises(sw.PlanError, match=r"shape \(5,\) that is not of"), sw.join(model, other):
+    with pytest.raises(sw.PlanError, match=r"shape \(5,\), which .*manage"), sw.join(model, other):
+        pass
+    ignoring: Any = build("stack")
+    sw.fully_shard(ignoring, units=Block, ignored_params={ignoring.norm.weight})
+    other = adamw(ignoring.parameters())
+    with pytest.raises(sw.PlanError, match=r"norm\.weight.*ignored"), sw.join(ignoring, other):
         pass
     plateau = ReduceLROnPlateau(optimizer)
     with pytest.raises(sw.PlanError, match="ReduceLROnPlateau"), sw.join(model, optimizer, plateau):
