@@ -102,6 +102,20 @@ def test_the_next_step_has_the_same_bits(strategy: str, variant: str, optimizer:
 
 
 @on_ranks(2)
+def test_two_models_with_one_optimizer_sleep() -> None:
+    both = nn.ModuleList(make("fsdp", "plain", "adamw")[0] for _ in range(2))
+    optimizer = adamw(both.parameters())
+    for model in both:
+        train(model, optimizer, 0)
+    before = bits_of(both, optimizer)
+    sw.sleep(both, optimizer)
+    assert_same_bits(bits_of(both, optimizer), before)
+    sw.wake(both, optimizer)
+    assert_same_bits(bits_of(both, optimizer), before)
+    train(both[0], optimizer, 1)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "ddp"])
 def test_gradients_sleep(strategy: str) -> None:
     model, optimizer = make(strategy, "plain", "adamw")

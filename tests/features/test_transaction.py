@@ -74,6 +74,22 @@ def test_gradients_from_before_the_step_are_restored() -> None:
 
 
 @on_ranks(2)
+def test_rounding_errors_of_gradients_are_restored() -> None:
+    wire = sw.Wire(reduce="int4", block=8, error_feedback=True)
+    undisturbed = Training(wire=wire)
+    for _ in range(3):
+        undisturbed.step()
+    expected = undisturbed.fingerprint()
+    training = Training(wire=wire)
+    training.step()
+    for place in ("backward", "after step"):
+        with pytest.raises(ValueError if rank() == 0 else sw.PeerAborted):
+            training.step(place if rank() == 0 else "")
+        training.step()
+    assert training.fingerprint() == expected
+
+
+@on_ranks(2)
 def test_the_end_of_the_data_on_one_rank_ends_the_step_on_all() -> None:
     training = Training()
     batches = iter([torch.randn(5, WIDTH)] * (1 + rank()))
@@ -185,6 +201,32 @@ def _mistakes() -> None:
         training.body("")
         with torch.no_grad():
             next(model.parameters()).clamp_(-1, 1)  # after the optimizer's step, so it is undone
+
+
+@pytest.mark.parametrize("stepped_by", ["fused", "foreach", "adam8bit", "hand"])
+@on_ranks(2)
+def test_a_change_that_cannot_be_undone_is_refused(stepped_by: str) -> None:
+    granularity: Any = "row" if stepped_by == "adam8bit" else "dim"
+    model: Any = sw.fully_shard(nn.Linear(WIDTH, WIDTH), granularity=granularity)
+    parameters: Any = list(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+    def step() -> None:
+        if stepped_by == "hand":
+            parameters[0].to_local().detach().add_(1)
+        elif stepped_by == "adam8bit":
+            sw.optim.Adam8bit(parameters).step()
+        else:
+            options: Any = {stepped_by: True}
+            torch.optim.AdamW(parameters, **options).step()
+
+    with pytest.raises(sw.StepError, match=r"^weight.*pass every optimizer"), sw.transaction(model):
+        step()
+    with (
+        pytest.raises(sw.PlanError, match=r"weight.*step outside"),
+        sw.gathered(model, write_back=True),
+    ):
+        step()
 
 
 def _transaction(training: Training) -> Any:

@@ -66,10 +66,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Tripping]] = {
 class Training:
     """A model and its optimizer, and the places at which their steps can fail."""
 
-    def __init__(self, strategy: str = "fsdp", optimizer: str = "adamw") -> None:
+    def __init__(self, strategy: str = "fsdp", optimizer: str = "adamw", **options: Any) -> None:
         torch.manual_seed(7)
         net = Net()
-        options = options_of(strategy) if world_size() > 1 else {}
+        options |= options_of(strategy) if world_size() > 1 else {}
         self.model = sw.fully_shard(net, units={Block, FailingLinear}, **options)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.failing: Any = net.blocks[1]

@@ -76,6 +76,23 @@ def _clip(strategy: str) -> list[float]:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("float32", "float64")])
+def test_norms_are_exact_if_the_first_gradient_has_a_smaller_dtype(dtypes: Any) -> None:
+    first, second = (getattr(torch, dtype) for dtype in dtypes)
+    model = nn.Sequential(nn.Linear(8, 8, dtype=first), nn.Linear(8, 8, dtype=second))
+    policy = sw.MixedPrecisionPolicy(master_dtype="keep")
+    sw.fully_shard(model, units=nn.Linear, granularity="dim", mp_policy=policy)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gradient: Any = model[1].weight.grad
+    expected = 8e5 / 3  # infinite in float16
+    gradient.fill_(expected / 8)
+    norm = sw.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(expected, rel=4 * torch.finfo(second).eps)
+    assert gradient.full_tensor().norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("granularity", ["element", "dim"])
 def test_a_rank_that_clips_is_notified_of_an_exception(granularity: Any) -> None:
     case = CASES["stack"]

@@ -205,6 +205,37 @@ def test_gradients_may_wait_for_the_last_micro_batch(strategy: str, method: str)
 
 
 @on_ranks(2)
+def test_ignored_parameters_wait_for_the_step_after_backward() -> None:
+    reference, model = Scaled().double(), Scaled().double()
+    model.load_state_dict(reference.state_dict())
+    sw.fully_shard(model, units=Block, ignored_params={model.scale})
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    sw.optimizer_in_backward(model, optimizers[1])
+    x = torch.randn(4, WIDTH).double()  # the same on all ranks, as nobody averages the gradient
+    for _ in range(2):
+        before = model.scale.detach().clone()
+        for one in (reference, model):
+            one(x).square().mean().backward()
+        assert torch.equal(model.scale.detach(), before)
+        step_all(optimizers)
+        assert_same(model, reference, *optimizers)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_the_model_was_sharded() -> None:
+    reference, model = build("stack"), build("stack")
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    sw.fully_shard(model, units=Block)
+    sw.optimizer_in_backward(model, optimizers[1])
+    batch = torch.randn(12, WIDTH).double()
+    reference(batch).square().mean().backward()
+    model(own_part(batch)).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    step_all(optimizers)
+    assert_same(model, reference, *optimizers)
+
+
+@on_ranks(2)
 def test_backward_of_a_forward_from_before_the_step_is_refused() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     sw.optimizer_in_backward(model, adamw(model.parameters()))
@@ -320,6 +351,18 @@ def _choose(unused: Any, strategy: str) -> None:
         return torch.stack(losses).mean()
 
     train(reference, model, forward)
+
+
+class Scaled(Stack):
+    """Multiplies the output by a parameter, which has its gradient before all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.scale
+        return y
 
 
 class Turns(nn.Module):

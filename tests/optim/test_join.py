@@ -272,6 +272,17 @@ class InBackward(Joined):
         self.scheduler.step()
 
 
+class BuiltBefore(Joined):
+    """Builds the optimizer before it shards the model."""
+
+    def __init__(self, name: str) -> None:
+        self.case, self.clip = CASES[name], None
+        model: Any = build(name)
+        self.model = model
+        self.prepare()
+        sw.fully_shard(model, units=self.case.units)
+
+
 class Recomputed(Joined):
     """Computes the whole model again in backward."""
 
@@ -322,6 +333,7 @@ LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
         {"granularity": "dim"},
     ),
     "steps in backward": (InBackward, "stack", [[1] * 3, [1] * 5], {}),
+    "an optimizer from before": (BuiltBefore, "stack", [[1], [1] * 3], {}),
     "a checkpoint of the whole model": (Recomputed, "stack", [[1], [1] * 3], {}),
 }
 
@@ -980,7 +992,12 @@ def test_what_is_refused() -> None:
     ):
         pass
     other = adamw(iter([*model.parameters(), nn.Parameter(torch.zeros(5))]))
-    with pytest.raises(sw.PlanError, match=r"shape \(5,\) that is not of"), sw.join(model, other):
+    with pytest.raises(sw.PlanError, match=r"shape \(5,\), which .*manage"), sw.join(model, other):
+        pass
+    ignoring: Any = build("stack")
+    sw.fully_shard(ignoring, units=Block, ignored_params={ignoring.norm.weight})
+    other = adamw(ignoring.parameters())
+    with pytest.raises(sw.PlanError, match=r"norm\.weight.*ignored"), sw.join(ignoring, other):
         pass
     plateau = ReduceLROnPlateau(optimizer)
     with pytest.raises(sw.PlanError, match="ReduceLROnPlateau"), sw.join(model, optimizer, plateau):

@@ -96,6 +96,18 @@ def test_one_process_steps_like_a_public_implementation(
         assert torch.allclose(one, twin, rtol=0, atol=1e-10)
 
 
+def test_the_first_step_changes_no_matrix() -> None:
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.randn(4, 4))
+    optimizer = sw.optim.SOAP([matrix], weight_decay=0.5)
+    matrix.grad = torch.randn(4, 4)
+    before = matrix.detach().clone()
+    optimizer.step()
+    assert torch.equal(matrix, before)
+    optimizer.step()
+    assert not torch.equal(matrix, before)
+
+
 class _Torch:
     """`torch` with float64 in place of float32."""
 

@@ -11,10 +11,12 @@ import shardwise as sw
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
+    adamw,
     assert_close,
     assert_equal_models,
     rank,
     sharded_pair,
+    step_all,
     world_size,
 )
 
@@ -71,6 +73,27 @@ def test_backward_computes_gradients_of_the_mean_over_all_tokens() -> None:
         assert_equal_models(model, reference, 0)
         for one in (model, reference):
             one.zero_grad()
+
+
+@on_ranks(2)
+def test_an_optimizer_in_backward_steps_once() -> None:
+    reference, model = sharded_pair("stack")
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    sw.optimizer_in_backward(model, optimizers[1])
+    rows, mask = torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double()
+    parts = _cut(*_cut(rows, mask, world_size())[rank()], 2)
+
+    def run(**options: Any) -> None:
+        sw.backward(
+            model, parts, lambda part: _losses(model, *part), lambda part: len(part[1]), **options
+        )
+
+    with pytest.raises(sw.PlanError, match=r"accumulate='shards'.*each of 2 .*accumulate='whole'"):
+        run()
+    run(accumulate="whole")
+    (_losses(reference, rows, mask) / ROWS).backward()  # type: ignore[no-untyped-call]
+    step_all(optimizers)
+    assert_equal_models(model, reference, 0)
 
 
 @on_ranks(2)

@@ -21,10 +21,12 @@ from shardwise.runtime.module import runtimes_in, set_managed
 from shardwise.runtime.parameters import FSDPParameter, attributes_of
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters
+from shardwise.runtime.versions import versions_of
 from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = ["gathered", "holding"]
 
+Versions = tuple[int, int]  # see `versions_of`
 Sums = dict[DataParallelMesh, dict[str, Tensor]]  # checksums by the ranks that share a parameter
 
 _ADVICE = (
@@ -88,7 +90,7 @@ class HeldLayout:
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
-        self._versions: list[int] = []  # of the sharded parameters, when they were replaced
+        self._versions: list[Versions] = []  # of the sharded parameters, when they were replaced
 
     def launch_gather(self, collectives: Collectives, label: str) -> Work:
         flat = self._flat
@@ -110,12 +112,12 @@ class HeldLayout:
                 parameter.use_unsharded()
             return
         held.unpack()
-        self._versions = [parameter.sharded._version for parameter in flat.parameters]
+        self._versions = [versions_of(parameter) for parameter in flat.parameters]
         for parameter, view in zip(flat.parameters, held.views, strict=True):
             _show(parameter, view)
 
-    def parameters(self) -> Iterator[tuple[FSDPParameter, int, Tensor]]:
-        """Every parameter that can be written back, with its version and view [shape]."""
+    def parameters(self) -> Iterator[tuple[FSDPParameter, Versions, Tensor]]:
+        """Every parameter that can be written back, with its versions and view [shape]."""
         if self._flat.held is None:
             self._flat.codec.check_unchanged()
         else:
@@ -176,9 +178,9 @@ def _collect_changes(held: Sequence[HeldLayout]) -> Sums:
     Shards do not change, so nothing is written if this raises or if ranks differ.
     """
     assigned = [
-        (view, _assigned(parameter, version, view))
+        (view, _assigned(parameter, versions, view))
         for each in held
-        for parameter, version, view in each.parameters()
+        for parameter, versions, view in each.parameters()
     ]
     for view, tensor in assigned:
         if tensor is not None:
@@ -228,9 +230,9 @@ def _refuse_gradient(name: str) -> None:
     )
 
 
-def _assigned(parameter: FSDPParameter, version: int, view: Tensor) -> Tensor | None:
+def _assigned(parameter: FSDPParameter, versions: Versions, view: Tensor) -> Tensor | None:
     """The tensor that the modules hold, if it is not ``view``."""
-    tensor = _held_by_modules(parameter, version)
+    tensor = _held_by_modules(parameter, versions)
     if tensor is None:
         return None
     if tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride():
@@ -240,12 +242,12 @@ def _assigned(parameter: FSDPParameter, version: int, view: Tensor) -> Tensor | 
     return tensor.clone() if is_view else tensor
 
 
-def _held_by_modules(parameter: FSDPParameter, version: int) -> Tensor | None:
+def _held_by_modules(parameter: FSDPParameter, versions: Versions) -> Tensor | None:
     """The dense tensor [shape] that the modules hold; None if they were deleted.
 
-    ``version`` is that of the sharded parameter when it was replaced.
+    ``versions`` are those of the sharded parameter when it was replaced.
     """
-    if parameter.sharded._version != version:
+    if versions_of(parameter) != versions:
         raise PlanError(
             f"{parameter.name}: its shard was changed inside sw.gathered(write_back=True), perhaps "
             "by an optimizer, and the gathered value would overwrite the change; step outside"

@@ -58,7 +58,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
 
     Memory: from an optimizer's first step to the end of the block, a second copy of this rank's
     shards of its parameters and states (for AdamW in float32, 12 bytes per element of a shard);
-    for the whole block, a copy of the buffers and of gradients that were not None before it.
+    for the whole block, a copy of the buffers, of gradients that were not None before it, and of
+    the rounding errors of ``Wire(error_feedback=True)``.
     Time: these copies, and one byte exchanged between all ranks. To measure both, run
     ``shardwise bench --vs ddp --ours fsdp,fsdp-transaction``.
 
@@ -238,7 +239,7 @@ class Step:
 
 
 class ModelSnapshot:
-    """Gradients, reduced or not, and buffers of a model before forward; torch's random states.
+    """Gradients, rounding errors and buffers of a model before forward; torch's random states.
 
     Parameters are not copied, because only an optimizer should change them; see
     `changed_parameters`.
@@ -251,7 +252,8 @@ class ModelSnapshot:
         self._awaiting = scheduler.sequencer.awaiting_reduction
         accumulated = [one.accumulated for one in scheduler.gradients]
         self._accumulated = [(one, one.snapshot()) for one in accumulated]
-        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
+        self._residuals = [(one, _clone_or_none(one.residual)) for one in scheduler.gradients]
+        self._parameters = [(name, p, _versions_of(p)) for name, p in model.named_parameters()]
         self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
         self._buffers = [
             (module, name, buffer, _clone_or_none(buffer))
@@ -262,7 +264,7 @@ class ModelSnapshot:
 
     def changed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that have been written to since the snapshot, by name."""
-        return {name: p for name, p, version in self._parameters if p._version != version}
+        return {name: p for name, p, before in self._parameters if _versions_of(p) != before}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -278,6 +280,8 @@ class ModelSnapshot:
             self._scheduler.leaves.num_done = self._num_leaves_done
         for accumulated, before in self._accumulated:
             accumulated.restore(before)
+        for gradients, residual in self._residuals:
+            gradients.residual = residual
 
 
 class OptimizerSnapshot:
@@ -343,6 +347,12 @@ class _Entries:
             if values is not None:
                 _write(value, values)
             entries[key] = value
+
+
+def _versions_of(parameter: Tensor) -> list[int]:
+    """Numbers that change when ``parameter`` does, or this rank's part of it alone."""
+    local = [parameter._local_tensor] if isinstance(parameter, DTensor) else []
+    return [one._version for one in (parameter, *local)]
 
 
 def _run(tensor: Tensor) -> Tensor:

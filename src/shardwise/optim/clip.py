@@ -54,8 +54,9 @@ def clip_grad_norm_(
         raise TypeError("clip_grad_norm_: expected parameters, got a module; pass its parameters()")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for parameter in parameters:
-        sharding = sharding_of(parameter)
-        if sharding is not None and getattr(parameter, STEPS_IN_BACKWARD, False):
+        if getattr(parameter, STEPS_IN_BACKWARD, False):
+            sharding = sharding_of(parameter)
+            assert sharding is not None
             raise StepError(
                 f"{sharding.name}: clipping by the global norm needs all gradients at once, but "
                 "sw.optimizer_in_backward frees each after its step; clip single gradients in "

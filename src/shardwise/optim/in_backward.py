@@ -30,8 +30,7 @@ from shardwise.features.unused import (
     gradients_of,
     settle,
 )
-from shardwise.runtime.accumulation import is_unreduced
-from shardwise.runtime.attach import parameters_of
+from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.module import runtime_of_root
 from shardwise.runtime.observer import Backward, StepObserver
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD, FSDPParameter
@@ -71,6 +70,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
       ``sw.transaction(model, optimizer)`` the step is undone on every rank, but a transaction keeps
       a copy of parameters and states. ``unused="error"`` also raises after the parameters that all
       ranks used have been stepped.
+    - *Parameters that the model does not shard*, such as trainable ``ignored_params``, keep their
+      gradients until ``optimizer.step()`` after backward.
     - After a forward with gradients but without a backward (an evaluation without ``no_grad``), the
       next backward steps all units at its end, with the gradients of all of them in memory.
     - With ``unused="zeros"`` every backward through the model is a step, including those of
@@ -102,6 +103,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBac
         raise PlanError("the model has an optimizer in backward; call remove() of its handle first")
     scheduler.check_idle("when the optimizer steps cannot change in the middle of a step")
     _check_optimizer(optimizer)
+    take_sharded(optimizer)
     _check_parameters(model, optimizer)
     return StepsInBackward(scheduler, model, optimizer)
 
@@ -153,7 +155,6 @@ class _Stepper(StepObserver):
         self._known = set(map(id, parameters_of(optimizer)))
         self._unused = unused
         self._device = device
-        self._collected: set[Unit] = set()  # units that have gradients
         self._stepped: set[Unit] = set()  # units that stepped in the current backward
         # One sync per reduction: only the last one counts, but the device uses the memory of all.
         self._syncs: defaultdict[Unit, list[UsedParameterSync]] = defaultdict(list)
@@ -182,10 +183,6 @@ class _Stepper(StepObserver):
             self._used[unit] = _used_of(unit)
             label = f"agree on unused parameters of {unit.plan.label}"
             self._syncs[unit].append(UsedParameterSync([unit], comm, self._device, label))
-
-    def collected(self, unit: Unit) -> None:
-        """Record that the parameters of ``unit`` have gradients; more may still be added."""
-        self._collected.add(unit)
 
     def step(self, unit: Unit, comm: Communicator) -> None:
         """Step ``unit`` and free its gradients."""
@@ -219,7 +216,7 @@ class _Stepper(StepObserver):
         in_flight: list[object] = [
             sync.abandon() for syncs in self._syncs.values() for sync in syncs
         ]
-        for state in (self._collected, self._stepped, self._syncs, self._used):
+        for state in (self._stepped, self._syncs, self._used):
             state.clear()
         self._finish_on_device()
         return in_flight
@@ -229,13 +226,12 @@ class _Stepper(StepObserver):
             self._on_device.pop().finish()
 
     def _update(self, unit: Unit) -> None:
-        self._collected.discard(unit)
         with_gradients = [p for p in unit.parameters if p.sharded.grad is not None]
         try:
             if with_gradients:
                 self._stepped.add(unit)
                 self._check_known(with_gradients)
-                with self._without_others():
+                with self._without_others(unit):
                     self._step_optimizer()
         finally:
             for gradients in gradients_of([unit]):
@@ -255,12 +251,16 @@ class _Stepper(StepObserver):
                 )
 
     @contextlib.contextmanager
-    def _without_others(self) -> Iterator[None]:
-        """Hide the gradients of other units, which wait for more of them or for a reduction."""
-        others = [p.sharded for unit in self._collected for p in unit.parameters]
-        others += [p for p in parameters_of(self._optimizer) if is_unreduced(p.grad)]
-        kept = [(parameter, parameter.grad) for parameter in others]
-        for parameter in others:
+    def _without_others(self, unit: Unit) -> Iterator[None]:
+        """Hide the gradients of parameters outside ``unit``.
+
+        Other units wait for more of them or for a reduction. Parameters that the engine does not
+        manage wait for the user's ``optimizer.step()``.
+        """
+        own = {id(p.sharded) for p in unit.parameters}
+        others = [p for p in parameters_of(self._optimizer) if id(p) not in own]
+        kept = [(parameter, parameter.grad) for parameter in others if parameter.grad is not None]
+        for parameter, _ in kept:
             parameter.grad = None
         try:
             yield

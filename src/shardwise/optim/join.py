@@ -20,7 +20,7 @@ from shardwise.features.checks import iterates_in_forward
 from shardwise.features.joined_ranks import JOINED, Agreement, JoinedRanks
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
-from shardwise.runtime.attach import parameters_of
+from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
@@ -66,7 +66,7 @@ def join(
         PlanError: the model is not sharded; it cannot be joined (experts with other ranks,
             communication hooks, elastic replicas); an argument is not an optimizer or a scheduler,
             or is a scheduler whose steps depend on a metric, or an optimizer with parameters that
-            are not of the model.
+            are not of the model or in its ``ignored_params``.
         StepError: the ranks run different programs; an optimizer steps that is not in ``stepped``;
             in a forward, a backward, `gathered`, or another `join` of the model.
         PeerAborted: another rank raised in the block.
@@ -77,7 +77,7 @@ def join(
     scheduler = runtime.scheduler
     scheduler.check_idle("sw.join cannot begin in a forward, a backward or sw.gathered")
     parameters = list(model.parameters())
-    _check_parameters(parameters, stepped)
+    _check_parameters(model, runtime, stepped)
     iterating = (name for name, one in model.named_modules() if iterates_in_forward(one))
     ranks = JoinedRanks(runtime, parameters, training=training, iterating=next(iterating, None))
     steps = _Steps(ranks, stepped, parameters)
@@ -244,17 +244,20 @@ def _check(runtime: Runtime, stepped: Sequence[object], *, training: bool) -> No
 
 
 def _check_parameters(
-    parameters: Sequence[Tensor], stepped: Sequence[Optimizer | LRScheduler]
+    model: nn.Module, runtime: Runtime, stepped: Sequence[Optimizer | LRScheduler]
 ) -> None:
-    """Raise a PlanError if an optimizer steps parameters that are not in ``parameters``."""
-    known = {id(one) for one in parameters}
+    """Raise a PlanError if an optimizer steps parameters that the engine does not manage."""
+    managed = {id(one.sharded) for unit in runtime.units for one in unit.parameters}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in (one for one in stepped if isinstance(one, Optimizer)):
+        take_sharded(optimizer)
         for other in parameters_of(optimizer):
-            if other.requires_grad and id(other) not in known:
+            if other.requires_grad and id(other) not in managed:
+                name = names.get(id(other), f"a parameter of shape {tuple(other.shape)}")
                 raise PlanError(
-                    f"sw.join: {type(optimizer).__name__} steps a parameter of shape "
-                    f"{tuple(other.shape)} that is not of the model, so it would differ on ranks "
-                    "without batches; make it part of the model"
+                    f"sw.join: {type(optimizer).__name__} steps {name}, which fully_shard does not "
+                    "manage, so it would differ on ranks without batches; make it part of the "
+                    "model, and not one of ignored_params"
                 )
 
 

@@ -181,6 +181,10 @@ class SOAP(OwnerOptimizer):
             updates.append(update)
         return matrices.join(updates)
 
+    def _apply(self, member: Member, update: Tensor) -> None:
+        if self.state[member.parameter]["step"] > 1:  # the first step does not decay weights either
+            super()._apply(member, update)
+
 
 def _whole_of(state: Tensor) -> Tensor:
     """A view of all elements of a state, on its owner."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shardwise.errors import PlanError
 from shardwise.features.agreement import Action
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.joined_ranks import JoinedRanks
@@ -51,7 +52,8 @@ def backward(
             scalar.
         num_tokens: returns the number of tokens in a micro-batch that count.
         accumulate: ``"shards"`` reduces gradients after each micro-batch; ``"whole"`` reduces them
-            once, and holds whole gradients until then. The sums are the same.
+            once, and holds whole gradients until then. The sums are the same. With
+            `optimizer_in_backward` and several micro-batches, pass ``"whole"``.
         scaler: scales the losses, for gradients in float16.
 
     Returns:
@@ -59,7 +61,8 @@ def backward(
         if there are no tokens.
 
     Raises:
-        PlanError: the model is not sharded.
+        PlanError: the model is not sharded, or an optimizer in backward would step after each
+            micro-batch.
         ValueError: there is no micro-batch, or ``accumulate`` is not valid.
     """
     if accumulate not in ("shards", "whole"):
@@ -72,8 +75,7 @@ def backward(
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
     is_reproducible = runtime.mesh.leaves is not None  # then the engine reduces gradients once
-    if is_reproducible:
-        check_leaves(runtime.mesh, len(batches), "micro_batches")
+    _check_number(runtime, len(batches), accumulate)
     weight = _weight(runtime, [num_tokens(batch) for batch in batches])
     losses = []
     try:
@@ -97,6 +99,19 @@ def backward(
     if runtime.mesh.num_ranks > 1:
         total = across([total], runtime.mesh, runtime.mesh.world).mean()
     return mean_over_replicas(runtime, total)
+
+
+def _check_number(runtime: Runtime, num_batches: int, accumulate: str) -> None:
+    """Raise an error if a step cannot have ``num_batches`` micro-batches."""
+    if runtime.mesh.leaves is not None:
+        check_leaves(runtime.mesh, num_batches, "micro_batches")
+    elif (
+        num_batches > 1 and accumulate == "shards" and runtime.scheduler.sequencer.steps_in_backward
+    ):
+        raise PlanError(
+            f"accumulate='shards': sw.optimizer_in_backward would step in each of {num_batches} "
+            "micro-batches, with a part of the gradients; pass accumulate='whole'"
+        )
 
 
 def token_weight(model: nn.Module, num_tokens: int) -> float:

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
 from shardwise._private import accumulated_gradient_hooks, gradient_hooks
@@ -34,6 +37,7 @@ __all__ = [
     "replace_parameter",
     "restore_ties",
     "settings_of",
+    "take_sharded",
     "watch_optimizers",
 ]
 
@@ -144,27 +148,42 @@ def restore_ties(root: nn.Module) -> None:
                 setattr(module, name, parameter._sharded)
 
 
-@cache
-def watch_optimizers() -> None:
-    """Install the hook, once per process."""
-    register_optimizer_step_pre_hook(_take_sharded)
-
-
-def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def take_sharded(optimizer: Optimizer) -> None:
     """Give ``optimizer`` the sharded parameters in place of the replaced ones.
 
     Raises:
-        StepError: a gradient is not reduced yet.
+        PlanError: it has states for replaced ones.
     """
     for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if is_unreduced(parameter.grad):
-                parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
-            if not isinstance(parameter, ReplacedParameter):
-                continue
-            if optimizer.state.pop(parameter, None):
+        if ReplacedParameter in map(type, group["params"]):
+            replaced = [one for one in group["params"] if isinstance(one, ReplacedParameter)]
+            if any(optimizer.state.pop(one, None) for one in replaced):
                 raise PlanError(
                     f"{type(optimizer).__name__} has states for parameters that fully_shard has "
                     "replaced since; build the optimizer after fully_shard"
                 )
-            group["params"][index] = parameter._sharded
+            group["params"][:] = map(current, group["params"])
+
+
+@cache
+def watch_optimizers() -> None:
+    """Install the hooks, once per process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_count_versions)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise a StepError if a gradient is not reduced yet; otherwise, `take_sharded`."""
+    for parameter in parameters_of(optimizer):
+        if is_unreduced(parameter.grad):
+            parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
+    take_sharded(optimizer)
+
+
+def _count_versions(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Increment the versions of the DTensors that ``optimizer`` has stepped.
+
+    torch's fused and foreach optimizers do not, and other optimizers may write to local tensors.
+    """
+    stepped = (p for p in parameters_of(optimizer) if p.grad is not None and isinstance(p, DTensor))
+    torch.autograd.graph.increment_version(list(stepped))

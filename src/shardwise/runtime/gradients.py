@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -128,6 +129,13 @@ class Gradients:
     def residual(self) -> Tensor | None:
         """Rounding errors of a quantized reduction, which the next one compensates."""
         return None if self._quantized is None else self._quantized.residual
+
+    @residual.setter
+    def residual(self, value: Tensor | None) -> None:
+        if self._quantized is not None:
+            # Not in the same object: a reduction of a step that raised may still write to its own.
+            self._quantized = copy(self._quantized)
+            self._quantized.residual = value
 
     def release_idle_memory(self) -> tuple[torch.UntypedStorage, ...]:
         """Between steps: free memory that is kept for the next step; return what must be kept."""
@@ -392,8 +400,7 @@ class Gradients:
             self._pool.free(reduced.untyped_storage())
         self._close()
         self._free_scratch()
-        if self._quantized is not None:
-            self._quantized.residual = None
+        self.residual = None
         self.accumulated.rollback()
         if self._offload is not None:
             self._offload.work.synchronize()

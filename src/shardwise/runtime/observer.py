@@ -35,9 +35,6 @@ class StepObserver:
     def after_reduce(self, unit: Unit, comm: Communicator) -> None:
         """A reduction over all ranks was launched."""
 
-    def collected(self, unit: Unit) -> None:
-        """The parameters of ``unit`` have reduced gradients, to which more may be added."""
-
     def step(self, unit: Unit, comm: Communicator) -> None:
         """The gradients of ``unit`` are complete. Called only if it ``steps_in_backward``."""
 

@@ -604,7 +604,6 @@ class Scheduler:
                 self._finish_offload()
                 unit.collect(comm)
                 self._offloading = unit
-                self.observer.collected(unit)
             case EventKind.STEP:
                 self._finish_offload(of=unit)
                 self.observer.step(unit, comm)

@@ -69,7 +69,7 @@ def norms(
         assert cuts is not None, "no tensor of a reproducible model is cut into chunks"
         return InBlocks.norms(runs, cuts, mesh, order)
     local = _local_norms(runs, order)
-    by_rank = across([norm.to(local[0].dtype) for norm in local], mesh)  # [ranks, tensors]
+    by_rank = across(local, mesh)  # [ranks, tensors]
     # The norm of order 0 counts nonzero elements, so the ranks' counts add up.
     total = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
     return [norm.to(own.dtype) for norm, own in zip(total.unbind(), local, strict=True)]
@@ -78,7 +78,10 @@ def norms(
 def across(
     values: Sequence[Tensor], mesh: DataParallelMesh, group: RankGroup | None = None
 ) -> Tensor:
-    """Gather scalars of one dtype from the ranks of a replica, or of ``group``: [ranks, values]."""
+    """Gather scalars from the ranks of a replica, or of ``group``: [ranks, values].
+
+    If their dtypes differ, they are promoted to one that holds all of them.
+    """
     own = torch.stack(list(values))
     runs = [Run(0, own.numel())] * (mesh.shards if group is None else group).size
     return gather_runs(own, runs, mesh, "scalars", group)

@@ -87,6 +87,19 @@ def test_a_step_between_forward_and_backward_is_refused(strategy: str) -> None:
     check_step(model)
 
 
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@on_ranks(2)
+def test_a_step_of_torchs_dtensors_between_forward_and_backward_is_refused(kind: str) -> None:
+    model = sharded(granularity="dim")
+    options: Any = {kind: True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    first, second = (model(own_part(batch())).square().mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(sw.StepError, match=r"first\.weight.*changed between a forward of"):
+        second.backward()
+
+
 def change_local(model: nn.Module) -> None:
     model.get_parameter("layers.1.up.weight").to_local().detach().mul_(2)  # type: ignore[attr-defined]
 
