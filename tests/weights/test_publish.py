@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +21,10 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import weights
+from shardwise.checkpoint import save as save_module
+from shardwise.checkpoint.collect import WriteJob
+from shardwise.checkpoint.coordination import Coordinator
+from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError, CheckpointNotFound
 from shardwise.integrations import vllm
 from shardwise.weights.updates import Manifest, TensorInfo, Update, indices_of, runs_of
@@ -205,6 +210,29 @@ def test_other_arguments_send_everything() -> None:
     sw.publish(model, target)
     if dist.get_rank() == 0:
         assert target.manifest.base is None, "nothing is known after only_changed=False"
+
+
+@on_ranks(2)
+def test_a_version_is_published_beside_a_save(tmp_path: Path) -> None:
+    model, target, gate = _plain("gpt"), MemoryTarget(), threading.Event()
+
+    def write_later(job: WriteJob, ranks: Coordinator) -> None:
+        if dist.get_rank() == 1:
+            assert gate.wait(100)
+        write(job, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "write", write_later)
+        pending = sw.save(tmp_path / "saved", model=model, wait=False)
+        try:
+            sw.publish(model, target)
+        finally:
+            gate.set()
+        pending.wait()
+    sw.load(tmp_path / "saved", model=model)
+    expected = whole(model)
+    if dist.get_rank() == 0:
+        assert_same(target.tensors, expected)
 
 
 @on_ranks(2)

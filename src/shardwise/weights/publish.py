@@ -77,7 +77,7 @@ def publish(
     if baseline is not None and (not only_changed or baseline.settings != settings):
         baseline = None
     with warning_of_absent_ranks(ranks.mesh, "sw.publish"):
-        coordinator = coordinator_of(ranks.mesh, model)
+        coordinator = coordinator_of(ranks.mesh, model, "publish")
         action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
         coordinator.agree(ranks.mesh, ranks.device, action)
     publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
