@@ -67,6 +67,15 @@ class RunDirectory:
         """One JSON object: the fields of `summary.Summary`. Written last."""
         return self.path / "summary.json"
 
+    def discard_best(self, first: str) -> None:
+        """Remove the best checkpoints from the one named ``first`` on.
+
+        A run that was killed may leave them and resume from an earlier step.
+        """
+        for checkpoint in complete(folder_at(self.saves_best_to)):
+            if checkpoint.name >= first:
+                discard(checkpoint)
+
     def is_finished(self, steps: int) -> bool:
         """Whether all ``steps`` are trained and summarized, here or in another run directory."""
         return self.step == steps and (self.summary.exists() or not self.history)
