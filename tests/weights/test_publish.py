@@ -330,6 +330,15 @@ def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     assert_same(weights.read_published(folder).tensors, whole(model))
 
 
+def test_only_the_last_directory_has_a_copy(tmp_path: Path) -> None:
+    model, known = build("gpt"), []
+    with LiveBytes() as live:
+        for step in range(3):
+            assert sw.publish(model, tmp_path / str(step)) == 1
+            known.append(live.now)
+    assert known[0] == known[2] > 0
+
+
 def test_two_programs_do_not_publish_to_a_directory_at_once(tmp_path: Path) -> None:
     one, other = weights.Directory(tmp_path), weights.Directory(tmp_path)
     whole_version = Manifest(1, None, {"weight": TensorInfo((2,), torch.float32)})
