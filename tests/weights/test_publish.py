@@ -459,6 +459,28 @@ def test_receivers_of_a_group_have_each_version() -> None:
         change(model, step, 0.05)
 
 
+@on_ranks(2)
+def test_a_receiver_that_fails_keeps_the_last_version() -> None:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 1:
+        receiver = weights.Receiver()
+        receiver.receive()
+        receiver.version = 7
+        with pytest.raises(RuntimeError, match=r"changes of version 1, but .* has version 7"):
+            receiver.receive()
+        assert receiver.receive() == 2
+        dist.barrier()
+        return
+    model = sw.fully_shard(build("gpt"), mesh=DeviceMesh.from_group(alone, "cpu"))
+    target = weights.Broadcast()
+    sw.publish(model, target)
+    change(model, 0, 0.05)
+    with pytest.raises(RuntimeError, match="a receiver could not take over version 2"):
+        sw.publish(model, target)
+    assert sw.publish(model, target) == 2
+    dist.barrier()
+
+
 @pytest.mark.parametrize("in_memory", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_sender_killed_at_any_access_leaves_one_version(
     tmp_path: Path, *, in_memory: bool
