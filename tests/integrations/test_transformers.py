@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 
+from shardwise.integrations.transformers import Trainer
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun, torchrun_environment
 
@@ -53,6 +54,13 @@ def test_a_single_rank_saves_the_random_states_that_the_trainer_reads(tmp_path: 
         "checkpoint-12",
         "checkpoint-6",
     ]
+
+
+def test_a_resume_without_the_states_of_the_optimizer_warns(tmp_path: Path) -> None:
+    trainer = Trainer(model=torch.nn.Linear(2, 2), args=TrainingArguments(str(tmp_path)))
+    trainer.resume_callback.directory = tmp_path
+    with pytest.warns(UserWarning, match="has no states of an optimizer"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +108,16 @@ def test_resuming_and_workers_do_not_change_the_order(text: Text, workers: int) 
     resumed = list(map(tokens, sequences(text).loader(range(4, 9), workers, pin_memory=False)))
     assert torch.equal(torch.stack(loaded), torch.stack(reference))
     assert torch.equal(torch.stack(resumed), torch.stack(reference[3:]))
+
+
+def test_a_signal_to_all_processes_does_not_end_the_workers(text: Text) -> None:
+    """They may have batches of the steps before the checkpoint of a stopped run."""
+    before = {*multiprocessing.active_children()}
+    batches = iter(sequences(text).loader(range(1, 20), 1, pin_memory=False))
+    next(batches)
+    [worker] = {*multiprocessing.active_children()} - before
+    worker.terminate()
+    assert len(list(batches)) == 18
 
 
 def test_loading_draws_nothing_from_the_default_generator(text: Text) -> None:

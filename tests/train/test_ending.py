@@ -56,6 +56,19 @@ def _train(config: Config) -> tuple[list[Path], bool]:
     return [Path(str(latest(place))) for place in places], result.summary is not None
 
 
+def _die_in_the_last_save(config: Config) -> None:
+    def save(trainer: Trainer, path: Path, **options: Any) -> Any:
+        if trainer.is_done and path.parent.name == "checkpoints":
+            raise KeyboardInterrupt
+        return original(trainer, path, **options)
+
+    original = Trainer.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            _train(config)
+
+
 def names_of(config: Config) -> list[str]:
     [(checkpoints, is_summarized), _] = run_on(2, _train, config)
     assert is_summarized
@@ -72,6 +85,14 @@ def test_patience_outlasts_a_resume(tmp_path: Path) -> None:
     assert names_of(stopped) == ["step-00000006", "step-00000004"]
     config = config_of(tmp_path, train={"patience": 3})
     assert names_of(config) == ["step-00000010", "step-00000004"]
+
+
+def test_the_best_checkpoint_outlasts_a_kill(tmp_path: Path) -> None:
+    """The run resumes from step 3, and saves that of step 4 again."""
+    config = config_of(tmp_path, train={"steps": 4}, checkpoint={"every": 3})
+    run_on(2, _die_in_the_last_save, config)
+    assert [path.name for path in (tmp_path / "run" / "best").iterdir()] == ["step-00000004"]
+    assert names_of(config) == ["step-00000004", "step-00000004"]
 
 
 def test_a_callback_ends_a_run(tmp_path: Path) -> None:

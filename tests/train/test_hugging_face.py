@@ -1,5 +1,6 @@
 """Models of transformers: built on the meta device, or loaded; trained, adapted and exported."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,22 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoTokenizer, BertConfig, ViTConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.planned import plan_of
+from shardwise.train import run as run_module
 from shardwise.train.build import build_model, check
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
+from shardwise.train.display import Display
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
 from shardwise.train.planned import configuration_of
 from shardwise.train.run_directory import open_run
+from shardwise.train.source import source_of
 from tests.models import llama_config
 from tests.ranks import run_on
 from tests.train.running import Document, Recorder, config_with, cpu_world
@@ -193,6 +198,22 @@ def test_a_model_that_is_not_causal_is_refused(
     settings.save_pretrained(str(tmp_path / "model"))
     with pytest.raises(ConfigError, match=message):
         check(config_of(root, "errors", model={"path": str(tmp_path / "model")}))
+
+
+def test_a_run_does_not_resume_with_adapters_of_another_scale(root: Path) -> None:
+    models: list[dict[str, Any]] = [{"lora_rank": 2, "lora_alpha": alpha} for alpha in (8, 16)]
+    one, other = (source_of(config_of(root, model=model)).identity for model in models)
+    assert {key for key in one if one[key] != other[key]} == {"model.lora_alpha"}
+
+
+def test_a_run_without_checkpoints_says_that_nothing_is_exported(
+    root: Path, tmp_path: Path
+) -> None:
+    config = config_of(root, str(tmp_path), checkpoint={"every": 0})
+    out, opened = io.StringIO(), open_run(config)
+    corpus = open_corpus(config)
+    run_module._export(config, opened, corpus, Display(Console(file=out), config, opened, corpus))
+    assert "checkpoint.every=0 has saved no checkpoint" in out.getvalue()
 
 
 def test_a_vocabulary_that_is_too_large(root: Path) -> None:

@@ -19,6 +19,18 @@ def test_the_written_configuration_reads_back(tmp_path: Path) -> None:
     assert read_config(open_run(config).config) == config
 
 
+def test_the_directory_of_checkpoints_does_not_depend_on_where_a_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for given, place in (("here", tmp_path / "here"), ("~/there", tmp_path / "home" / "there")):
+        checkpoint = CheckpointConfig(directory=given)
+        run = open_run(in_directory(tmp_path / given).model_copy(update={"checkpoint": checkpoint}))
+        assert run.saves_to == read_config(run.config).checkpoint.directory == str(place)
+    assert open_run(read_config(None, ["checkpoint.directory=memory://a"])).saves_to == "memory://a"
+
+
 def test_runs_that_start_in_the_same_second_have_their_own_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

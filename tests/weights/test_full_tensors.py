@@ -142,6 +142,17 @@ def test_adapters_alone_are_those_of_peft(options: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_trained_tensors_are_not_left_out() -> None:
+    peft = pytest.importorskip("peft")
+    with pytest.raises(PlanError, match=r"first\.bias: .*leave out this trained tensor"):
+        sw.full_tensors(adapted(bias="all"), adapters="alone")
+    config = peft.IA3Config(target_modules=["up"], feedforward_modules=[])
+    model = peft.get_peft_model(build("stack").float(), config)
+    for adapters in ("alone", "merged"):
+        with pytest.raises(PlanError, match=r"only .*LoRA"):
+            sw.full_tensors(model, adapters=adapters)
+
+
 class Packed(nn.Parameter):
     """Like bitsandbytes' 4-bit weights: two codes per byte, with what dequantizes them."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +21,10 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import weights
+from shardwise.checkpoint import save as save_module
+from shardwise.checkpoint.collect import WriteJob
+from shardwise.checkpoint.coordination import Coordinator
+from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError, CheckpointNotFound
 from shardwise.integrations import vllm
 from shardwise.weights.updates import Manifest, TensorInfo, Update, indices_of, runs_of
@@ -208,6 +213,29 @@ def test_other_arguments_send_everything() -> None:
 
 
 @on_ranks(2)
+def test_a_version_is_published_beside_a_save(tmp_path: Path) -> None:
+    model, target, gate = _plain("gpt"), MemoryTarget(), threading.Event()
+
+    def write_later(job: WriteJob, ranks: Coordinator) -> None:
+        if dist.get_rank() == 1:
+            assert gate.wait(100)
+        write(job, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "write", write_later)
+        pending = sw.save(tmp_path / "saved", model=model, wait=False)
+        try:
+            sw.publish(model, target)
+        finally:
+            gate.set()
+        pending.wait()
+    sw.load(tmp_path / "saved", model=model)
+    expected = whole(model)
+    if dist.get_rank() == 0:
+        assert_same(target.tensors, expected)
+
+
+@on_ranks(2)
 def test_an_error_of_the_target_is_raised_on_all_ranks_and_the_next_version_is_whole() -> None:
     model, target = _plain("gpt"), MemoryTarget()
     sw.publish(model, target)
@@ -300,6 +328,15 @@ def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     dist.barrier()
     sw.publish(model, str(folder))
     assert_same(weights.read_published(folder).tensors, whole(model))
+
+
+def test_only_the_last_directory_has_a_copy(tmp_path: Path) -> None:
+    model, known = build("gpt"), []
+    with LiveBytes() as live:
+        for step in range(3):
+            assert sw.publish(model, tmp_path / str(step)) == 1
+            known.append(live.now)
+    assert known[0] == known[2] > 0
 
 
 def test_two_programs_do_not_publish_to_a_directory_at_once(tmp_path: Path) -> None:
@@ -420,6 +457,28 @@ def test_receivers_of_a_group_have_each_version() -> None:
         if rank == 0:
             dist.broadcast_object_list(sent, src=0, group=receivers)
         change(model, step, 0.05)
+
+
+@on_ranks(2)
+def test_a_receiver_that_fails_keeps_the_last_version() -> None:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 1:
+        receiver = weights.Receiver()
+        receiver.receive()
+        receiver.version = 7
+        with pytest.raises(RuntimeError, match=r"changes of version 1, but .* has version 7"):
+            receiver.receive()
+        assert receiver.receive() == 2
+        dist.barrier()
+        return
+    model = sw.fully_shard(build("gpt"), mesh=DeviceMesh.from_group(alone, "cpu"))
+    target = weights.Broadcast()
+    sw.publish(model, target)
+    change(model, 0, 0.05)
+    with pytest.raises(RuntimeError, match="a receiver could not take over version 2"):
+        sw.publish(model, target)
+    assert sw.publish(model, target) == 2
+    dist.barrier()
 
 
 @pytest.mark.parametrize("in_memory", [pytest.param(False, marks=pytest.mark.thorough), True])

@@ -25,18 +25,28 @@ __all__ = ["Coordinator", "coordinator_of", "warning_of_absent_ranks"]
 PATIENCE_SECONDS = 15.0
 
 _CPU = torch.device("cpu")
-# Coordinators by process group, as in `comm.communicator`, or by model in a single process.
-_coordinators: "weakref.WeakKeyDictionary[object, Coordinator]" = weakref.WeakKeyDictionary()
+# Coordinators by process group, as in `comm.communicator`, or by model in a single process; then by
+# the name of their queue.
+_coordinators: "weakref.WeakKeyDictionary[object, dict[str, Coordinator]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def coordinator_of(mesh: DataParallelMesh, model: object | None) -> "Coordinator":
-    """The coordinator of the ranks of ``mesh``. All ranks must make the first call together."""
+def coordinator_of(
+    mesh: DataParallelMesh, model: object | None, queue: str = "checkpoint"
+) -> "Coordinator":
+    """The coordinator of the ranks of ``mesh``. All ranks must make the first call together.
+
+    Exchanges in a ``queue`` must have the same order on all ranks, so those that may run beside a
+    save with ``wait=False`` need another one.
+    """
     key = model if mesh.group is None else mesh.group
     if key is None:
-        return Coordinator(mesh)
-    if key not in _coordinators:
-        _coordinators[key] = Coordinator(mesh)
-    return _coordinators[key]
+        return Coordinator(mesh, queue)
+    by_queue = _coordinators.setdefault(key, {})
+    if queue not in by_queue:
+        by_queue[queue] = Coordinator(mesh, queue)
+    return by_queue[queue]
 
 
 @contextlib.contextmanager
@@ -63,13 +73,13 @@ class Waitable(Protocol):
 class Coordinator:
     """Collectives of one process group that run concurrently with those of a training step."""
 
-    def __init__(self, mesh: DataParallelMesh) -> None:
+    def __init__(self, mesh: DataParallelMesh, queue: str) -> None:
         self.size = mesh.num_ranks
         self.rank = mesh.group_rank
         self.pending: Waitable | None = None  # the last save with wait=False
         self.host_copies = HostCopies()  # reused by all saves with wait=False
         is_alone = mesh.num_ranks == 1
-        self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, "checkpoint")
+        self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, queue)
         self._guard: Communicator | None = None  # detects lost ranks
 
     def agree(self, mesh: DataParallelMesh, device: torch.device, action: str) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.errors import ConfigError
+
 
 def train(
     config: Annotated[
@@ -27,6 +29,7 @@ def train(
     replicas: Annotated[
         int | None,
         typer.Option(
+            min=1,
             metavar="N",
             help="Start a lighthouse and N replicas on this machine, each with --nproc ranks; "
             "replicas that die are started again.",
@@ -55,6 +58,12 @@ def train(
         from shardwise.cli import main  # noqa: PLC0415 (it imports this module)
         from shardwise.launch.replicas import run_replicas  # noqa: PLC0415
 
+        if replicas > 1 and settled.checkpoint.directory:
+            raise ConfigError(
+                f"checkpoint.directory={settled.checkpoint.directory!r} with --replicas: all of "
+                "them would save to the same path; leave it out, then each saves in its part of "
+                "run.directory"
+            )
         name = f"{settled.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = settled.run.directory or f"runs/{name}"
         options = {"--nproc": nproc, "--memory": memory}

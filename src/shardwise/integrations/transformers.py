@@ -23,9 +23,11 @@ PackageMissing.check("transformers", extra="hf", needed_for=__name__)
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
+from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard as shard
 from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
 from shardwise.integrations.uneven_batches import EpochBegins, UnevenBatches
@@ -124,10 +126,17 @@ class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
     ) -> None:
         del args, state, control
-        if self.directory is not None and (self.directory / _OPTIMIZER).exists():
+        if self.directory is None:
+            return
+        if (self.directory / _OPTIMIZER).exists():
             load_optimizers(self.directory / _OPTIMIZER, model, [kwargs["optimizer"]])
             schedule = torch.load(self.directory / _SCHEDULER, weights_only=True)
             kwargs["lr_scheduler"].load_state_dict(schedule)
+        elif not (self.directory / OPTIMIZER_NAME).exists():  # the Trainer's own has been loaded
+            warn_caller(
+                f"{self.directory} has no states of an optimizer (save_only_model=True), so the "
+                "optimizer and its schedule start over"
+            )
 
 
 def _load_adapter(

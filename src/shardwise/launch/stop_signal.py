@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["StopSignal"]
+__all__ = ["STOP_SIGNALS", "StopSignal"]
 
 # Job schedulers can send SIGUSR1 before the end of a job (`sbatch --signal=USR1@300`).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -1,6 +1,7 @@
 """The data of a run, read from files in an order that depends only on the seed and the step."""
 
 import json
+import signal
 import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.errors import ConfigError
+from shardwise.launch.stop_signal import STOP_SIGNALS
 from shardwise.train.config import Config, DataConfig, TokenizerConfig
 from shardwise.train.documents import Documents, prepare, reader_of
 from shardwise.train.text import STDLIB, Text, find_files, split_files
@@ -147,7 +149,17 @@ class Sequences(Dataset[Batch]):
             num_workers=workers,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # the default one belongs to the model
+            worker_init_fn=_ignore_stop_signals,
         )
+
+
+def _ignore_stop_signals(_worker: int) -> None:
+    """Leave signals to the rank, which needs its workers until it has saved a checkpoint.
+
+    Schedulers send them to all processes of a job. A worker ends when its rank does.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

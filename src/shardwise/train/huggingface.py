@@ -148,7 +148,10 @@ class HuggingFace:
     @property
     def identity(self) -> dict[str, Any]:
         """As in `Gpt`; the directory may be moved."""
-        options = self.config.model.model_dump(include={"context", "lora_rank", "from_scratch"})
+        keys = {"context", "lora_rank", "from_scratch"}
+        if self.config.model.lora_rank:
+            keys.add("lora_alpha")
+        options = self.config.model.model_dump(include=keys)
         shared = {f"model.{key}": value for key, value in options.items()}
         return {**shared, "model.path": json.dumps(self.settings.to_dict(), sort_keys=True)}
 

@@ -50,10 +50,14 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
                 sink.log(record)
             for callback in callbacks:
                 callback(trainer, record)
-            if every and (trainer.is_done or record.step % every == 0):
-                pending = trainer.save((last / f"step-{record.step:08}").target)
+            name = f"step-{record.step:08}"
             if config.checkpoint.best and trainer.best.step == record.step:
-                pending = trainer.save((best / f"step-{record.step:08}").target, keep=1)
+                if world.is_first:
+                    run.discard_best(name)
+                pending = trainer.save((best / name).target, keep=1)
+            if every and (trainer.is_done or record.step % every == 0):
+                # After the best one: if the run is killed in between, it resumes from an older one.
+                pending = trainer.save((last / name).target)
         if pending is not None:
             pending.wait()
     if trainer.stopped_by and trainer.step < config.train.steps:

@@ -140,9 +140,14 @@ def _export(config: Config, run: RunDirectory, corpus: Corpus, display: Display)
     """Write the best or the last checkpoint to a directory that transformers can load."""
     source = source_of(config)
     checkpoint = latest(run.saves_best_to if config.checkpoint.best else run.saves_to)
-    if config.run.export and isinstance(source, HuggingFace) and checkpoint is not None:
-        source.export(checkpoint, run.exported, corpus.tokenizer)
-        display.print_line(f"exported {checkpoint} for transformers: {run.exported}")
+    if not config.run.export or not isinstance(source, HuggingFace):
+        return
+    if checkpoint is None:
+        every = f"checkpoint.every={config.checkpoint.every}"
+        display.print_line(f"nothing to export for transformers: {every} has saved no checkpoint")
+        return
+    source.export(checkpoint, run.exported, corpus.tokenizer)
+    display.print_line(f"exported {checkpoint} for transformers: {run.exported}")
 
 
 def _how_to_resume(directory: RunDirectory) -> str:

@@ -28,7 +28,7 @@ class RunDirectory:
     checkpoint: Path | str | None = None
     step: int = 0  # last step of the checkpoint
     history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
-    store: str = ""  # the value of checkpoint.directory
+    store: str = ""  # checkpoint.directory: an absolute path or a URL
 
     @property
     def checkpoints(self) -> Path:
@@ -67,6 +67,15 @@ class RunDirectory:
         """One JSON object: the fields of `summary.Summary`. Written last."""
         return self.path / "summary.json"
 
+    def discard_best(self, first: str) -> None:
+        """Remove the best checkpoints from the one named ``first`` on.
+
+        A run that was killed may leave them and resume from an earlier step.
+        """
+        for checkpoint in complete(folder_at(self.saves_best_to)):
+            if checkpoint.name >= first:
+                discard(checkpoint)
+
     def is_finished(self, steps: int) -> bool:
         """Whether all ``steps`` are trained and summarized, here or in another run directory."""
         return self.step == steps and (self.summary.exists() or not self.history)
@@ -80,7 +89,10 @@ def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
-        run = RunDirectory(path, store=config.checkpoint.directory)
+        store = config.checkpoint.directory
+        if store and "://" not in store:
+            store = str(Path(store).expanduser().absolute())
+        run = RunDirectory(path, store=store)
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
         if not run.is_finished(config.train.steps):
@@ -166,10 +178,12 @@ def _prepare(run: RunDirectory, config: Config) -> None:
         stale.unlink(missing_ok=True)
     for recording in (run.path / "recording", *run.path.glob("tensor-*")):
         shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
-    # The written configuration resumes this run: with its directory, without run.overwrite.
+    # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})
-    replace_text(run.config, to_toml(config.model_copy(update={"run": section})))
+    store = config.checkpoint.model_copy(update={"directory": run.store})
+    written = config.model_copy(update={"run": section, "checkpoint": store})
+    replace_text(run.config, to_toml(written))
 
 
 def replace_text(path: Path, text: str) -> None:

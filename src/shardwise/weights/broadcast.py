@@ -48,7 +48,7 @@ class Broadcast:
 
     def commit(self, version: int) -> None:
         self._say(kind="commit", version=version)
-        dist.barrier(self._group)
+        _check_receivers(version, self._device, self._group)
         self.version = version
 
     def _say(self, **message: Any) -> None:
@@ -77,6 +77,8 @@ class Receiver:
         """Wait for the next version, take it over, and return its number.
 
         If the sender dies before that, this raises the backend's error, and `tensors` is unchanged.
+        If any receiver cannot take the version over, this raises an error on all of them, and so
+        does `publish`; `tensors` is unchanged, and the next version comes whole.
         """
         pending: list[Update] = []
         base: int | None = None
@@ -84,16 +86,10 @@ class Receiver:
             message = self._hear()
             if message["kind"] == "begin":
                 pending, base = [], message["base"]
-                if base not in (None, self.version):
-                    raise RuntimeError(
-                        f"received changes of version {base}, but this receiver has version "
-                        f"{self.version}; it must be in the group from the first version on"
-                    )
             elif message["kind"] == "send":
                 pending += self._updates(message)
             else:
-                self._take_over(pending, message["version"], is_whole=base is None)
-                dist.barrier(self._group)
+                self._take_over(pending, base, message["version"])
                 return self.version
 
     def _updates(self, message: dict[str, Any]) -> Iterator[Update]:
@@ -105,16 +101,31 @@ class Receiver:
                 parts.append(part)
             yield Update(name, parts[0].view(shape), *parts[1:])
 
-    def _take_over(self, updates: Sequence[Update], version: int, *, is_whole: bool) -> None:
-        """Replace the tensors; if anything raises, the last version stays."""
-        tensors = {} if is_whole else dict(self.tensors)
+    def _take_over(self, updates: Sequence[Update], base: int | None, version: int) -> None:
+        """Replace the tensors; if that raises on any receiver, the last version stays on all."""
+        tensors: dict[str, Tensor] = {}
+        error: Exception | None = None
+        try:
+            tensors = self._updated(updates, base)
+        except Exception as raised:  # noqa: BLE001 - raised once the others know
+            error = raised
+        _check_receivers(version, self._device, self._group, error)
+        self.tensors, self.version = tensors, version
+
+    def _updated(self, updates: Sequence[Update], base: int | None) -> dict[str, Tensor]:
+        if base not in (None, self.version):
+            raise RuntimeError(
+                f"received changes of version {base}, but this receiver has version "
+                f"{self.version}; it must be in the group from the first version on"
+            )
+        tensors = {} if base is None else dict(self.tensors)
         for update in updates:
             if update.starts is None:
                 tensors[update.name] = update.values
             else:
                 tensors[update.name] = changed = tensors[update.name].clone()
                 update.apply_(changed)
-        self.tensors, self.version = tensors, version
+        return tensors
 
     def _hear(self) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -123,6 +134,21 @@ class Receiver:
         _broadcast(content, self._group)
         message: dict[str, Any] = json.loads(content.cpu().numpy().tobytes())
         return message
+
+
+def _check_receivers(
+    version: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    error: Exception | None = None,
+) -> None:
+    """Raise on all processes if one has an ``error``: its own, or one that says so."""
+    num_failed = torch.tensor(int(error is not None), device=device)
+    dist.all_reduce(num_failed, group=group)
+    if error is not None:
+        raise error
+    if num_failed:
+        raise RuntimeError(f"a receiver could not take over version {version}; see its error")
 
 
 def _kind_of(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.adapters import ADAPTER, Adapted, adapted_weights, alone, merge
+from shardwise.checkpoint.adapters import Adapted, adapted_weights, alone, merge
 from shardwise.checkpoint.collect import (
     check_kinds,
     check_sharded,
@@ -65,7 +65,8 @@ def full_tensors(
         adapters: of a peft model with LoRA: None yields weights and adapters as they are,
             ``"merged"`` yields the weights with the active adapter added, under the names of the
             model without adapters, and ``"alone"`` yields the adapters under the names in peft's
-            files. Only ``"merged"`` dequantizes weights that bitsandbytes has packed in 4 bits.
+            files. These two raise an error if they would leave out anything that is trained. Only
+            ``"merged"`` dequantizes weights that bitsandbytes has packed in 4 bits.
 
     Yields:
         The name, and a tensor on the device of the model, which the caller may change. It views the
@@ -138,6 +139,7 @@ def outputs_of(
         ]
     elif adapters == "alone":
         own_names = alone(tensors, _adapter_of(model))
+        _check_alone(tensors, {*own_names.values()}, _adapter_of(model))
         outputs = [_output(name, tensors[own], dtype) for name, own in own_names.items()]
     elif adapters == "merged":
         tensors = {n: tensor for n, tensor in tensors.items() if not describes_packed(n, packed)}
@@ -265,11 +267,26 @@ def _check_merges(tensors: Collection[str], adapted: Iterable[Adapted], adapter:
     merged = {name for one in adapted for name in (one.low, one.high)}
     for name in tensors:
         is_other = ".modules_to_save." in name
-        if is_other or (f"{ADAPTER}" in name and adapter in name.split(".") and name not in merged):
+        if is_other or (_belongs_to(adapter, name) and name not in merged):
             raise PlanError(
                 f"{name}: only plain LoRA of linear layers can be merged; pass adapters=None, or "
                 "'alone'"
             )
+
+
+def _check_alone(tensors: Mapping[str, Tensor], own: Collection[str], adapter: str) -> None:
+    """Raise a PlanError if other tensors than ``own`` are trained, or belong to ``adapter``."""
+    for name, tensor in tensors.items():
+        if name not in own and (tensor.requires_grad or _belongs_to(adapter, name)):
+            raise PlanError(
+                f"{name}: adapters='alone' yields only LoRA and modules_to_save, and would leave "
+                "out this trained tensor; pass adapters=None"
+            )
+
+
+def _belongs_to(adapter: str, name: str) -> bool:
+    """Whether a tensor is part of an adapter, as in ``"lora_A.default.weight"``."""
+    return adapter in name.split(".")[-2:]  # further left, it may be a module of the model
 
 
 @torch.no_grad()

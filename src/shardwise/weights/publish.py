@@ -51,7 +51,8 @@ def publish(
             `shardwise.weights.Target`. Pass the same object each time.
         only_changed: after the first version, send only the tensors that have changed, and of these
             only the changed elements if the target accepts them. Each rank keeps a copy of its part
-            of the weights in host memory, in ``dtype``. False sends everything and keeps nothing.
+            of the weights in host memory, in ``dtype``: for the last directory, and for each other
+            target. False sends everything and keeps nothing.
         dtype: as in `full_tensors`.
         names: as in `full_tensors`.
         adapters: as in `full_tensors`.
@@ -74,10 +75,13 @@ def publish(
     settings = described, dtype, adapters
     known = _baselines.setdefault(model, {})
     baseline = known.pop(target, None)
+    if type(target) is Directory:  # of these, only the last one: each version may have its own
+        for other in [one for one in known if type(one) is Directory]:
+            del known[other]
     if baseline is not None and (not only_changed or baseline.settings != settings):
         baseline = None
     with warning_of_absent_ranks(ranks.mesh, "sw.publish"):
-        coordinator = coordinator_of(ranks.mesh, model)
+        coordinator = coordinator_of(ranks.mesh, model, "publish")
         action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
         coordinator.agree(ranks.mesh, ranks.device, action)
     publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
