@@ -13,6 +13,7 @@ import shardwise as sw
 from tests.checkpoint.training import Training, differing
 from tests.models import Block, Gpt, GptBlock, Stack
 from tests.ranks import on_ranks, run_on
+from tests.runtime.one_process import full
 
 
 def test_strict_lists_missing_and_unexpected_tensors(tmp_path: Path) -> None:
@@ -96,6 +97,20 @@ def test_save_and_load_inside_gathered_are_refused(tmp_path: Path) -> None:
     with sw.gathered(training.model), pytest.raises(sw.CheckpointError, match="is gathered"):
         sw.load(path, model=training.model)
     assert differing(training.bits(), before) == []
+
+
+def test_parameters_that_are_not_sharded_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, other = Stack(2), Stack(2)
+    for one in (model, other):
+        ignored = {one.layers[0].up.weight}  # type: ignore[union-attr]
+        sw.fully_shard(one, units=Block, ignored_params=ignored)  # type: ignore[arg-type]
+    sw.save(tmp_path / "x", model=model)
+    assert not str(sw.load(tmp_path / "x", model=other).report)
+    loaded = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(loaded[name]), full(parameter)), name
+    with sw.gathered(model), pytest.raises(sw.CheckpointError, match="is gathered"):
+        sw.save(tmp_path / "y", model=model)
 
 
 def test_the_weights_are_a_hugging_face_checkpoint(tmp_path: Path) -> None:
