@@ -176,3 +176,26 @@ def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     with torch.device("meta"):  # torch's default device
         sw.load(tmp_path / "x", model=model, optimizer=optimizer)
     assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps the number of its steps in ``state["k"]``, as MADGRAD does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+        self.state["k"] = torch.tensor([0])  # type: ignore[index]
+
+
+def test_states_that_belong_to_no_parameter_are_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = _Counting(model.parameters()), _Counting(model.parameters())
+    saved.state["k"] += 3  # type: ignore[index]
+    sw.save(tmp_path / "x", model=model, optimizer=saved)
+    sw.load(tmp_path / "x", model=model, optimizer=loaded)
+    assert loaded.state["k"].tolist() == [3]  # type: ignore[index]
+    sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(sw.CheckpointError, match=r"missing.*\n  k in the optimizer"):
+        sw.load(tmp_path / "y", model=model, optimizer=loaded)
+    saved.state[(1, 2)] = 3  # type: ignore[index]
+    with pytest.raises(sw.CheckpointError, match=r"optimizer: other/\(1, 2\): a tuple"):
+        sw.save(tmp_path / "z", model=model, optimizer=saved)

@@ -239,16 +239,21 @@ def check_sharded(module: nn.Module) -> None:
 
 
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
-    """The state dict of ``optimizer``, with parameter names in place of parameters."""
+    """The state dict of ``optimizer``, with parameter names in place of parameters.
+
+    What its state has under keys that are not parameters is in ``"other"``.
+    """
     parameters = parameter_names(optimizer, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "state": states,
         "param_groups": [
             {**group, "params": [names[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ],
+        **({"other": others} if others else {}),
     }
 
 

@@ -216,6 +216,13 @@ class OptimizerStates:
         }
         # Parameters whose state is removed, because none was saved.
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
+        others = tree.decode(component.tree.get("other", {}), self._decode_option)
+        self._others = {key: x for key, x in others.items() if selection.includes(str(key))}
+        report.missing += [
+            f"{key} in the optimizer"
+            for key in optimizer.state
+            if not isinstance(key, Tensor) and key not in others and selection.includes(str(key))
+        ]
         self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
         self._check_options(component.origin)
@@ -225,6 +232,10 @@ class OptimizerStates:
         for parameter in self._stale:
             self._optimizer.state.pop(parameter, None)
         self._optimizer.state.update(self._states)
+        for key, value in self._others.items():
+            present = self._optimizer.state.get(key)
+            is_moved = isinstance(value, Tensor) and isinstance(present, Tensor)
+            self._optimizer.state[key] = value.to(present.device) if is_moved else value
         for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
             group.update(options)
 
