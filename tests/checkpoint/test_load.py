@@ -164,6 +164,26 @@ def _zeros(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
+def test_options_are_loaded_although_other_parameters_are_new(tmp_path: Path) -> None:
+    saved, deeper = Stack(2), Stack(3)
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.0625)
+    sw.save(tmp_path / "x", model=saved, optimizer=optimizer)
+    loaded = torch.optim.SGD(deeper.parameters(), lr=1.0)
+    loaded.add_param_group({"params": [], "lr": 0.75})
+    sw.load(tmp_path / "x", model=deeper, optimizer=loaded, strict=False)
+    assert [group["lr"] for group in loaded.param_groups] == [0.0625, 0.75]
+    in_two = torch.optim.SGD(saved.layers[0].parameters(), lr=0.0625)
+    in_two.add_param_group({"params": saved.layers[1].parameters(), "lr": 0.5})
+    sw.save(tmp_path / "y", model=saved, optimizer=in_two)
+    in_one = torch.optim.SGD(saved.layers.parameters(), lr=1.0)
+    lost = r"options of param_groups\[0\]: expected the .* of one saved group, found those of 2"
+    with pytest.raises(sw.CheckpointError, match=lost):
+        sw.load(tmp_path / "y", model=saved, optimizer=in_one, only=["layers.*"])
+    report = sw.load(tmp_path / "y", model=saved, optimizer=in_one, strict=False).report
+    assert "options of param_groups[0]" in str(report)
+    assert in_one.param_groups[0]["lr"] == 1.0
+
+
 def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     def trained(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 3)

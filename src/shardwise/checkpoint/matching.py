@@ -218,12 +218,10 @@ class OptimizerStates:
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
         others = tree.decode(component.tree.get("other", {}), self._decode_option)
         self._others = {key: x for key, x in others.items() if selection.includes(str(key))}
-        report.missing += [
-            f"{key} in the optimizer"
-            for key in optimizer.state
-            if not isinstance(key, Tensor) and key not in others and selection.includes(str(key))
-        ]
-        self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
+        own: list[Any] = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        lacking = [key for key in own if key not in others and selection.includes(str(key))]
+        report.missing += [f"{key} in the optimizer" for key in lacking]
+        self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
         self._check_options(component.origin)
 
@@ -233,10 +231,10 @@ class OptimizerStates:
             self._optimizer.state.pop(parameter, None)
         self._optimizer.state.update(self._states)
         for key, value in self._others.items():
-            present = self._optimizer.state.get(key)
+            present: Any = self._optimizer.state.get(key)
             is_moved = isinstance(value, Tensor) and isinstance(present, Tensor)
             self._optimizer.state[key] = value.to(present.device) if is_moved else value
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(options)
 
     def _match_groups(
@@ -246,15 +244,12 @@ class OptimizerStates:
         selection: Selection,
         report: LoadReport,
     ) -> None:
-        """Decode the options if the groups have the same parameters."""
+        """Decode the options of each group, from the one saved group that shares its parameters."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         own = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         found = [group["params"] for group in saved]
         if own == found:
-            self._options = [
-                tree.decode({k: v for k, v in group.items() if k != "params"}, self._decode_option)
-                for group in saved
-            ]
+            self._options = [self._decode_options(group) for group in saved]
             return
         known = {name for group in found for name in group}
         missing = [name for name in parameters if name not in known]
@@ -263,6 +258,19 @@ class OptimizerStates:
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
+        for number, members in enumerate(own):
+            sources = [group for group in saved if not set(members).isdisjoint(group["params"])]
+            self._options.append(self._decode_options(sources[0]) if len(sources) == 1 else {})
+            if len(sources) != 1 and any(map(selection.includes, members)):
+                report.missing.append(
+                    f"options of param_groups[{number}]: expected the parameters of one saved "
+                    f"group, found those of {len(sources)}"
+                )
+
+    def _decode_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        decoded: dict[str, Any] = tree.decode(options, self._decode_option)
+        return decoded
 
     def _check_options(self, origin: str) -> None:
         """Raise a CheckpointError if a saved option is of another type than the optimizer's."""
