@@ -81,9 +81,10 @@ def collect(
             case Optimizer():
                 kind, encoded = "optimizer", tree.encode(_by_name(value, model), tensors)
             case _ if callable(getattr(value, "state_dict", None)):
-                kind, encoded = "object", tree.encode(value.state_dict(), tensors)
+                kind = "object"
+                encoded = tree.in_order(tree.encode(value.state_dict(), tensors))
             case _:
-                kind, encoded = "data", tree.encode(value, tensors)
+                kind, encoded = "data", tree.in_order(tree.encode(value, tensors))
         for key, tensor in tensors.items():
             check_storable(key, tensor, is_plan=is_plan)
         files = pack(name, (spec_of(key, x) for key, x in tensors.items()), max_file_bytes)
