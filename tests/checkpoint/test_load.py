@@ -64,6 +64,23 @@ def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:
     assert torch.equal(narrower.weight, model.weight.bfloat16())
 
 
+@pytest.mark.parametrize("source", ["shardwise", "torch"])
+def test_other_values_of_a_tied_tensor_are_named(source: Any, tmp_path: Path) -> None:
+    tied, untied = Gpt(), Gpt()
+    untied.head.weight = nn.Parameter(untied.embedding.weight.detach() + 1)
+    for number in range(2):
+        path = tmp_path / f"{number}"
+        if source == "torch":
+            torch.save({k: x.clone() for k, x in untied.state_dict().items()}, path)
+        else:
+            sw.save(path, model=untied)
+        if number == 0:
+            with pytest.raises(sw.CheckpointError, match=r"unexpected.*: 1\n.*tied to .* in the"):
+                sw.load(path, model=tied, source=source)
+            untied.head.weight.data.copy_(untied.embedding.weight)
+    assert not str(sw.load(path, model=tied, source=source).report)
+
+
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     sw.save(tmp_path / "x", model=model, optimizer=torch.optim.SGD(model.parameters()))

@@ -129,6 +129,11 @@ def match_module(
         if not found:
             report.missing.append(name)
             continue
+        report.unexpected += [
+            f"{other}, which is tied to {found[0]} in the model but has other values"
+            for other in sorted({*found} - {found[0]})
+            if not component.reader.are_equal(found[0], other)
+        ]
         target = Target(found[0], tensor, name if name in own.copies else None)
         if target.loaded_as and name.endswith(EXTRA_STATE):
             spec = specs[found[0]]  # which may change between saves
