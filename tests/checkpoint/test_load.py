@@ -43,6 +43,9 @@ def test_only_selected_tensors_are_loaded(tmp_path: Path) -> None:
     assert torch.equal(other.layers[0].up.weight, whole.layers[0].up.weight)  # type: ignore[union-attr, arg-type]
     with pytest.raises(sw.CheckpointError, match="missing in the checkpoint"):
         sw.load(tmp_path / "x", model=other, only=["layers.3.*"])
+    for strict in (True, False):
+        with pytest.raises(sw.CheckpointError, match=r"only=.*a tensor with the name 'blocks\.\*'"):
+            sw.load(tmp_path / "x", model=other, only=["layers.1.*", "blocks.*"], strict=strict)
 
 
 def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:

@@ -49,9 +49,20 @@ class Selection:
     only: tuple[str, ...] | None = None  # patterns of names; None for all
     strict: bool = True
     cast: bool = False
+    # The names in the models and components that were matched.
+    names: set[str] = field(default_factory=set)
 
     def includes(self, name: str) -> bool:
         return self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
+
+    def check(self, where: str) -> None:
+        """Raise a CheckpointError if a pattern matches none of `names`."""
+        for pattern in self.only or ():
+            if not any(fnmatchcase(name, pattern) for name in self.names):
+                raise CheckpointError(
+                    f"only={list(self.only or ())}: neither the model nor {where} has a tensor "
+                    f"with the name {pattern!r}"
+                )
 
 
 @dataclass
@@ -118,6 +129,7 @@ def match_module(
     for other, name in own.aliases.items():
         names[name].append(other)
     specs, aliases = component.specs, component.aliases
+    selection.names.update(own.tensors, own.aliases, specs, aliases)
     targets, used = [], set()
     for name, tensor in own.tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
@@ -210,6 +222,7 @@ class OptimizerStates:
         self._specs = component.specs
         _check_kind(optimizer, component.tree)
         parameters = parameter_names(optimizer, model)
+        selection.names.update(parameters, component.tree["state"])
         selected = {name: p for name, p in parameters.items() if selection.includes(name)}
         saved = component.tree["state"]
         self._states = {
@@ -222,6 +235,7 @@ class OptimizerStates:
         # Parameters whose state is removed, because none was saved.
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
         others = tree.decode(component.tree.get("other", {}), self._decode_option)
+        selection.names.update(map(str, others))
         self._others = {key: x for key, x in others.items() if selection.includes(str(key))}
         own: list[Any] = [key for key in optimizer.state if not isinstance(key, Tensor)]
         lacking = [key for key in own if key not in others and selection.includes(str(key))]
