@@ -106,6 +106,20 @@ def test_unreadable_files_and_mismatches_are_named(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=model, source="dcp")
 
 
+def test_values_next_to_a_model_are_returned(tmp_path: Path) -> None:
+    saved, model = Net(), Net()
+    state = {"model": saved.state_dict(), "step": 5, "seen": torch.tensor(7)}
+    save_distributed(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert sw.load(tmp_path / "x", model=model, source="dcp").state == {"step": 5, "seen": 7}
+    assert torch.equal(model.conv.weight, saved.conv.weight)
+    before = Net().state_dict()
+    model.load_state_dict(before)
+    save_distributed({**saved.state_dict(), "step": 5}, checkpoint_id=tmp_path / "y", no_dist=True)
+    with pytest.raises(sw.CheckpointError, match="model: saved as object, which a Net cannot load"):
+        sw.load(tmp_path / "y", model=model, source="dcp")
+    assert torch.equal(model.conv.weight, before["conv.weight"])
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     model = Net()
     save_distributed(model.state_dict(), checkpoint_id=tmp_path / "x", no_dist=True)

@@ -65,12 +65,14 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
     files = DataReader(path)
     metadata = files.read_metadata()
     files.set_up_storage_reader(metadata, is_coordinator=False)
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    given: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    paths = {key: given.get(key, (key,)) for key in metadata.state_dict_metadata}
+    # Without a component "model", entries at the top are its tensors, as torchtitan writes them.
+    has_model = any(first == "model" and inner for first, *inner in paths.values())
     nested: dict[str, dict[tuple[Any, ...], str]] = {}
-    for key in metadata.state_dict_metadata:
-        first, *rest = paths.get(key, (key,))
-        name, inner = (first, tuple(rest)) if rest else ("model", (first,))
-        nested.setdefault(_own_name(name), {})[inner] = key
+    for key, whole in paths.items():
+        name, *inner = whole if has_model or len(whole) > 1 else ("model", *whole)
+        nested.setdefault(_own_name(name), {})[tuple(inner)] = key
     origin = str(path / METADATA)
     return {
         name: replace(_dcp_component(name, inner, files, metadata), origin=origin)
@@ -89,12 +91,15 @@ def _dcp_component(
         if isinstance(entry, BytesStorageMetadata):
             value = _read_bytes(key, files)
         else:
-            inner = ".".join(map(str, path))
+            inner = ".".join(map(str, path)) or name
             like = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             stored[inner], specs[inner] = (key, entry), spec_of(inner, like)
             value = {"$tensor": inner}
-        _put(whole, path, value)
+        _put(whole, (name, *path), value)
+    whole = whole[name]
     reader = Reader(_DistributedSource(files, stored, specs))
+    if () in keys:
+        return OpenComponent("data", reader, whole)
     if name == _OPTIMIZERS[0]:
         return OpenComponent("optimizer", reader, _named(_with_lists(whole)))
     if len(specs) == len(keys):

@@ -171,7 +171,9 @@ class _LoadPlan:
                 )
                 self._assignments.append(states.assign)
                 self._read_into(component, states.targets)
-            case "object", _ if callable(getattr(value, "load_state_dict", None)):
+            case "object", _ if callable(
+                getattr(value, "load_state_dict", None)
+            ) and not isinstance(value, nn.Module):
                 self._whole.append((component, value.load_state_dict))
             case _:
                 raise CheckpointError(
