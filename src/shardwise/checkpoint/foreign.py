@@ -100,11 +100,12 @@ def _dcp_component(
     reader = Reader(_DistributedSource(files, stored, specs))
     if () in keys:
         return OpenComponent("data", reader, whole)
-    if name == _OPTIMIZERS[0]:
-        return OpenComponent("optimizer", reader, _named(_with_lists(whole)))
+    value = _with_lists(whole)
+    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+        return _optimizer(reader, value)
     if len(specs) == len(keys):
         return OpenComponent("module", reader)
-    return OpenComponent("object", reader, _with_lists(whole))
+    return OpenComponent("object", reader, value)
 
 
 class _DistributedSource:
@@ -208,8 +209,8 @@ def _component_of(name: str, value: Any) -> OpenComponent:
     tensors: dict[str, Tensor] = {}
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
-    if name == _OPTIMIZERS[0]:
-        return OpenComponent("optimizer", reader, _named(encoded))
+    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+        return _optimizer(reader, encoded)
     return OpenComponent("object" if isinstance(value, dict) else "data", reader, encoded)
 
 
@@ -249,16 +250,19 @@ def _with_lists(nested: Any) -> Any:
     return inner
 
 
-def _named(states: Any) -> Any:
-    """Optimizer states by parameter name, from nested or flattened ones."""
-    if not isinstance(states.get("state", {}), dict) or "param_groups" not in states:
+def _optimizer(reader: Reader, states: Any) -> OpenComponent:
+    """The component of an optimizer, whose states are nested or flattened."""
+    is_nested = isinstance(states.get("state", {}), dict | list) and "param_groups" in states
+    if not is_nested:
         states = _unflattened(states)
-    if any(name == "$dict" or name.isdigit() for name in states.get("state", {})):
-        raise CheckpointError(
+    inner = states.get("state", {})
+    if isinstance(inner, list) or any(name == "$dict" or name.isdigit() for name in inner):
+        problem = (
             "the optimizer's states have numbers as keys, expected parameter names; save the "
             "result of torch's get_state_dict, which has them"
         )
-    return {"state": {}, "param_groups": [], **states}
+        return OpenComponent("optimizer", reader, problem=problem)
+    return OpenComponent("optimizer", reader, {"state": {}, "param_groups": [], **states})
 
 
 def _unflattened(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class _LoadPlan:
         if component is None:
             known = ", ".join(sorted(self._components))
             raise CheckpointError(f"{name}: not in the checkpoint, which contains {known}")
+        if component.problem:
+            raise CheckpointError(f"{name}: {component.problem}")
         match component.kind, value:
             case "module", nn.Module():
                 targets = match_module(value, component, self._selection, self.report)

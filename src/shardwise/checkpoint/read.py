@@ -47,7 +47,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 class OpenComponent:
     """A component of a checkpoint, and the reader of its tensors.
 
-    ``origin`` is the path or URL of the file that contains ``tree``.
+    ``origin`` is the path or URL of the file that contains ``tree``, and ``problem`` says why the
+    component cannot be loaded.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class OpenComponent:
     tree: Any = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
+    problem: str = ""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
