@@ -1,5 +1,6 @@
 """Mismatches are listed, and only what was selected is loaded."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.matching import LoadReport, OptimizerStates, Selection
+from shardwise.checkpoint.read import open_checkpoint
+from shardwise.checkpoint.stores import folder_at
 from tests.checkpoint.training import Training, differing
 from tests.models import Block, Gpt, GptBlock, Stack
 from tests.ranks import on_ranks, run_on
@@ -202,6 +206,25 @@ def test_options_are_loaded_although_other_parameters_are_new(tmp_path: Path) ->
     report = sw.load(tmp_path / "y", model=saved, optimizer=in_one, strict=False).report
     assert "options of param_groups[0]" in str(report)
     assert in_one.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("saved_fused", [True, False])
+def test_steps_are_on_the_device_that_the_loaded_options_need(
+    saved_fused: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 3)
+    saved = torch.optim.AdamW(model.parameters(), fused=saved_fused)
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    sw.save(tmp_path / "x", model=model, optimizer=saved)
+    model.to("meta")  # in place of an accelerator
+    own = torch.optim.AdamW(model.parameters(), capturable=not saved_fused)
+    with contextlib.ExitStack() as cleanup:
+        component = open_checkpoint(folder_at(tmp_path / "x"), cleanup).components["optimizer"]
+        states = OptimizerStates(own, model, component, Selection(), LoadReport())
+    devices = {target.name: target.tensor.device.type for target in states.targets}
+    assert devices["state/weight/exp_avg"] == "meta"
+    assert devices["state/weight/step"] == ("meta" if saved_fused else "cpu")
 
 
 def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:

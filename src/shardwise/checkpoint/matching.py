@@ -224,6 +224,8 @@ class OptimizerStates:
         parameters = parameter_names(optimizer, model)
         selection.names.update(parameters, component.tree["state"])
         selected = {name: p for name, p in parameters.items() if selection.includes(name)}
+        self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
+        self._match_groups(component.tree["param_groups"], parameters, selection, report)
         saved = component.tree["state"]
         self._states = {
             selected[name]: {
@@ -240,8 +242,6 @@ class OptimizerStates:
         own: list[Any] = [key for key in optimizer.state if not isinstance(key, Tensor)]
         lacking = [key for key in own if key not in others and selection.includes(str(key))]
         report.missing += [f"{key} in the optimizer" for key in lacking]
-        self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
-        self._match_groups(component.tree["param_groups"], parameters, selection, report)
         self._check_options(component.origin)
 
     def assign(self) -> None:
@@ -339,7 +339,8 @@ class OptimizerStates:
 
     def _device_of(self, parameter: Tensor, key: str) -> torch.device:
         """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
-        for group in self._optimizer.param_groups:
+        for own, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group = own | options  # as `assign` leaves it
             if any(parameter is member for member in group["params"]):
                 on_gpu = group.get("fused") or group.get("capturable")
                 if key == "step" and not on_gpu:
