@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.matching import LoadReport, OptimizerStates, Selection
@@ -225,6 +225,36 @@ def test_steps_are_on_the_device_that_the_loaded_options_need(
     devices = {target.name: target.tensor.device.type for target in states.targets}
     assert devices["state/weight/exp_avg"] == "meta"
     assert devices["state/weight/step"] == ("meta" if saved_fused else "cpu")
+
+
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_states_of_a_scalar_parameter_that_are_numbers_are_not_sharded(
+    kind: Any, tmp_path: Path
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    models = [sw.fully_shard(_Scaled()) for _ in range(2)]
+    saved, loaded = [kind(model.parameters(), lr=0.01) for model in models]
+    step(models[0], saved)
+    sw.save(tmp_path / "x", model=models[0], optimizer=saved)
+    sw.load(tmp_path / "x", model=models[1], optimizer=loaded)
+    states = [one.state[model.scale] for one, model in zip((saved, loaded), models, strict=True)]
+    assert {k: type(x) for k, x in states[0].items()} == {k: type(x) for k, x in states[1].items()}
+    for model, optimizer in zip(models, (saved, loaded), strict=True):
+        step(model, optimizer)
+    assert torch.equal(full(models[1].scale), full(models[0].scale))
 
 
 def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:

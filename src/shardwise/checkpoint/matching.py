@@ -227,6 +227,15 @@ class OptimizerStates:
         self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
         saved = component.tree["state"]
+        # Keys of states that are single numbers, such as NAdam's "mu_product". They are never
+        # sharded, as in torch, even if a scalar parameter has the same shape.
+        self._numbers = {"step"} | {
+            key
+            for name in parameters.keys() & saved.keys()
+            for key, value in saved[name].items()
+            if parameters[name].ndim
+            and any(not self._specs[x].shape for x in tree.tensor_names(value))
+        }
         self._states = {
             selected[name]: {
                 key: self._decode(selected[name], key, value) for key, value in state.items()
@@ -325,8 +334,7 @@ class OptimizerStates:
         made = make(parameter, key, spec.shape, spec.torch_dtype) if make else None
         if made is not None:
             return made
-        # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
-        if key == "step" or spec.shape != tuple(parameter.shape):
+        if key in self._numbers or spec.shape != tuple(parameter.shape):
             device = self._device_of(parameter, key)
             return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
         present = self._optimizer.state.get(parameter, {}).get(key)
