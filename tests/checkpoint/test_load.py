@@ -257,6 +257,28 @@ def test_states_of_a_scalar_parameter_that_are_numbers_are_not_sharded(
     assert torch.equal(full(models[1].scale), full(models[0].scale))
 
 
+def test_an_optimizer_that_was_built_before_sharding_is_saved_and_loaded(tmp_path: Path) -> None:
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return sw.fully_shard(model), optimizer
+
+    model, saved = trained()
+    sw.save(tmp_path / "before", model=model, optimizer=saved)
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    sw.save(tmp_path / "after", model=model, optimizer=saved)
+    model, loaded = trained()
+    sw.load(tmp_path / "before", model=model, optimizer=loaded)
+    model, loaded = trained()
+    sw.load(tmp_path / "after", model=model, optimizer=loaded)
+    states, expected = loaded.state[model.weight], next(iter(saved.state.values()))  # type: ignore[index]
+    assert torch.equal(full(states["exp_avg"]), full(expected["exp_avg"]))
+    model(torch.ones(1, 2)).sum().backward()
+    loaded.step()
+    assert loaded.state[model.weight]["step"] == 2  # type: ignore[index]
+
+
 def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     def trained(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 3)

@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError, StepError
 from shardwise.features.joined_ranks import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
+from shardwise.runtime.attach import take_sharded
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.scheduler import Sleep
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
@@ -171,6 +172,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     The names are those of `tensors_of`, without the prefixes of wrappers in the model. Raise a
     CheckpointError if one is not in the model.
     """
+    take_sharded(optimizer)  # if it was built before `fully_shard`, and has not stepped
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
     found: dict[str, Tensor] = {}

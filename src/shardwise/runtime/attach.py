@@ -34,6 +34,7 @@ __all__ = [
     "replace_parameter",
     "restore_ties",
     "settings_of",
+    "take_sharded",
     "watch_optimizers",
 ]
 
@@ -147,19 +148,21 @@ def restore_ties(root: nn.Module) -> None:
 @cache
 def watch_optimizers() -> None:
     """Install the hook, once per process."""
-    register_optimizer_step_pre_hook(_take_sharded)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _take_sharded(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Give ``optimizer`` the sharded parameters in place of the replaced ones.
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Call `take_sharded`; a StepError if a gradient is not reduced yet."""
+    for parameter in parameters_of(optimizer):
+        if is_unreduced(parameter.grad):
+            parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
+    take_sharded(optimizer)
 
-    Raises:
-        StepError: a gradient is not reduced yet.
-    """
+
+def take_sharded(optimizer: Optimizer) -> None:
+    """Give ``optimizer`` the sharded parameters in place of the replaced ones."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            if is_unreduced(parameter.grad):
-                parameter.grad.refuse(f"{type(optimizer).__name__}.step()")
             if not isinstance(parameter, ReplacedParameter):
                 continue
             if optimizer.state.pop(parameter, None):
