@@ -71,6 +71,35 @@ def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:
     assert torch.equal(narrower.weight, model.weight.bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "is_exact"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e5m2, torch.float8_e4m3fn, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.int64, torch.float32, False),
+        (torch.int16, torch.float32, True),
+        (torch.uint8, torch.int8, False),
+        (torch.uint32, torch.int64, True),
+        (torch.bool, torch.float16, True),
+        (torch.float32, torch.complex64, True),
+        (torch.float64, torch.complex64, False),
+    ],
+)
+def test_conversions_that_may_round_are_refused(
+    saved: torch.dtype, own: torch.dtype, is_exact: bool, tmp_path: Path
+) -> None:
+    save_file({"x": torch.ones(3).to(saved)}, tmp_path / "model.safetensors")
+    model, own_tensor = nn.Module(), torch.zeros(3).to(own)
+    model.register_buffer("x", own_tensor)
+    if not is_exact:
+        with pytest.raises(sw.CheckpointError, match=r"would be rounded.*\n  x: "):
+            sw.load(tmp_path, model=model, source="hf")
+    report = sw.load(tmp_path, model=model, source="hf", cast=not is_exact).report
+    assert (len(report.retyped), len(report.narrowed)) == (is_exact, not is_exact)
+    assert own_tensor.to(torch.complex64).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("source", ["shardwise", "torch"])
 def test_other_values_of_a_tied_tensor_are_named(source: Any, tmp_path: Path) -> None:
     tied, untied = Gpt(), Gpt()

@@ -194,9 +194,25 @@ def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
         return False
     if spec.torch_dtype is not tensor.dtype:
         text = f"{spec.name}: expected {tensor.dtype}, found {spec.torch_dtype}"
-        is_wider = torch.promote_types(spec.torch_dtype, tensor.dtype) is tensor.dtype
-        (report.retyped if is_wider else report.narrowed).append(text)
+        is_exact = _keeps_values(spec.torch_dtype, tensor.dtype)
+        (report.retyped if is_exact else report.narrowed).append(text)
     return True
+
+
+def _keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` represents every value of ``source``; the two differ."""
+    if source is torch.bool or target is torch.bool or source.is_complex:
+        return source is torch.bool
+    target = torch.float32 if target is torch.complex64 else target
+    if source.is_floating_point:
+        if not target.is_floating_point:
+            return False
+        own, wider = torch.finfo(source), torch.finfo(target)
+        return own.eps >= wider.eps and own.max <= wider.max and own.tiny >= wider.tiny
+    integers = torch.iinfo(source)
+    if target.is_floating_point:
+        return integers.max <= 2 / torch.finfo(target).eps
+    return torch.iinfo(target).min <= integers.min and integers.max <= torch.iinfo(target).max
 
 
 # -- optimizers ----------------------------------------------------------------------------------
