@@ -82,6 +82,16 @@ def test_ranks_that_do_not_share_the_directory_are_refused(
     assert list(own.rglob("*.*")) == []
 
 
+def test_new_directories_are_synced_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("shardwise.checkpoint.stores.sync", synced.append)
+    sw.save(tmp_path / "run" / "checkpoints" / "step-1", model=nn.Linear(2, 3))
+    run = tmp_path / "run"
+    assert {tmp_path, run, run / "checkpoints", run / "checkpoints" / "step-1"} <= {*synced}
+
+
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "x", model=model)
