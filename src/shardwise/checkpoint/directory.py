@@ -220,8 +220,7 @@ def check_shared(folder: Folder, token: str) -> None:
     """
     deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
-        # Listing a directory also makes a network file system look for new files in it.
-        owner = Owner.of(folder) if MARKER in folder.sizes() else None
+        owner = Owner.of(folder) if folder.has(MARKER) else None
         if owner is not None and owner.token == token:
             return
         if time.monotonic() >= deadline:
@@ -230,6 +229,7 @@ def check_shared(folder: Folder, token: str) -> None:
                 "file system that all hosts share, or to a URL such as s3://bucket/run/step-100"
             )
         time.sleep(0.1)
+        folder.links()  # lists the directory, so that a network file system looks for new files
 
 
 def commit(folder: Folder, manifest: bytes, owner: Owner) -> None:

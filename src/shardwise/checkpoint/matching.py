@@ -302,8 +302,8 @@ class OptimizerStates:
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
-        for number, members in enumerate(own):
-            sources = [group for group in saved if not set(members).isdisjoint(group["params"])]
+        for number, members in enumerate(map(set, own)):
+            sources = [group for group in saved if not members.isdisjoint(group["params"])]
             self._options.append(self._decode_options(sources[0]) if len(sources) == 1 else {})
             if len(sources) != 1 and any(map(selection.includes, members)):
                 report.missing.append(
