@@ -148,6 +148,19 @@ def test_the_next_call_raises_the_error_of_the_pending_save(tmp_path: Path) -> N
     sw.load(tmp_path / "x", model=model)
 
 
+@on_ranks(2)
+def test_the_next_call_raises_on_all_ranks_if_only_one_has_waited(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    model = sw.fully_shard(nn.Linear(2, 3))
+    failed = sw.save(tmp_path / "taken", model=model, wait=False)
+    if rank() == 0:
+        with pytest.raises(sw.CheckpointError, match="taken"):
+            failed.wait()
+    with pytest.raises(sw.CheckpointError, match="taken"):
+        sw.save(tmp_path / "x", model=model)
+    sw.save(tmp_path / "x", model=model)
+
+
 def test_an_error_that_is_never_raised_becomes_a_warning() -> None:
     def fail() -> None:
         raise sw.CheckpointError("no room")

@@ -86,9 +86,15 @@ def test_an_export_is_read_by_fsdp2(tmp_path: Path) -> None:
 def test_unreadable_files_and_mismatches_are_named(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    torch.save({"optim": optimizer.state_dict() | {"state": {0: {}}}}, tmp_path / "numbers")
-    with pytest.raises(sw.CheckpointError, match=r"numbers as keys.*get_state_dict"):
-        sw.load(tmp_path / "numbers", model=model, source="torch", strict=False)
+    numbers = optimizer.state_dict() | {"state": {0: {"step": torch.ones(1)}}}
+    state = {"model": model.state_dict(), "optim": numbers}
+    torch.save(state, tmp_path / "torch")
+    save_distributed(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for source in ("torch", "dcp"):
+        given: Any = {"model": model, "source": source}
+        sw.load(tmp_path / source, **given)  # without the optimizer
+        with pytest.raises(sw.CheckpointError, match=r"optimizer: .* numbers as keys.*get_state_d"):
+            sw.load(tmp_path / source, optimizer=optimizer, strict=False, **given)
     torch.save([1], tmp_path / "list")
     with pytest.raises(sw.CheckpointError, match="expected a dict, got a list"):
         sw.load(tmp_path / "list", model=model, source="torch")
@@ -104,6 +110,20 @@ def test_unreadable_files_and_mismatches_are_named(tmp_path: Path) -> None:
     save_distributed(other, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(sw.CheckpointError, match=r"(?s)missing.*conv\.bias.*unexpected.*more"):
         sw.load(tmp_path / "x", model=model, source="dcp")
+
+
+def test_values_next_to_a_model_are_returned(tmp_path: Path) -> None:
+    saved, model = Net(), Net()
+    state = {"model": saved.state_dict(), "step": 5, "seen": torch.tensor(7)}
+    save_distributed(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert sw.load(tmp_path / "x", model=model, source="dcp").state == {"step": 5, "seen": 7}
+    assert torch.equal(model.conv.weight, saved.conv.weight)
+    before = Net().state_dict()
+    model.load_state_dict(before)
+    save_distributed({**saved.state_dict(), "step": 5}, checkpoint_id=tmp_path / "y", no_dist=True)
+    with pytest.raises(sw.CheckpointError, match="model: saved as object, which a Net cannot load"):
+        sw.load(tmp_path / "y", model=model, source="dcp")
+    assert torch.equal(model.conv.weight, before["conv.weight"])
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

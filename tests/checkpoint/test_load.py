@@ -1,5 +1,6 @@
 """Mismatches are listed, and only what was selected is loaded."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.matching import LoadReport, OptimizerStates, Selection
+from shardwise.checkpoint.read import open_checkpoint
+from shardwise.checkpoint.stores import folder_at
 from tests.checkpoint.training import Training, differing
 from tests.models import Block, Gpt, GptBlock, Stack
 from tests.ranks import on_ranks, run_on
+from tests.runtime.one_process import full
 
 
 def test_strict_lists_missing_and_unexpected_tensors(tmp_path: Path) -> None:
@@ -42,6 +47,9 @@ def test_only_selected_tensors_are_loaded(tmp_path: Path) -> None:
     assert torch.equal(other.layers[0].up.weight, whole.layers[0].up.weight)  # type: ignore[union-attr, arg-type]
     with pytest.raises(sw.CheckpointError, match="missing in the checkpoint"):
         sw.load(tmp_path / "x", model=other, only=["layers.3.*"])
+    for strict in (True, False):
+        with pytest.raises(sw.CheckpointError, match=r"only=.*a tensor with the name 'blocks\.\*'"):
+            sw.load(tmp_path / "x", model=other, only=["layers.1.*", "blocks.*"], strict=strict)
 
 
 def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:
@@ -61,6 +69,52 @@ def test_other_shapes_and_narrower_dtypes_are_refused(tmp_path: Path) -> None:
         sw.load(tmp_path / "x", model=narrower)
     sw.load(tmp_path / "x", model=narrower, cast=True)
     assert torch.equal(narrower.weight, model.weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "is_exact"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e5m2, torch.float8_e4m3fn, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.int64, torch.float32, False),
+        (torch.int16, torch.float32, True),
+        (torch.uint8, torch.int8, False),
+        (torch.uint32, torch.int64, True),
+        (torch.bool, torch.float16, True),
+        (torch.float32, torch.complex64, True),
+        (torch.float64, torch.complex64, False),
+    ],
+)
+def test_conversions_that_may_round_are_refused(
+    saved: torch.dtype, own: torch.dtype, is_exact: bool, tmp_path: Path
+) -> None:
+    save_file({"x": torch.ones(3).to(saved)}, tmp_path / "model.safetensors")
+    model, own_tensor = nn.Module(), torch.zeros(3).to(own)
+    model.register_buffer("x", own_tensor)
+    if not is_exact:
+        with pytest.raises(sw.CheckpointError, match=r"would be rounded.*\n  x: "):
+            sw.load(tmp_path, model=model, source="hf")
+    report = sw.load(tmp_path, model=model, source="hf", cast=not is_exact).report
+    assert (len(report.retyped), len(report.narrowed)) == (is_exact, not is_exact)
+    assert own_tensor.to(torch.complex64).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("source", ["shardwise", "torch"])
+def test_other_values_of_a_tied_tensor_are_named(source: Any, tmp_path: Path) -> None:
+    tied, untied = Gpt(), Gpt()
+    untied.head.weight = nn.Parameter(untied.embedding.weight.detach() + 1)
+    for number in range(2):
+        path = tmp_path / f"{number}"
+        if source == "torch":
+            torch.save({k: x.clone() for k, x in untied.state_dict().items()}, path)
+        else:
+            sw.save(path, model=untied)
+        if number == 0:
+            with pytest.raises(sw.CheckpointError, match=r"unexpected.*: 1\n.*tied to .* in the"):
+                sw.load(path, model=tied, source=source)
+            untied.head.weight.data.copy_(untied.embedding.weight)
+    assert not str(sw.load(path, model=tied, source=source).report)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
@@ -96,6 +150,20 @@ def test_save_and_load_inside_gathered_are_refused(tmp_path: Path) -> None:
     with sw.gathered(training.model), pytest.raises(sw.CheckpointError, match="is gathered"):
         sw.load(path, model=training.model)
     assert differing(training.bits(), before) == []
+
+
+def test_parameters_that_are_not_sharded_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, other = Stack(2), Stack(2)
+    for one in (model, other):
+        ignored = {one.layers[0].up.weight}  # type: ignore[union-attr]
+        sw.fully_shard(one, units=Block, ignored_params=ignored)  # type: ignore[arg-type]
+    sw.save(tmp_path / "x", model=model)
+    assert not str(sw.load(tmp_path / "x", model=other).report)
+    loaded = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(loaded[name]), full(parameter)), name
+    with sw.gathered(model), pytest.raises(sw.CheckpointError, match="is gathered"):
+        sw.save(tmp_path / "y", model=model)
 
 
 def test_the_weights_are_a_hugging_face_checkpoint(tmp_path: Path) -> None:
@@ -149,6 +217,97 @@ def _zeros(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
+def test_options_are_loaded_although_other_parameters_are_new(tmp_path: Path) -> None:
+    saved, deeper = Stack(2), Stack(3)
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.0625)
+    sw.save(tmp_path / "x", model=saved, optimizer=optimizer)
+    loaded = torch.optim.SGD(deeper.parameters(), lr=1.0)
+    loaded.add_param_group({"params": [], "lr": 0.75})
+    sw.load(tmp_path / "x", model=deeper, optimizer=loaded, strict=False)
+    assert [group["lr"] for group in loaded.param_groups] == [0.0625, 0.75]
+    in_two = torch.optim.SGD(saved.layers[0].parameters(), lr=0.0625)
+    in_two.add_param_group({"params": saved.layers[1].parameters(), "lr": 0.5})
+    sw.save(tmp_path / "y", model=saved, optimizer=in_two)
+    in_one = torch.optim.SGD(saved.layers.parameters(), lr=1.0)
+    lost = r"options of param_groups\[0\]: expected the .* of one saved group, found those of 2"
+    with pytest.raises(sw.CheckpointError, match=lost):
+        sw.load(tmp_path / "y", model=saved, optimizer=in_one, only=["layers.*"])
+    report = sw.load(tmp_path / "y", model=saved, optimizer=in_one, strict=False).report
+    assert "options of param_groups[0]" in str(report)
+    assert in_one.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("saved_fused", [True, False])
+def test_steps_are_on_the_device_that_the_loaded_options_need(
+    saved_fused: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 3)
+    saved = torch.optim.AdamW(model.parameters(), fused=saved_fused)
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    sw.save(tmp_path / "x", model=model, optimizer=saved)
+    model.to("meta")  # in place of an accelerator
+    own = torch.optim.AdamW(model.parameters(), capturable=not saved_fused)
+    with contextlib.ExitStack() as cleanup:
+        component = open_checkpoint(folder_at(tmp_path / "x"), cleanup).components["optimizer"]
+        states = OptimizerStates(own, model, component, Selection(), LoadReport())
+    devices = {target.name: target.tensor.device.type for target in states.targets}
+    assert devices["state/weight/exp_avg"] == "meta"
+    assert devices["state/weight/step"] == ("meta" if saved_fused else "cpu")
+
+
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_states_of_a_scalar_parameter_that_are_numbers_are_not_sharded(
+    kind: Any, tmp_path: Path
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    models = [sw.fully_shard(_Scaled()) for _ in range(2)]
+    saved, loaded = [kind(model.parameters(), lr=0.01) for model in models]
+    step(models[0], saved)
+    sw.save(tmp_path / "x", model=models[0], optimizer=saved)
+    sw.load(tmp_path / "x", model=models[1], optimizer=loaded)
+    states = [one.state[model.scale] for one, model in zip((saved, loaded), models, strict=True)]
+    assert {k: type(x) for k, x in states[0].items()} == {k: type(x) for k, x in states[1].items()}
+    for model, optimizer in zip(models, (saved, loaded), strict=True):
+        step(model, optimizer)
+    assert torch.equal(full(models[1].scale), full(models[0].scale))
+
+
+def test_an_optimizer_that_was_built_before_sharding_is_saved_and_loaded(tmp_path: Path) -> None:
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return sw.fully_shard(model), optimizer
+
+    model, saved = trained()
+    sw.save(tmp_path / "before", model=model, optimizer=saved)
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    sw.save(tmp_path / "after", model=model, optimizer=saved)
+    model, loaded = trained()
+    sw.load(tmp_path / "before", model=model, optimizer=loaded)
+    model, loaded = trained()
+    sw.load(tmp_path / "after", model=model, optimizer=loaded)
+    states, expected = loaded.state[model.weight], next(iter(saved.state.values()))  # type: ignore[index]
+    assert torch.equal(full(states["exp_avg"]), full(expected["exp_avg"]))
+    model(torch.ones(1, 2)).sum().backward()
+    loaded.step()
+    assert loaded.state[model.weight]["step"] == 2  # type: ignore[index]
+
+
 def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     def trained(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 3)
@@ -161,3 +320,26 @@ def test_tensors_in_param_groups_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     with torch.device("meta"):  # torch's default device
         sw.load(tmp_path / "x", model=model, optimizer=optimizer)
     assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps the number of its steps in ``state["k"]``, as MADGRAD does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+        self.state["k"] = torch.tensor([0])  # type: ignore[index]
+
+
+def test_states_that_belong_to_no_parameter_are_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    saved, loaded = _Counting(model.parameters()), _Counting(model.parameters())
+    saved.state["k"] += 3  # type: ignore[index]
+    sw.save(tmp_path / "x", model=model, optimizer=saved)
+    sw.load(tmp_path / "x", model=model, optimizer=loaded)
+    assert loaded.state["k"].tolist() == [3]  # type: ignore[index]
+    sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(sw.CheckpointError, match=r"missing.*\n  k in the optimizer"):
+        sw.load(tmp_path / "y", model=model, optimizer=loaded)
+    saved.state[(1, 2)] = 3  # type: ignore[index]
+    with pytest.raises(sw.CheckpointError, match=r"optimizer: other/\(1, 2\): a tuple"):
+        sw.save(tmp_path / "z", model=model, optimizer=saved)

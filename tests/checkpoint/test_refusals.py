@@ -269,6 +269,10 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda b: _set(b["components"]["optimizer"], "tree", None),
         "optimizer",
     ),
+    "a list of other states": (
+        lambda b: _set(b["components"]["optimizer"]["tree"], "other", [1]),
+        "other",
+    ),
     "an optimizer whose groups have no parameters": (
         lambda b: b["components"]["optimizer"]["tree"]["param_groups"][0].pop("params"),
         "params",

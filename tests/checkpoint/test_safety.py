@@ -66,6 +66,32 @@ def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(tmp_path: 
         sw.load(missing, model=training.model)
 
 
+@on_ranks(2)
+def test_ranks_that_do_not_share_the_directory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.directory.VISIBLE_SECONDS", 0.0)
+    own = tmp_path / f"host-{rank()}"
+    (own / "run" / "step-1").mkdir(parents=True)
+    monkeypatch.chdir(own)
+    model = sw.fully_shard(nn.Linear(2, 3))
+    # The memory of each process, and a path that is another directory on each rank.
+    for path in ("memory://run/step-1", "/proc/self/cwd/run/step-1"):
+        with pytest.raises(sw.CheckpointError, match=r"not the directory .* all hosts share"):
+            sw.save(path, model=model, max_file_bytes=16)  # each rank sends a file
+    assert list(own.rglob("*.*")) == []
+
+
+def test_new_directories_are_synced_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("shardwise.checkpoint.stores.sync", synced.append)
+    sw.save(tmp_path / "run" / "checkpoints" / "step-1", model=nn.Linear(2, 3))
+    run = tmp_path / "run"
+    assert {tmp_path, run, run / "checkpoints", run / "checkpoints" / "step-1"} <= {*synced}
+
+
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     sw.save(tmp_path / "x", model=model)

@@ -1,20 +1,22 @@
 """Nested state is restored with its types."""
 
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint.tree import decode, encode
+from shardwise.checkpoint.tree import decode, encode, in_order
 
 
 def there_and_back(value: Any) -> Any:
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(encode(value, tensors))
+    text = json.dumps(in_order(encode(value, tensors)), sort_keys=True)  # as in a manifest
     return decode(json.loads(text), tensors.__getitem__)
 
 
@@ -29,6 +31,9 @@ def there_and_back(value: Any) -> Any:
         [1, [2.5, None], (True, "x")],
         {"betas": (0.9, 0.999), "nested": {"a": [], "b": {}, "c": ()}},
         {30: 1, 80: 2, "x": (3,), None: False},
+        {"b": 1, "a": {3: {"d": 1, "c": [{"z": 0, "y": 0}]}}},
+        Counter({2: 1, 4: 3}),
+        Counter("bba"),
         {"$tensor": "not one"},
         10**30,
     ],
@@ -55,6 +60,17 @@ def test_random_states_of_numpy_are_restored() -> None:
     expected = generator.rand()
     generator.set_state(there_and_back(state))
     assert generator.rand() == expected
+
+
+def test_the_order_of_dicts_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    model, order = nn.Linear(2, 3), {"b": 1, "a": 2}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    sw.save(tmp_path / "x", model=model, scheduler=scheduler, order=order)
+    loaded = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+    state = sw.load(tmp_path / "x", model=model, scheduler=loaded).state
+    assert list(state["order"].items()) == [("b", 1), ("a", 2)]
+    assert list(loaded.milestones.elements()) == [2, 4]
 
 
 def test_colliding_paths_are_named() -> None:

@@ -18,10 +18,10 @@ from shardwise.checkpoint.manifest import Component, tensor_ids
 from shardwise.checkpoint.slices import Slices
 from shardwise.checkpoint.stores import Folder
 from shardwise.errors import CheckpointError, StepError
-from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.joined_ranks import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
+from shardwise.runtime.attach import take_sharded
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.scheduler import Sleep
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
@@ -82,9 +82,10 @@ def collect(
             case Optimizer():
                 kind, encoded = "optimizer", tree.encode(_by_name(value, model), tensors)
             case _ if callable(getattr(value, "state_dict", None)):
-                kind, encoded = "object", tree.encode(value.state_dict(), tensors)
+                kind = "object"
+                encoded = tree.in_order(tree.encode(value.state_dict(), tensors))
             case _:
-                kind, encoded = "data", tree.encode(value, tensors)
+                kind, encoded = "data", tree.in_order(tree.encode(value, tensors))
         for key, tensor in tensors.items():
             check_storable(key, tensor, is_plan=is_plan)
         files = pack(name, (spec_of(key, x) for key, x in tensors.items()), max_file_bytes)
@@ -171,6 +172,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     The names are those of `tensors_of`, without the prefixes of wrappers in the model. Raise a
     CheckpointError if one is not in the model.
     """
+    take_sharded(optimizer)  # if it was built before `fully_shard`, and has not stepped
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
     found: dict[str, Tensor] = {}
@@ -192,11 +194,13 @@ def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
     With tensor parallelism, they are the ranks of the joined mesh.
     """
     parameters = [parameter for module in modules for parameter in module.parameters()]
+    found = mesh_of(parameters)
     for parameter in parameters:
         sharding = sharding_of(parameter)
-        if isinstance(parameter, DTensor) and (sharding is None or sharding.tensor_parallel):
+        # Next to shards, a DTensor without a sharding is one of `ignored_params`.
+        is_joined = found is None if sharding is None else sharding.tensor_parallel
+        if isinstance(parameter, DTensor) and is_joined:
             return all_ranks_of(parameter.device_mesh)
-    found = mesh_of(parameters)
     return resolve_mesh(None, STRATEGIES["ddp"]) if found is None else found
 
 
@@ -216,39 +220,43 @@ def check_sharded(module: nn.Module) -> None:
                 f"{mesh.num_ranks} ranks, and the others hold different values under that name; "
                 "make it a DTensor on the mesh of expert parallelism before fully_shard"
             )
-    for unit in module.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        handle: Handle | None = vars(unit).get(HANDLE)  # None: still on the meta device
-        if handle is not None and handle.runtime.scheduler.sleep is Sleep.DISCARDED:
+    handles: list[Handle] = [vars(m)[HANDLE] for m in module.modules() if HANDLE in vars(m)]
+    for handle in handles:
+        if handle.runtime.scheduler.sleep is Sleep.DISCARDED:
             raise CheckpointError(
                 "the model's values were discarded by sw.sleep; call sw.wake and sw.load first"
             )
-        leaves = None if handle is None else handle.runtime.scheduler.leaves
-        if handle is not None and leaves is not None and (done := leaves.num_open()):
+        leaves = handle.runtime.scheduler.leaves
+        if leaves is not None and (done := leaves.num_open()):
             raise CheckpointError(
                 f"after {done} of this rank's {len(handle.runtime.mesh.own_leaves)} micro-batches "
                 "of a step of a reproducible model, whose gradients no checkpoint contains; save "
                 "and load between steps, or drop the gradients with zero_grad()"
             )
-        for name, parameter in unit.named_parameters():
-            if sharding_of(parameter) is None:
+        for managed in (one for flat in handle.unit.flats for one in flat.parameters):
+            shown = managed.owners[0].get()
+            if shown is not None and sharding_of(shown) is None:
                 raise CheckpointError(
-                    f"{name} is gathered; save and load between steps, outside sw.gathered"
+                    f"{managed.name} is gathered; save and load between steps, outside sw.gathered"
                 )
 
 
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
-    """The state dict of ``optimizer``, with parameter names in place of parameters."""
+    """The state dict of ``optimizer``, with parameter names in place of parameters.
+
+    What its state has under keys that are not parameters is in ``"other"``.
+    """
     parameters = parameter_names(optimizer, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "state": states,
         "param_groups": [
             {**group, "params": [names[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ],
+        **({"other": others} if others else {}),
     }
 
 

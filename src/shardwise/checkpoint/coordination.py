@@ -97,10 +97,11 @@ class Coordinator:
             )
 
     def finish_pending(self) -> None:
-        """Wait for the last save with ``wait=False`` and raise its error if it failed."""
+        """Wait for the last save with ``wait=False``, and raise its error unless all ranks have."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.wait()
+            with self.raises_together("complete the last save"):
+                pending.wait()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """The ``payload`` of every rank, in order of rank."""

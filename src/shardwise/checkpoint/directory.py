@@ -27,6 +27,7 @@ __all__ = [
     "MARKER",
     "Owner",
     "Retention",
+    "check_shared",
     "checkpoint_files",
     "commit",
     "complete",
@@ -42,6 +43,8 @@ MARKER = MANIFEST + ".partial"
 FOREIGN_HOST_SECONDS = 24 * 3600.0
 # How long a local marker may be empty before it counts as abandoned: it is created, then filled.
 EMPTY_MARKER_SECONDS = 10.0
+# How long a rank waits until it sees the marker of rank 0; network file systems cache directories.
+VISIBLE_SECONDS = 10.0
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 # Tokens of the saves in progress in this process, whichever rank or model they belong to.
@@ -208,6 +211,25 @@ def prepare(folder: Folder) -> Owner:
         release(owner)
         raise
     return owner
+
+
+def check_shared(folder: Folder, token: str) -> None:
+    """Raise a CheckpointError if ``folder``, on this rank, is not the one prepared on rank 0.
+
+    The ``token`` is that of the owner.
+    """
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        owner = Owner.of(folder) if folder.has(MARKER) else None
+        if owner is not None and owner.token == token:
+            return
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{folder}: not the directory on this rank that rank 0 has prepared; save to a "
+                "file system that all hosts share, or to a URL such as s3://bucket/run/step-100"
+            )
+        time.sleep(0.1)
+        folder.links()  # lists the directory, so that a network file system looks for new files
 
 
 def commit(folder: Folder, manifest: bytes, owner: Owner) -> None:

@@ -65,12 +65,14 @@ def _open_dcp(path: Path) -> dict[str, OpenComponent]:
     files = DataReader(path)
     metadata = files.read_metadata()
     files.set_up_storage_reader(metadata, is_coordinator=False)
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    given: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    paths = {key: given.get(key, (key,)) for key in metadata.state_dict_metadata}
+    # Without a component "model", entries at the top are its tensors, as torchtitan writes them.
+    has_model = any(first == "model" and inner for first, *inner in paths.values())
     nested: dict[str, dict[tuple[Any, ...], str]] = {}
-    for key in metadata.state_dict_metadata:
-        first, *rest = paths.get(key, (key,))
-        name, inner = (first, tuple(rest)) if rest else ("model", (first,))
-        nested.setdefault(_own_name(name), {})[inner] = key
+    for key, whole in paths.items():
+        name, *inner = whole if has_model or len(whole) > 1 else ("model", *whole)
+        nested.setdefault(_own_name(name), {})[tuple(inner)] = key
     origin = str(path / METADATA)
     return {
         name: replace(_dcp_component(name, inner, files, metadata), origin=origin)
@@ -89,17 +91,21 @@ def _dcp_component(
         if isinstance(entry, BytesStorageMetadata):
             value = _read_bytes(key, files)
         else:
-            inner = ".".join(map(str, path))
+            inner = ".".join(map(str, path)) or name
             like = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             stored[inner], specs[inner] = (key, entry), spec_of(inner, like)
             value = {"$tensor": inner}
-        _put(whole, path, value)
+        _put(whole, (name, *path), value)
+    whole = whole[name]
     reader = Reader(_DistributedSource(files, stored, specs))
-    if name == _OPTIMIZERS[0]:
-        return OpenComponent("optimizer", reader, _named(_with_lists(whole)))
+    if () in keys:
+        return OpenComponent("data", reader, whole)
+    value = _with_lists(whole)
+    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+        return _optimizer(reader, value)
     if len(specs) == len(keys):
         return OpenComponent("module", reader)
-    return OpenComponent("object", reader, _with_lists(whole))
+    return OpenComponent("object", reader, value)
 
 
 class _DistributedSource:
@@ -203,8 +209,8 @@ def _component_of(name: str, value: Any) -> OpenComponent:
     tensors: dict[str, Tensor] = {}
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
-    if name == _OPTIMIZERS[0]:
-        return OpenComponent("optimizer", reader, _named(encoded))
+    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+        return _optimizer(reader, encoded)
     return OpenComponent("object" if isinstance(value, dict) else "data", reader, encoded)
 
 
@@ -244,16 +250,19 @@ def _with_lists(nested: Any) -> Any:
     return inner
 
 
-def _named(states: Any) -> Any:
-    """Optimizer states by parameter name, from nested or flattened ones."""
-    if not isinstance(states.get("state", {}), dict) or "param_groups" not in states:
+def _optimizer(reader: Reader, states: Any) -> OpenComponent:
+    """The component of an optimizer, whose states are nested or flattened."""
+    is_nested = isinstance(states.get("state", {}), dict | list) and "param_groups" in states
+    if not is_nested:
         states = _unflattened(states)
-    if any(name == "$dict" or name.isdigit() for name in states.get("state", {})):
-        raise CheckpointError(
+    inner = states.get("state", {})
+    if isinstance(inner, list) or any(name == "$dict" or name.isdigit() for name in inner):
+        problem = (
             "the optimizer's states have numbers as keys, expected parameter names; save the "
             "result of torch's get_state_dict, which has them"
         )
-    return {"state": {}, "param_groups": [], **states}
+        return OpenComponent("optimizer", reader, problem=problem)
+    return OpenComponent("optimizer", reader, {"state": {}, "param_groups": [], **states})
 
 
 def _unflattened(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def load(
         strict: False ignores names that exist only in the model or only in the checkpoint, and
             lists them in the report.
         only: fnmatch patterns for the names of the tensors, and of the parameters whose states are
-            loaded.
+            loaded. Each must match one in the model or the checkpoint.
         cast: whether values may be rounded to the dtype of the model.
         source: the format; only ``"shardwise"`` has checksums. ``"hf"``: the weights in a Hugging
             Face directory or in one safetensors file. ``"dcp"``: a directory of
@@ -116,6 +116,7 @@ def load(
             with normal_tensors():  # states are changed by later steps
                 for name, value in values.items():
                     plan.add(name, value)
+            selection.check(where)
             plan.report.check(where, selection)
         ranks.agree(mesh, device, f"load {plan.names} of {where}")
         wait_for_device(device)  # threads read into tensors, and know none of its streams
@@ -156,6 +157,8 @@ class _LoadPlan:
         if component is None:
             known = ", ".join(sorted(self._components))
             raise CheckpointError(f"{name}: not in the checkpoint, which contains {known}")
+        if component.problem:
+            raise CheckpointError(f"{name}: {component.problem}")
         match component.kind, value:
             case "module", nn.Module():
                 targets = match_module(value, component, self._selection, self.report)
@@ -170,7 +173,9 @@ class _LoadPlan:
                 )
                 self._assignments.append(states.assign)
                 self._read_into(component, states.targets)
-            case "object", _ if callable(getattr(value, "load_state_dict", None)):
+            case "object", _ if callable(
+                getattr(value, "load_state_dict", None)
+            ) and not isinstance(value, nn.Module):
                 self._whole.append((component, value.load_state_dict))
             case _:
                 raise CheckpointError(

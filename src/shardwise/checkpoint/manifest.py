@@ -171,6 +171,7 @@ class _Group(BaseModel):
 class _OptimizerTree(BaseModel):
     state: dict[str, dict[str, Any]]
     param_groups: list[_Group]
+    other: dict[str, Any] = {}
 
 
 _OPTIMIZERS = TypeAdapter(dict[str, _OptimizerTree])  # by component, so that errors name it

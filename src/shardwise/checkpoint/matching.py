@@ -50,9 +50,20 @@ class Selection:
     only: tuple[str, ...] | None = None  # patterns of names; None for all
     strict: bool = True
     cast: bool = False
+    # The names in the models and components that were matched.
+    names: set[str] = field(default_factory=set)
 
     def includes(self, name: str) -> bool:
         return self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
+
+    def check(self, where: str) -> None:
+        """Raise a CheckpointError if a pattern matches none of `names`."""
+        for pattern in self.only or ():
+            if not any(fnmatchcase(name, pattern) for name in self.names):
+                raise CheckpointError(
+                    f"only={list(self.only or ())}: neither the model nor {where} has a tensor "
+                    f"with the name {pattern!r}"
+                )
 
 
 @dataclass
@@ -119,6 +130,7 @@ def match_module(
     for other, name in own.aliases.items():
         names[name].append(other)
     specs, aliases = component.specs, component.aliases
+    selection.names.update(own.tensors, own.aliases, specs, aliases)
     targets, used = [], set()
     for name, tensor in own.tensors.items():
         candidates = [aliases.get(other, other) for other in names[name]]
@@ -130,6 +142,11 @@ def match_module(
         if not found:
             report.missing.append(name)
             continue
+        report.unexpected += [
+            f"{other}, which is tied to {found[0]} in the model but has other values"
+            for other in sorted({*found} - {found[0]})
+            if not component.reader.are_equal(found[0], other)
+        ]
         target = Target(found[0], tensor, name if name in own.copies else None)
         if target.loaded_as and name.endswith(EXTRA_STATE):
             spec = specs[found[0]]  # which may change between saves
@@ -178,9 +195,25 @@ def _fits(spec: Spec, tensor: Tensor, report: LoadReport) -> bool:
         return False
     if spec.torch_dtype is not tensor.dtype:
         text = f"{spec.name}: expected {tensor.dtype}, found {spec.torch_dtype}"
-        is_wider = torch.promote_types(spec.torch_dtype, tensor.dtype) is tensor.dtype
-        (report.retyped if is_wider else report.narrowed).append(text)
+        is_exact = _keeps_values(spec.torch_dtype, tensor.dtype)
+        (report.retyped if is_exact else report.narrowed).append(text)
     return True
+
+
+def _keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` represents every value of ``source``; the two differ."""
+    if source is torch.bool or target is torch.bool or source.is_complex:
+        return source is torch.bool
+    target = torch.float32 if target is torch.complex64 else target
+    if source.is_floating_point:
+        if not target.is_floating_point:
+            return False
+        own, wider = torch.finfo(source), torch.finfo(target)
+        return own.eps >= wider.eps and own.max <= wider.max and own.tiny >= wider.tiny
+    integers = torch.iinfo(source)
+    if target.is_floating_point:
+        return integers.max <= 2 / torch.finfo(target).eps
+    return torch.iinfo(target).min <= integers.min and integers.max <= torch.iinfo(target).max
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -206,8 +239,20 @@ class OptimizerStates:
         self._specs = component.specs
         _check_kind(optimizer, component.tree)
         parameters = parameter_names(optimizer, model)
+        selection.names.update(parameters, component.tree["state"])
         selected = {name: p for name, p in parameters.items() if selection.includes(name)}
+        self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
+        self._match_groups(component.tree["param_groups"], parameters, selection, report)
         saved = component.tree["state"]
+        # Keys of states that are single numbers, such as NAdam's "mu_product". They are never
+        # sharded, as in torch, even if a scalar parameter has the same shape.
+        self._numbers = {"step"} | {
+            key
+            for name in parameters.keys() & saved.keys()
+            for key, value in saved[name].items()
+            if parameters[name].ndim
+            and any(not self._specs[x].shape for x in tree.tensor_names(value))
+        }
         self._states = {
             selected[name]: {
                 key: self._decode(selected[name], key, value) for key, value in state.items()
@@ -217,8 +262,12 @@ class OptimizerStates:
         }
         # Parameters whose state is removed, because none was saved.
         self._stale = [parameter for name, parameter in selected.items() if name not in saved]
-        self._options: list[dict[str, Any]] = []  # by group; empty if the groups differ
-        self._match_groups(component.tree["param_groups"], parameters, selection, report)
+        others = tree.decode(component.tree.get("other", {}), self._decode_option)
+        selection.names.update(map(str, others))
+        self._others = {key: x for key, x in others.items() if selection.includes(str(key))}
+        own: list[Any] = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        lacking = [key for key in own if key not in others and selection.includes(str(key))]
+        report.missing += [f"{key} in the optimizer" for key in lacking]
         self._check_options(component.origin)
 
     def assign(self) -> None:
@@ -226,7 +275,11 @@ class OptimizerStates:
         for parameter in self._stale:
             self._optimizer.state.pop(parameter, None)
         self._optimizer.state.update(self._states)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
+        for key, value in self._others.items():
+            present: Any = self._optimizer.state.get(key)
+            is_moved = isinstance(value, Tensor) and isinstance(present, Tensor)
+            self._optimizer.state[key] = value.to(present.device) if is_moved else value
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(options)
 
     def _match_groups(
@@ -236,15 +289,12 @@ class OptimizerStates:
         selection: Selection,
         report: LoadReport,
     ) -> None:
-        """Decode the options if the groups have the same parameters."""
+        """Decode the options of each group, from the one saved group that shares its parameters."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         own = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
         found = [group["params"] for group in saved]
         if own == found:
-            self._options = [
-                tree.decode({k: v for k, v in group.items() if k != "params"}, self._decode_option)
-                for group in saved
-            ]
+            self._options = [self._decode_options(group) for group in saved]
             return
         known = {name for group in found for name in group}
         missing = [name for name in parameters if name not in known]
@@ -253,6 +303,19 @@ class OptimizerStates:
             listed += [f"{x} in the optimizer" for x in names_of if selection.includes(x)]
         if not missing and not unexpected and selection.only is None:
             report.missing.append(f"param_groups: expected {_sizes(own)}, found {_sizes(found)}")
+        for number, members in enumerate(map(set, own)):
+            sources = [group for group in saved if not members.isdisjoint(group["params"])]
+            self._options.append(self._decode_options(sources[0]) if len(sources) == 1 else {})
+            if len(sources) != 1 and any(map(selection.includes, members)):
+                report.missing.append(
+                    f"options of param_groups[{number}]: expected the parameters of one saved "
+                    f"group, found those of {len(sources)}"
+                )
+
+    def _decode_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        decoded: dict[str, Any] = tree.decode(options, self._decode_option)
+        return decoded
 
     def _check_options(self, origin: str) -> None:
         """Raise a CheckpointError if a saved option is of another type than the optimizer's."""
@@ -286,8 +349,7 @@ class OptimizerStates:
         made = empty_state(self._optimizer, parameter, key, spec.shape, spec.torch_dtype)
         if made is not None:
             return made
-        # "step" is never sharded, as in torch, even if a scalar parameter has the same shape.
-        if key == "step" or spec.shape != tuple(parameter.shape):
+        if key in self._numbers or spec.shape != tuple(parameter.shape):
             device = self._device_of(parameter, key)
             return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
         present = self._optimizer.state.get(parameter, {}).get(key)
@@ -300,7 +362,8 @@ class OptimizerStates:
 
     def _device_of(self, parameter: Tensor, key: str) -> torch.device:
         """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
-        for group in self._optimizer.param_groups:
+        for own, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group = own | options  # as `assign` leaves it
             if any(parameter is member for member in group["params"]):
                 on_gpu = group.get("fused") or group.get("capturable")
                 if key == "step" and not on_gpu:

@@ -47,7 +47,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 class OpenComponent:
     """A component of a checkpoint, and the reader of its tensors.
 
-    ``origin`` is the path or URL of the file that contains ``tree``.
+    ``origin`` is the path or URL of the file that contains ``tree``, and ``problem`` says why the
+    component cannot be loaded.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class OpenComponent:
     tree: Any = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
+    problem: str = ""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -319,6 +321,18 @@ class Reader:
         whole = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         self.read(name, TensorSlice(0, whole.view(-1)))
         return whole
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Compare two tensors by their checksums; without checksums, by the first bytes of each."""
+        first, second = self.source.specs[name], self.source.specs[other]
+        if (first.torch_dtype, first.shape) != (second.torch_dtype, second.shape):
+            return False
+        if self._sums is not None:
+            return self._sums[name] == self._sums[other]
+        contents = [bytearray(min(first.num_bytes, BLOCK_BYTES)) for _ in range(2)]
+        for each, content in zip((name, other), contents, strict=True):
+            self.source.read(each, 0, memoryview(content))
+        return contents[0] == contents[1]
 
     def check(self, parts: Mapping[int, Sequence[BlockPart]]) -> None:
         """Check the blocks that several ranks have each read in part, by tensor number."""

@@ -52,7 +52,8 @@ def save(
         path: a directory that does not exist or contains no checkpoint, or the URL of one, in any
             store that fsspec supports, such as ``"s3://bucket/run/step-100"``. `latest` and
             `Retention` use the number at the end of its name.
-        model: sharded by `fully_shard`, between steps; or not sharded, and equal on every rank.
+        model: sharded by `fully_shard`, between steps; or not sharded. Parameters that are not
+            sharded, such as ``ignored_params``, must be equal on every rank.
         optimizer: the optimizer of the model's parameters; states are saved by parameter name.
         wait: False returns as soon as this rank's shards are copied to host memory, and writes them
             during the next steps. Call ``wait()`` on the result before you destroy the process

@@ -267,7 +267,10 @@ class LocalFolder(Folder):
 
     def create(self, marker: str, content: bytes) -> None:
         while True:
+            new = [path for path in (self.target, *self.target.parents) if not path.exists()]
             self.target.mkdir(parents=True, exist_ok=True)
+            for path in new:
+                sync(path.parent)
             with contextlib.suppress(FileNotFoundError):  # a Retention removed the empty directory
                 with open(self.target / marker, "wb", opener=open_unlinked) as file:
                     file.write(content)

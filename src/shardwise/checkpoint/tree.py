@@ -1,10 +1,11 @@
 """Nested state as JSON and named tensors, and back.
 
 ``{"lr": 0.1, "ema": [x]}`` becomes the JSON ``{"lr": 0.1, "ema": [{"$tensor": "ema/0"}]}`` and the
-tensor ``ema/0``. Similar marks encode other types that JSON lacks: tuples, NumPy arrays, and
-dicts whose keys are not all strings.
+tensor ``ema/0``. Similar marks encode other types that JSON lacks: tuples, NumPy arrays, Counters,
+and dicts whose keys are not all strings. Other subclasses of list, tuple and dict become these.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["decode", "encode", "tensor_names"]
+__all__ = ["decode", "encode", "in_order", "tensor_names"]
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
@@ -35,6 +36,8 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         case tuple() | list():
             encoded = [encode(x, tensors, _join(path, i)) for i, x in enumerate(value)]
             encoded = {"$tuple": encoded} if isinstance(value, tuple) else encoded
+        case Counter():
+            encoded = {"$counter": encode(dict(value), tensors, path)}
         case dict():
             encoded = _encode_dict(value, tensors, path)
         case _:
@@ -44,6 +47,19 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
                 "and lists, tuples and dicts of them, or an object with state_dict()",
             )
     return encoded
+
+
+def in_order(encoded: Any) -> Any:
+    """``encoded`` with pairs in place of dicts that are not in the order in which JSON sorts them.
+
+    A manifest has sorted keys, but what iterates over a dict may depend on its order.
+    """
+    if isinstance(encoded, list):
+        return [in_order(x) for x in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    inner = {key: in_order(x) for key, x in encoded.items()}
+    return inner if list(inner) == sorted(inner) else {"$dict": [list(x) for x in inner.items()]}
 
 
 def decode(encoded: Any, read: Callable[[str], Tensor], path: str = "") -> Any:
@@ -86,6 +102,8 @@ def _decode_marked(mark: str, inner: Any, read: Callable[[str], Tensor], path: s
             return read(inner).numpy()
         case "$tuple", list():
             return tuple(decode(inner, read, path))
+        case "$counter", dict():
+            return Counter(decode(inner, read, path))
         case "$dict", list() if all(map(_is_pair, inner)):
             return {key: decode(x, read, _join(path, key)) for key, x in inner}
     raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")

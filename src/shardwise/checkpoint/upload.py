@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.checksums import BLOCK_BYTES, BlockPart, crc32, split_at_blocks
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
+from shardwise.checkpoint.directory import check_shared
 from shardwise.checkpoint.format import File, in_groups
 from shardwise.checkpoint.slices import Slices, bytes_of
 from shardwise.checkpoint.stores import Folder, errors_at
@@ -54,10 +55,11 @@ class _Batch:
     segments: Sequence[_Segment] = ()
 
 
-def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]:
+def upload(folder: Folder, job: WriteJob, ranks: Coordinator, token: str) -> list[BlockPart]:
     """Send all files of ``job`` except the manifest; return the checksums of this rank's bytes.
 
-    An error is raised on all ranks, after every upload has been discarded.
+    A rank that sends one first checks that ``folder`` has the marker with ``token``. An error is
+    raised on all ranks, after every upload has been discarded.
     """
     holders = _holders(job.slices, ranks)
     assigned = assign_files(job.files, ranks.size)
@@ -70,7 +72,7 @@ def upload(folder: Folder, job: WriteJob, ranks: Coordinator) -> list[BlockPart]
         )
         for files in assigned
     ]
-    uploads = _Uploads(folder)
+    uploads = _Uploads(folder, token)
     try:
         return _send(zip_longest(*streams, fillvalue=_Batch(None)), job, uploads, ranks)
     except BaseException as error:
@@ -95,8 +97,9 @@ def assign_files(files: Sequence[File], num_ranks: int) -> list[list[File]]:
 class _Uploads:
     """Sends this rank's files one after the other; a file appears once it is closed."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, token: str) -> None:
         self.folder = folder
+        self._token = token
         self._file: File | None = None
         self._stream: Any = None  # to the store
 
@@ -120,8 +123,11 @@ class _Uploads:
         if self._file is not None:
             with errors_at(self.folder / self._file.name):
                 self._stream.close()
+        is_first = self._file is None
         self._file, self._stream = file, None
         if file is not None:
+            if is_first:
+                check_shared(self.folder, self._token)
             target = self.folder / file.name
             part_bytes = max(PART_BYTES, -(-file.num_bytes // _MAX_PARTS))
             with errors_at(target):

@@ -15,7 +15,15 @@ from shardwise.checkpoint.checksums import (
 )
 from shardwise.checkpoint.collect import WriteJob
 from shardwise.checkpoint.coordination import Coordinator
-from shardwise.checkpoint.directory import Owner, commit, is_owned, prepare, release, remove_remains
+from shardwise.checkpoint.directory import (
+    Owner,
+    check_shared,
+    commit,
+    is_owned,
+    prepare,
+    release,
+    remove_remains,
+)
 from shardwise.checkpoint.format import File
 from shardwise.checkpoint.manifest import Manifest, tensor_ids
 from shardwise.checkpoint.slices import TensorSlice
@@ -35,11 +43,13 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
         with ranks.raises_together("prepare the directory"):
             if ranks.rank == 0:
                 owner = prepare(job.folder)
+        token = ranks.all_gather(owner.token.encode() if owner else b"")[0].decode()
         if isinstance(job.folder, LocalFolder):
             with ranks.raises_together("write"):
+                check_shared(job.folder, token)
                 own = _write_in_place(job.folder, job, ranks)
         else:
-            own = upload(job.folder, job, ranks)
+            own = upload(job.folder, job, ranks, token)
         encoded = ranks.all_gather(encode_parts(own))
         with ranks.raises_together("complete the checkpoint"):
             if owner is not None:

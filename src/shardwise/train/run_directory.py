@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
@@ -141,7 +144,7 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> int:
     reads only the manifest, because `sw.load` would need all ranks.
     """
     component = read_manifest(folder_at(checkpoint)).components.get("run")
-    match component and component.tree:
+    match component and tree.decode(component.tree, lambda _: torch.empty(0)):
         case {"step": int(step), "shared": dict(saved)}:
             pass
         case _:
