@@ -37,6 +37,19 @@ FOUND = {
     "complex gradients": Case(
         Model(Chain((Complex(), Odd("complex128")))), Sharding(strategy="hsdp", units=1)
     ),
+    "complex gradients beside quantized ones": Case(
+        Model(Chain((Complex(),)), root_gain=False),
+        Sharding(
+            ranks=4,
+            strategy="hsdp",
+            replicas=1,
+            units=Classes(("Complex", "Linear")),
+            prefetch=0,
+            wire="reductions",
+        ),
+        steps=(Step(update=False), Step(update=False)),
+        rows=1,
+    ),
     "a copy of an offloaded model on one device": Case(
         Model(Chain((Mlp(2, bias=True),))),
         Sharding(ranks=1, offload="all"),

@@ -128,9 +128,10 @@ class ProcessGroupCollectives(Collectives):
         # Each process group is used on one stream only:
         #   stream          the first stage, and the group of all ranks
         #   second stream   the second stage, unless its group is that of all ranks, or unless
-        #                   gathers use it, too (in one queue, where shards are on both axes)
+        #                   gathers use it, too (in one queue, where shards are on both axes),
+        #                   or relayed sums do
         is_gathered = self._also_gathers and second.operation is Operation.REDUCE_SCATTER
-        is_apart = first.group.size > 1 and not is_gathered
+        is_apart = first.group.size > 1 and not (is_gathered or reduction.in_one_stream)
         stream = self._second_stream if is_apart else self.stream
         with stream.enqueue(after=work, timed=self.is_timed) as work:
             total = inner
