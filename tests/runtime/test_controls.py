@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
 from shardwise.features.fsdp_module import UnshardHandle
@@ -167,6 +168,25 @@ class Generator(Stack):
     def generate(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.first(x)
         return y
+
+
+@on_ranks(2)
+def test_a_model_whose_units_were_wrapped_since_is_copied_and_unfrozen() -> None:
+    reference: Any = build("stack")
+    frozen: Any = copy.deepcopy(reference)
+    frozen.layers[0].requires_grad_(False)
+    model: Any = sw.fully_shard(frozen, units=Block)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    model.layers[0].requires_grad_(True)
+    reference(torch.ones(2, WIDTH).double()).sum().backward()
+    for one in (model, copy.deepcopy(model)):
+        one.zero_grad()
+        one(torch.ones(2, WIDTH).double()).sum().backward()
+        for parameter, expected in zip(one.parameters(), reference.parameters(), strict=True):
+            assert_close(full(parameter.grad), expected.grad, "gradient")
+    del model.layers[0]
+    with pytest.raises(sw.PlanError, match=r"layers\.0.* was removed after fully_shard"):
+        copy.deepcopy(model)
 
 
 @on_ranks(2)
