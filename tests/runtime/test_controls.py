@@ -1,6 +1,7 @@
 """Requests to a unit between its calls, and random numbers on shards."""
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -162,6 +163,22 @@ def test_a_method_gathers_also_in_a_copy() -> None:
         assert_close(one.generate(batch()).detach(), expected.detach(), "generated")
     with pytest.raises(sw.PlanError, match="has no method 'nothing'"):
         register_forward_method(model, "nothing")
+
+
+@on_ranks(2)
+def test_a_method_of_the_instance_gathers_also_in_a_copy() -> None:
+    torch.manual_seed(0)
+    model: Any = Generator().double()
+    model.generate = MethodType(lambda self, x: 2 * self.first(x), model)
+    sw.fully_shard(model, units=Block)
+    model.twice = lambda x: 2 * model.first(x)
+    for name in ("generate", "generate", "twice"):
+        register_forward_method(model, name)
+    expected = 2 * (batch() @ full(model.first.weight).T + full(model.first.bias))
+    for generate in (model.generate, copy.deepcopy(model).generate, model.twice):
+        assert_close(generate(batch()).detach(), expected.detach(), "generated")
+    model.generate(batch()).sum().backward()
+    assert model.first.weight.grad is not None
 
 
 class Generator(Stack):

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,10 +93,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.name(...)`` gather the unit ``module`` like its call; ``generate``, say.
 
     Raises:
-        PlanError: ``module`` is not a unit, or its class has no such method.
+        PlanError: ``module`` is not a unit, or has no such method.
     """
     handle_of(module)
     kind, plain = type(module).__bases__
+    own = vars(module).get(name)  # hides the method of the class
+    if callable(own):
+        is_bound = isinstance(own, MethodType) and own.__self__ is module
+        method = own.__func__ if is_bound else lambda _module, *args, **kwargs: own(*args, **kwargs)
+        vars(module)[name] = MethodType(_as_forward(method), module)
+        return
     if not callable(getattr(plain, name, None)):
         raise PlanError(f"{plain.__name__} has no method {name!r}")
     methods: MethodWrappers = getattr(type(module), _METHODS)
