@@ -287,7 +287,10 @@ class ShardingRequest:
 
     def build(self, root: nn.Module, plan: Plan, like: Runtime) -> Runtime:
         """Shard ``root``, a copy of the root of ``like`` or the root itself, by ``plan``."""
-        return self._build(root, plan, like.own_meshes, like.pools.device, None)
+        names = zip(like.plan.units, plan.units, strict=True)
+        renamed = {before.name: after.name for before, after in names}
+        own_meshes = {renamed.get(name, name): mesh for name, mesh in like.own_meshes.items()}
+        return self._build(root, plan, own_meshes, like.pools.device, None)
 
     def _plan(
         self, module: nn.Module, separate: Mapping[str, nn.Module]

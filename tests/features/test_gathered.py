@@ -1,6 +1,9 @@
 """`sw.gathered`: whole parameters between steps, and changes to them."""
 
 import copy
+import gc
+import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.fsdp.extended import Pair, replace_weights
@@ -20,7 +24,7 @@ def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
     named = dict(reference.named_parameters())
     assert [name for name, _ in model.named_parameters()] == list(named)
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, sw.ShardedTensor), name
+        assert isinstance(parameter, DTensor), name
         assert torch.equal(parameter.full_tensor(), named[name]), name
 
 
@@ -83,6 +87,37 @@ def test_write_back_keeps_the_change_of_a_tied_parameter() -> None:
         with write if root is model else torch.no_grad():
             root.embedding.weight = root.head.weight = nn.Parameter(root.head.weight.detach() * 2)
     _assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+@pytest.mark.parametrize("write_back", [False, True])
+@on_ranks(2)
+def test_what_is_kept_from_inside_keeps_its_memory(granularity: Any, write_back: bool) -> None:
+    reference, model = sharded_pair("stack", granularity=granularity)
+    with sw.gathered(model, write_back=write_back):
+        if write_back:
+            _change_in_place(model)
+            _change_in_place(reference)
+        memory = weakref.ref(model.first.bias.untyped_storage())
+        parameter, data = model.first.weight, model.first.bias.data
+        state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    for name, expected in reference.state_dict().items():
+        assert torch.equal(state[name], expected), name
+        assert torch.equal(loaded[name], expected), name
+    assert torch.equal(parameter, reference.first.weight)
+    assert torch.equal(data, reference.first.bias)
+    _assert_equal(model, reference)
+    assert memory() is not None
+    gc.disable()  # nothing waits for a collection of cycles
+    try:
+        del parameter, data, state
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def _untie(model: Gpt) -> None:

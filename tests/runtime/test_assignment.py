@@ -2,9 +2,10 @@
 
 import copy
 import io
+import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def assign_gradient(model: nn.Module, _optimizer: Any) -> None:
         parameter.grad.data = full(parameter.grad.data) * 2
 
 
+def perturb(model: nn.Module, _optimizer: Any) -> None:
+    kept = [parameter.data for parameter in model.parameters()]
+    gradients = [cast("Tensor", parameter.grad).data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.data + 1
+        parameter.grad.data = parameter.grad.data * 2
+    for parameter, value, gradient in zip(model.parameters(), kept, gradients, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(full(value) + 1, full(parameter.data))
+        parameter.data, parameter.grad.data = value, gradient
+
+
+def exchange(model: nn.Module, _optimizer: Any) -> None:
+    pairs = itertools.combinations(model.parameters(), 2)
+    one, other = next((a, b) for a, b in pairs if a.shape == b.shape)
+    for _ in range(3):
+        one.data, other.data = other.data, one.data
+
+
 def swap(model: nn.Module, _optimizer: Any) -> None:
     for parameter in model.parameters():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))  # type: ignore[no-untyped-call]
@@ -81,7 +102,15 @@ def assign_parameters(model: nn.Module, optimizer: Any) -> None:
 @on_ranks(2)
 def test_assignments_are_obeyed(interface: str) -> None:
     """FSDP2 ignores ``p.data = value``."""
-    for event in (restore, assign_whole, assign_gradient, swap, assign_parameters):
+    for event in (
+        restore,
+        perturb,
+        exchange,
+        assign_whole,
+        assign_gradient,
+        swap,
+        assign_parameters,
+    ):
         reference = build("stack")
         model = INTERFACES[interface](copy.deepcopy(reference))
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]

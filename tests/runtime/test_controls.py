@@ -1,11 +1,13 @@
 """Requests to a unit between its calls, and random numbers on shards."""
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
 from shardwise.features.fsdp_module import UnshardHandle
@@ -163,10 +165,45 @@ def test_a_method_gathers_also_in_a_copy() -> None:
         register_forward_method(model, "nothing")
 
 
+@on_ranks(2)
+def test_a_method_of_the_instance_gathers_also_in_a_copy() -> None:
+    torch.manual_seed(0)
+    model: Any = Generator().double()
+    model.generate = MethodType(lambda self, x: 2 * self.first(x), model)
+    sw.fully_shard(model, units=Block)
+    model.twice = lambda x: 2 * model.first(x)
+    for name in ("generate", "generate", "twice"):
+        register_forward_method(model, name)
+    expected = 2 * (batch() @ full(model.first.weight).T + full(model.first.bias))
+    for generate in (model.generate, copy.deepcopy(model).generate, model.twice):
+        assert_close(generate(batch()).detach(), expected.detach(), "generated")
+    model.generate(batch()).sum().backward()
+    assert model.first.weight.grad is not None
+
+
 class Generator(Stack):
     def generate(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.first(x)
         return y
+
+
+@on_ranks(2)
+def test_a_model_whose_units_were_wrapped_since_is_copied_and_unfrozen() -> None:
+    reference: Any = build("stack")
+    frozen: Any = copy.deepcopy(reference)
+    frozen.layers[0].requires_grad_(False)
+    model: Any = sw.fully_shard(frozen, units=Block)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    model.layers[0].requires_grad_(True)
+    reference(torch.ones(2, WIDTH).double()).sum().backward()
+    for one in (model, copy.deepcopy(model)):
+        one.zero_grad()
+        one(torch.ones(2, WIDTH).double()).sum().backward()
+        for parameter, expected in zip(one.parameters(), reference.parameters(), strict=True):
+            assert_close(full(parameter.grad), expected.grad, "gradient")
+    del model.layers[0]
+    with pytest.raises(sw.PlanError, match=r"layers\.0.* was removed after fully_shard"):
+        copy.deepcopy(model)
 
 
 @on_ranks(2)

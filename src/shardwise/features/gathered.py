@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _private
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import Collectives
-from shardwise.comm.device import copy_, wait_for_device
+from shardwise.comm.device import copy_, join_streams, wait_for_device
 from shardwise.errors import PlanError, StepError
 from shardwise.features.checks import check_same_sums, checksum
 from shardwise.runtime import hooks
@@ -129,17 +129,18 @@ class HeldLayout:
         flat, held = self._flat, self._flat.held
         if held is None:
             return None
-        held.pack()
-        copy_(flat.codec.shard, held.slot_of(flat.mesh.rank))
+        for parameter, view in zip(flat.parameters, held.views, strict=True):
+            local, own = parameter.local.data, parameter.sharding.own_part_of(view)
+            copy_(local, own.reshape(local.shape))
         return held.flat.device if held.flat.device != flat.codec.shard.device else None
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory, unless other code holds parameters, in a state dict, say."""
         flat, held = self._flat, self._flat.held
         if held is None:
             flat.free()
             return
-        held.release()
+        join_streams(held.flat.device, mutually=True)
         flat.held = None
 
 

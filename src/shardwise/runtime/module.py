@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -91,10 +93,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.name(...)`` gather the unit ``module`` like its call; ``generate``, say.
 
     Raises:
-        PlanError: ``module`` is not a unit, or its class has no such method.
+        PlanError: ``module`` is not a unit, or has no such method.
     """
     handle_of(module)
     kind, plain = type(module).__bases__
+    own = vars(module).get(name)  # hides the method of the class
+    if callable(own):
+        is_bound = isinstance(own, MethodType) and own.__self__ is module
+        method = own.__func__ if is_bound else lambda _module, *args, **kwargs: own(*args, **kwargs)
+        vars(module)[name] = MethodType(_as_forward(method), module)
+        return
     if not callable(getattr(plain, name, None)):
         raise PlanError(f"{plain.__name__} has no method {name!r}")
     methods: MethodWrappers = getattr(type(module), _METHODS)
@@ -239,7 +247,7 @@ class UnitModule(nn.Module):
         state = {key: value for key, value in self.__dict__.items() if key != HANDLE}
         twin.__dict__.update(copy.deepcopy(state, memo))
         if handle.index == 0:
-            _shard_by(runtime.plan, twin, self, runtime)
+            _shard_by(runtime.plan, twin, self, runtime, memo)
         return twin
 
 
@@ -329,20 +337,44 @@ def make_room_for_unfrozen(root: nn.Module) -> bool:
     with _private.without_transforms(), torch.inference_mode(mode=False):
         runtime.scheduler.prepare_conversion()
         with keeping_gradients(root):
-            _shard_by(runtime.plan.unfrozen(names), root, root, runtime)
+            _shard_by(runtime.plan.unfrozen(names), root, root, runtime, {})
     return True
 
 
-def _shard_by(plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime) -> None:
-    """Shard ``module``, which is ``root`` or a copy of it, like ``root`` but with ``plan``."""
+def _shard_by(
+    plan: Plan, module: nn.Module, root: nn.Module, runtime: Runtime, memo: Mapping[int, Any]
+) -> None:
+    """Shard ``module`` like ``root`` but with ``plan``.
+
+    It is ``root``, or a copy of it with copied units in the ``memo`` of `copy.deepcopy`.
+    """
+    originals = [_unit_now(root, unit.name) for unit in plan.units]
+    modules = [memo.get(id(original), original) for original in originals]
+    names = {id(one): name for name, one in module.named_modules()}
+    units = zip(plan.units, modules, strict=True)
+    plan = replace(plan, units=tuple(replace(unit, name=names[id(one)]) for unit, one in units))
     new = runtime.request.build(module, plan, runtime)
-    for index, unit in enumerate(plan.units):
-        original = root.get_submodule(unit.name)
+    for index, (original, one) in enumerate(zip(originals, modules, strict=True)):
         handle = Handle(new, index, handle_of(original).options)
         kind = cast("type[UnitModule]", type(original).__bases__[0])
         methods: MethodWrappers = getattr(type(original), _METHODS)
-        become_unit(module.get_submodule(unit.name), handle, kind, methods)
+        become_unit(one, handle, kind, methods)
     new.watch_structure(module, warns=runtime.warns_of_added)
+
+
+def _unit_now(root: nn.Module, name: str) -> nn.Module:
+    """The unit ``name`` of the plan, around which there may be a wrapper now.
+
+    Raises:
+        PlanError: it is no longer in the model.
+    """
+    try:
+        return next(one for one in root.get_submodule(name).modules() if HANDLE in vars(one))
+    except (AttributeError, StopIteration):
+        raise PlanError(
+            f"{name} was removed after fully_shard, so the model can neither be copied nor trained "
+            "with parameters that were frozen; remove it before fully_shard"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """How a parameter is distributed: which rank stores which elements, in which kind of DTensor."""
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,15 +42,16 @@ __all__ = [
 _SHARDING = "_sharding"  # a parameter's attribute
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
 BEFORE_USE = "_shardwise_before_use"  # an attribute of a local tensor: what `local_of` calls
+_ALIASES = "_shardwise_aliases"  # an attribute: weak references to local tensors of ``.data``
 _GRADIENT: Any = torch.Tensor.grad  # a descriptor
 
 
 class AssignableDTensor(DTensor):
     """A DTensor to whose ``.data`` and ``.grad`` a program may assign.
 
-    ``.data = value`` copies the value. On a plain DTensor it has no effect, as everything uses the
-    local tensor. Parameters and gradients that are cut into chunks have this class; other
-    operations return plain DTensors.
+    ``.data = value`` copies the value; what ``.data`` returned before keeps the old one. On
+    a plain DTensor it has no effect, as everything uses the local tensor. Parameters and gradients
+    that are cut into chunks have this class; other operations return plain DTensors.
     """
 
     @property
@@ -97,7 +99,10 @@ class AssignableDTensor(DTensor):
     @property
     def data(self) -> Tensor:
         """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
-        data: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if type(data._local_tensor) is Tensor and not torch.compiler.is_compiling():
+            alive = [one for one in vars(self).get(_ALIASES, ()) if one() is not None]
+            vars(self)[_ALIASES] = [*alive, weakref.ref(data._local_tensor)]
         return data
 
     @data.setter
@@ -112,6 +117,9 @@ class AssignableDTensor(DTensor):
             )
         is_whole = not isinstance(value, DTensor)
         with torch.no_grad():
+            for alias in vars(self).pop(_ALIASES, ()):
+                if (local := alias()) is not None:
+                    local.data = local.clone()
             self.detach().copy_(self._distributed_as_this(value) if is_whole else value)
 
     def _distributed_as_this(self, whole: Tensor) -> Tensor:
@@ -136,6 +144,7 @@ class AssignableDTensor(DTensor):
         """A plain DTensor with the same memory and attributes."""
         plain = super().detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
+        vars(plain).pop(_ALIASES, None)
         assert isinstance(plain, DTensor)
         return plain
 
