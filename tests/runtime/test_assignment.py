@@ -120,6 +120,34 @@ def test_assignments_that_do_not_fit_are_refused(interface: str) -> None:
         model(own_part(torch.randn(BATCH, WIDTH).double()))
 
 
+@pytest.mark.parametrize("interface", INTERFACES)
+@on_ranks(1)
+def test_parameters_listed_before_sharding_have_no_values(interface: str) -> None:
+    model = build("stack")
+    before = list(model.parameters())
+    model = INTERFACES[interface](model)
+    sizes = [(p.numel(), p.shape, p.dtype) for p in before]
+    assert sizes == [(p.numel(), p.shape, p.dtype) for p in model.parameters()]
+    assert len(dict.fromkeys(before)) == len(before)
+    assert [repr(p) for p in before] == [repr(p) for p in model.parameters()]
+    uses: list[Callable[[nn.Parameter], Any]] = [
+        lambda p: p.square().sum(),
+        lambda p: p.mul_(0.5),
+        lambda p: torch.stack([p]),
+        lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    ]
+    with torch.no_grad():
+        for use in uses:
+            with pytest.raises(ShardedTensorError, match=r"list model.parameters\(\) after"):
+                use(before[0])
+    model(torch.randn(BATCH, WIDTH).double()).sum().backward()
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    assert nn.utils.clip_grad_norm_(before, 1.0) > 0
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    its_parameters = its_optimizer.param_groups[0]["params"]
+    assert set(map(id, its_parameters)) == set(map(id, copied.parameters()))
+
+
 @on_ranks(2)
 def test_a_parameter_in_chunks_is_pickled_as_a_dtensor() -> None:
     parameter = next(sw.fully_shard(build("stack"), granularity="dim").parameters())
