@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
-from shardwise._private import accumulated_gradient_hooks, gradient_hooks, pytree
+from shardwise._private import pytree, share_gradient_hooks
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import keeps_its_class
@@ -151,11 +151,8 @@ class ReplacedParameter(nn.Parameter):
 
 
 def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Free the memory of ``original``, move its hooks to ``sharded``, and link the two."""
-    for hook in gradient_hooks(original):
-        sharded.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in accumulated_gradient_hooks(original):
-        sharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    """Free the memory of ``original``, give its hooks to ``sharded``, and link the two."""
+    share_gradient_hooks(original, sharded)
     original.grad = None
     original.data = original.data.new_empty(0)
     original.__class__ = ReplacedParameter
