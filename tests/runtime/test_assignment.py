@@ -120,6 +120,63 @@ def test_assignments_that_do_not_fit_are_refused(interface: str) -> None:
         model(own_part(torch.randn(BATCH, WIDTH).double()))
 
 
+def exchange_by_state_dict(model: nn.Module, one: str, other: str) -> None:
+    state = model.state_dict()
+    state[one], state[other] = state[other], state[one]
+    model.load_state_dict(state, assign=True)
+
+
+def exchange_by_setattr(model: nn.Module, one: str, other: str) -> None:
+    parameters = [model.get_parameter(name) for name in (one, other)]
+    for name, parameter in zip((other, one), parameters, strict=True):
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, parameter)
+
+
+def exchange_by_swap(model: nn.Module, one: str, other: str) -> None:
+    parameters = [model.get_parameter(name) for name in (one, other)]
+    torch.utils.swap_tensors(*parameters)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("interface", [name for name in INTERFACES if "FSDP1" not in name])
+@on_ranks(2)
+def test_parameters_may_be_exchanged(interface: str) -> None:
+    """Also those of different units."""
+    one, other = "layers.0.up.weight", "layers.1.up.weight"
+    for exchange in (exchange_by_state_dict, exchange_by_setattr, exchange_by_swap):
+        model = INTERFACES[interface](build("stack"))
+        values = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+        values[one], values[other] = values[other], values[one]
+        exchange(model, one, other)
+        with sw.gathered(model):
+            pass
+        exchange(model, one, other)
+        exchange(model, one, other)
+        model(own_part(torch.randn(BATCH, WIDTH).double()))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full(parameter.detach()), values[name]), name
+
+
+@on_ranks(1)
+def test_untying_a_sharded_model_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight = model[0].weight
+    sw.fully_shard(model)
+    for index in (0, 1):
+        before = model[index].weight
+        model[index].weight = nn.Parameter(before.detach() * 2)
+        with pytest.raises(PlanError, match=r"0\.weight, 1\.weight: .* hold different tensors"):
+            model(torch.randn(BATCH, WIDTH))
+        model[index].weight = before
+    doubled = model[0].weight.detach() * 2
+    model.load_state_dict(
+        model.state_dict() | dict.fromkeys(("0.weight", "1.weight"), doubled), assign=True
+    )
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+    assert model[0].weight is model[1].weight
+    assert torch.equal(full(model[0].weight.detach()), full(doubled))
+
+
 @pytest.mark.parametrize("interface", INTERFACES)
 @on_ranks(1)
 def test_parameters_listed_before_sharding_have_no_values(interface: str) -> None:

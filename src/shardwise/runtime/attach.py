@@ -153,7 +153,6 @@ class ReplacedParameter(nn.Parameter):
 def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
     """Free the memory of ``original``, give its hooks to ``sharded``, and link the two."""
     share_gradient_hooks(original, sharded)
-    original.grad = None
     original.data = original.data.new_empty(0)
     original.__class__ = ReplacedParameter
     assert isinstance(original, ReplacedParameter)
