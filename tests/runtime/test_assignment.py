@@ -177,6 +177,18 @@ def test_untying_a_sharded_model_is_refused() -> None:
     assert torch.equal(full(model[0].weight.detach()), full(doubled))
 
 
+@on_ranks(1)
+def test_tying_a_sharded_model_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    sw.fully_shard(model, units=nn.Linear)
+    before = model[1].weight
+    model[1].weight = model[0].weight
+    with pytest.raises(PlanError, match=r"1\.weight was tied to 0\.weight after fully_shard"):
+        model(torch.randn(BATCH, WIDTH))
+    model[1].weight = before
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+
+
 @pytest.mark.parametrize("interface", INTERFACES)
 @on_ranks(1)
 def test_parameters_listed_before_sharding_have_no_values(interface: str) -> None:

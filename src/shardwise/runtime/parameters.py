@@ -265,8 +265,21 @@ def reclaim_locals(parameters: Sequence[FSDPParameter]) -> None:
 
 
 def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
-    """Adopt all replacements, of which some may be in the memory of shards."""
+    """Adopt all replacements, of which some may be in the memory of shards.
+
+    Raises:
+        PlanError: a parameter was tied to another one, or is no longer tied.
+    """
     replaced = [(one, held) for one in parameters if (held := one.replacement()) is not None]
+    kept = {id(one.local): one for one in parameters}
+    for one, _ in replaced:
+        del kept[id(one.local)]
+    for one, held in replaced:
+        if isinstance(held, DTensor) and (other := kept.get(id(held._local_tensor))) is not None:
+            raise PlanError(
+                f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
+                "for both; tie them before fully_shard"
+            )
     shards = {one.local.data_ptr() for one, _ in replaced}
     for _, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
         if isinstance(held, DTensor) and held._local_tensor.data_ptr() in shards:
