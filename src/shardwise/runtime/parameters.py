@@ -280,9 +280,9 @@ def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
                 f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
                 "for both; tie them before fully_shard"
             )
-    shards = {one.local.data_ptr() for one, _ in replaced}
+    shards = {_memory_of(one.local) for one, _ in replaced}
     for _, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
-        if isinstance(held, DTensor) and held._local_tensor.data_ptr() in shards:
+        if isinstance(held, DTensor) and _memory_of(held) in shards:
             held._local_tensor = local_of(held).detach().clone()
     for one, held in replaced:
         one.adopt(held)
@@ -293,12 +293,10 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(parameter).items() if not _is_internal(name)}
 
 
-def _memory_of(tensor: Tensor) -> object:
-    """What is equal for tensors with the same elements in the same memory."""
-    if not isinstance(tensor, DTensor):
-        return id(tensor)
-    local = tensor._local_tensor
-    return (local.data_ptr(), tensor.dtype) if local.numel() else tensor.dtype
+def _memory_of(tensor: Tensor) -> int:
+    """What is equal for tensors in the same memory; each of another library's is alone."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr() if type(local) is Tensor else id(tensor)
 
 
 def _is_internal(name: str) -> bool:
