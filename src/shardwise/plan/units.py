@@ -212,9 +212,10 @@ def plan_units(
         if in_blocks:
             chosen = _in_blocks(chosen, spec.name)
         # A float32 master does not show the original dtype, so the earlier cast applies, unless
-        # half() or another conversion has changed the dtype since.
+        # half(), double() or another conversion has changed the dtype since.
         keeps = options[owner].precision.master_dtype == "keep"
-        cast = spec.cast if keeps or spec.cast is not None else before.cast
+        is_converted = spec.cast is not None or spec.dtype != before.dtype
+        cast = spec.cast if keeps or is_converted else before.cast
         trainable = spec.trainable or before.trainable
         owned[owner].append(
             replace(spec, shape=before.shape, granularity=chosen, cast=cast, trainable=trainable)
