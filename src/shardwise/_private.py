@@ -97,6 +97,7 @@ __all__ = [
     "scaled_sum",
     "set_managed",
     "set_versions",
+    "share_gradient_hooks",
     "stage_backwards",
     "storage_id",
     "strided_shard",
@@ -527,6 +528,12 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """The hooks registered with `Tensor.register_post_accumulate_grad_hook`."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let ``target`` share the hooks of ``source``, whose handles then remove them from both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(target, name, getattr(source, name))
 
 
 @cache

@@ -149,6 +149,103 @@ def test_assignments_that_do_not_fit_are_refused(interface: str) -> None:
         model(own_part(torch.randn(BATCH, WIDTH).double()))
 
 
+def exchange_by_state_dict(model: nn.Module, one: str, other: str) -> None:
+    state = model.state_dict()
+    state[one], state[other] = state[other], state[one]
+    model.load_state_dict(state, assign=True)
+
+
+def exchange_by_setattr(model: nn.Module, one: str, other: str) -> None:
+    parameters = [model.get_parameter(name) for name in (one, other)]
+    for name, parameter in zip((other, one), parameters, strict=True):
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, parameter)
+
+
+def exchange_by_swap(model: nn.Module, one: str, other: str) -> None:
+    parameters = [model.get_parameter(name) for name in (one, other)]
+    torch.utils.swap_tensors(*parameters)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("interface", [name for name in INTERFACES if "FSDP1" not in name])
+@on_ranks(2)
+def test_parameters_may_be_exchanged(interface: str) -> None:
+    """Also those of different units."""
+    one, other = "layers.0.up.weight", "layers.1.up.weight"
+    for exchange in (exchange_by_state_dict, exchange_by_setattr, exchange_by_swap):
+        model = INTERFACES[interface](build("stack"))
+        values = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+        values[one], values[other] = values[other], values[one]
+        exchange(model, one, other)
+        with sw.gathered(model):
+            pass
+        exchange(model, one, other)
+        exchange(model, one, other)
+        model(own_part(torch.randn(BATCH, WIDTH).double()))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full(parameter.detach()), values[name]), name
+
+
+@on_ranks(1)
+def test_untying_a_sharded_model_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight = model[0].weight
+    sw.fully_shard(model)
+    for index in (0, 1):
+        before = model[index].weight
+        model[index].weight = nn.Parameter(before.detach() * 2)
+        with pytest.raises(PlanError, match=r"0\.weight, 1\.weight: .* hold different tensors"):
+            model(torch.randn(BATCH, WIDTH))
+        model[index].weight = before
+    doubled = model[0].weight.detach() * 2
+    model.load_state_dict(
+        model.state_dict() | dict.fromkeys(("0.weight", "1.weight"), doubled), assign=True
+    )
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+    assert model[0].weight is model[1].weight
+    assert torch.equal(full(model[0].weight.detach()), full(doubled))
+
+
+@on_ranks(1)
+def test_tying_a_sharded_model_is_refused() -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    sw.fully_shard(model, units=nn.Linear)
+    before = model[1].weight
+    model[1].weight = model[0].weight
+    with pytest.raises(PlanError, match=r"1\.weight was tied to 0\.weight after fully_shard"):
+        model(torch.randn(BATCH, WIDTH))
+    model[1].weight = before
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@on_ranks(1)
+def test_parameters_listed_before_sharding_have_no_values(interface: str) -> None:
+    model = build("stack")
+    before = list(model.parameters())
+    model = INTERFACES[interface](model)
+    sizes = [(p.numel(), p.shape, p.dtype) for p in before]
+    assert sizes == [(p.numel(), p.shape, p.dtype) for p in model.parameters()]
+    assert len(dict.fromkeys(before)) == len(before)
+    assert [repr(p) for p in before] == [repr(p) for p in model.parameters()]
+    uses: list[Callable[[nn.Parameter], Any]] = [
+        lambda p: p.square().sum(),
+        lambda p: p.mul_(0.5),
+        lambda p: torch.stack([p]),
+        lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    ]
+    with torch.no_grad():
+        for use in uses:
+            with pytest.raises(ShardedTensorError, match=r"list model.parameters\(\) after"):
+                use(before[0])
+    model(torch.randn(BATCH, WIDTH).double()).sum().backward()
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    assert nn.utils.clip_grad_norm_(before, 1.0) > 0
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    its_parameters = its_optimizer.param_groups[0]["params"]
+    assert set(map(id, its_parameters)) == set(map(id, copied.parameters()))
+
+
 @on_ranks(2)
 def test_a_parameter_in_chunks_is_pickled_as_a_dtensor() -> None:
     parameter = next(sw.fully_shard(build("stack"), granularity="dim").parameters())

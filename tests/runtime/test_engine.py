@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.hooks import RemovableHandle
 
 import shardwise as sw
 from shardwise.runtime.nested import tensors_left_in
@@ -257,6 +258,21 @@ def test_the_users_gradient_hooks_see_reduced_gradients() -> None:
     assert sorted(calls) == sorted(["norm.weight", "first.bias"] * 6)
 
 
+@on_ranks(1)
+def test_a_hook_from_before_sharding_can_be_removed() -> None:
+    calls: list[str] = []
+    reference, model = build("stack"), build("stack")
+    handles = _add_hooks(model, calls)
+    sw.fully_shard(model, units=Block)
+    for handle in handles:
+        handle.remove()
+    batch = torch.randn(4, WIDTH).double()
+    for m in (reference, model):
+        m(batch).square().mean().backward()
+    assert_equal_models(model, reference, 0)
+    assert not calls
+
+
 @on_ranks(2)
 def test_parametrized_modules() -> None:
     for kind in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
@@ -337,15 +353,19 @@ class Clamping(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def _add_hooks(model: nn.Module, calls: list[str]) -> None:
+def _add_hooks(model: nn.Module, calls: list[str]) -> list[RemovableHandle]:
+    handles: list[RemovableHandle] = []
     for name in ("norm.weight", "first.bias"):
         parameter = model.get_parameter(name)
-        parameter.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: gradient * 3
-        )
-        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda _parameter, name=name: calls.append(name)
-        )
+        handles += [
+            parameter.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient * 3
+            ),
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _parameter, name=name: calls.append(name)
+            ),
+        ]
+    return handles
 
 
 class Auxiliary(nn.Module):

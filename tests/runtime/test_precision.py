@@ -276,3 +276,17 @@ def _assert_equal_under_autocast(model: nn.Module, reference: nn.Module, *, enab
         assert p.grad is not None
         assert q.grad is not None
         assert torch.equal(full(p.grad), q.grad), name  # both ranks have the same batch
+
+
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.float16, torch.float32])
+@on_ranks(1)
+def test_a_model_computes_in_the_dtype_that_its_masters_are_converted_to(
+    before: torch.dtype,
+) -> None:
+    model = sw.fully_shard(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)).to(before))
+    ids = torch.arange(4)
+    assert model(ids).dtype == before
+    model.double()
+    model(ids).sum().backward()
+    assert model(ids).dtype == torch.float64
+    assert {p.dtype for p in model.parameters()} == {torch.float64}

@@ -212,9 +212,9 @@ def plan_units(
         if in_blocks:
             chosen = _in_blocks(chosen, spec.name)
         # A float32 master does not show the original dtype, so the earlier cast applies, unless
-        # half() or another conversion has changed the dtype since.
-        keeps = options[owner].precision.master_dtype == "keep"
-        cast = spec.cast if keeps or spec.cast is not None else before.cast
+        # half(), double() or another conversion has changed the dtype since.
+        is_master = options[owner].precision.master_dtype != "keep" and spec.dtype == before.dtype
+        cast = before.cast if is_master and spec.cast is None else spec.cast
         trainable = spec.trainable or before.trainable
         owned[owner].append(
             replace(spec, shape=before.shape, granularity=chosen, cast=cast, trainable=trainable)

@@ -26,6 +26,7 @@ from shardwise.runtime.parameters import FSDPParameter
 from shardwise.tensor.mesh import DataParallelMesh
 
 __all__ = [
+    "READS_NO_ELEMENTS",
     "Accumulated",
     "AccumulatedGradients",
     "UnreducedGradient",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 # Functions that read no elements; `__get__` reads an attribute, such as ``dtype`` or ``is_sparse``.
-_HARMLESS = frozenset(
+READS_NO_ELEMENTS = frozenset(
     {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "requires_grad_"}
 )
 _ITSELF = frozenset({"detach", "detach_"})
@@ -118,7 +119,7 @@ class UnreducedGradient(Tensor):
             for one in args[0]:
                 one.zero_()
             return None
-        if name not in _HARMLESS:
+        if name not in READS_NO_ELEMENTS:
             _first_in((args, kwargs)).refuse(name)
         with without_tensor_functions():
             return func(*args, **(kwargs or {}))

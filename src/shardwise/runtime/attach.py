@@ -3,10 +3,12 @@
 A plain tensor cannot become a DTensor in the same object, so the module gets a new parameter. The
 old parameter, which other code may still hold, has no memory any more. Its ``grad`` is that of the
 new parameter, and an optimizer that holds it steps the new one: a hook on the steps of all
-optimizers replaces it.
+optimizers replaces it. Operations on its elements raise an error.
 """
 
 import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,11 +22,11 @@ from torch.optim.optimizer import (
 )
 
 import shardwise.tensor.operations  # noqa: F401 - registers the operations on shards
-from shardwise._private import accumulated_gradient_hooks, gradient_hooks
-from shardwise.errors import PlanError
+from shardwise._private import pytree, share_gradient_hooks
+from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import keeps_its_class
-from shardwise.runtime.accumulation import is_unreduced
+from shardwise.runtime.accumulation import READS_NO_ELEMENTS, is_unreduced
 from shardwise.runtime.parameters import ParameterOwner
 from shardwise.tensor.sharding import Sharding, sharding_of
 
@@ -42,6 +44,8 @@ __all__ = [
 ]
 
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
+# What the new parameter does in place of a replaced one.
+_PASSED_ON = READS_NO_ELEMENTS | {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
@@ -104,7 +108,7 @@ def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter that `fully_shard` replaced by a sharded one."""
+    """A parameter that `fully_shard` replaced by a sharded one; it has no elements."""
 
     _sharded: nn.Parameter
 
@@ -116,14 +120,39 @@ class ReplacedParameter(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         self._sharded.grad = value
 
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._sharded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of the sharded one, so that a copied optimizer steps that of a copied model."""
+        return copy.deepcopy(self._sharded, memo)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        replaced = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        if func.__name__ not in _PASSED_ON:
+            sharding = sharding_of(replaced[0]._sharded)
+            name = "a parameter" if sharding is None else sharding.name
+            raise ShardedTensorError(
+                f"{name}: {func.__name__} needs the values of a parameter that fully_shard has "
+                "replaced since; list model.parameters() after fully_shard, and share parameters "
+                "with other modules after it"
+            )
+        return func(current(args[0]), *args[1:], **(kwargs or {}))
+
 
 def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Free the memory of ``original``, move its hooks to ``sharded``, and link the two."""
-    for hook in gradient_hooks(original):
-        sharded.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in accumulated_gradient_hooks(original):
-        sharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    original.grad = None
+    """Free the memory of ``original``, give its hooks to ``sharded``, and link the two."""
+    share_gradient_hooks(original, sharded)
     original.data = original.data.new_empty(0)
     original.__class__ = ReplacedParameter
     assert isinstance(original, ReplacedParameter)

@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._private import set_versions
 from shardwise.errors import PlanError
 from shardwise.plan.layout import ParameterSpec
 from shardwise.runtime import hooks
-from shardwise.tensor.sharding import Sharding
+from shardwise.tensor.sharding import Sharding, local_of
 
-__all__ = ["CLASS", "STEPS_IN_BACKWARD", "FSDPParameter", "ParameterOwner", "attributes_of"]
+__all__ = [
+    "CLASS",
+    "STEPS_IN_BACKWARD",
+    "FSDPParameter",
+    "ParameterOwner",
+    "attributes_of",
+    "reclaim_locals",
+]
 
 _FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
 CLASS = "_shardwise_class"  # the class of a sharded parameter while its unit computes
@@ -183,6 +191,20 @@ class FSDPParameter:
             self._carry(shown, self.sharded)
         self._put(self.sharded)
 
+    def replacement(self) -> Tensor | None:
+        """What the user has put in place of the sharded parameter; None if nothing."""
+        held = [tensor for owner in self.owners if (tensor := owner.get()) is not None]
+        if self._shown is not None or not held:
+            return None
+        # ``load_state_dict(assign=True)`` makes a parameter for each name, in the same memory.
+        if any(_memory_of(tensor) != _memory_of(held[0]) for tensor in held):
+            raise PlanError(
+                f"{', '.join(self.spec.names)}: these names of one tied parameter hold different "
+                "tensors; assign the same nn.Parameter to each of them"
+            )
+        is_own = isinstance(held[0], DTensor) and held[0]._local_tensor is self.local
+        return None if is_own else held[0]
+
     def adopt(self, replacement: Tensor) -> None:
         """Take over a parameter that the user put in place of the sharded one, if it fits."""
         if not isinstance(replacement, nn.Parameter):
@@ -205,6 +227,7 @@ class FSDPParameter:
         self.local = self.sharding.take_over(replacement, self.local)
         self.sharding.attach_to(replacement)
         self.sharded, self._num_internal = replacement, -1
+        self._put(replacement)
 
     def _carry(self, source: nn.Parameter, target: nn.Parameter) -> None:
         """Give ``target`` the attributes that a program has set on ``source``.
@@ -232,9 +255,48 @@ class FSDPParameter:
         self.dense.requires_grad_(self.sharded.requires_grad)
 
 
+def reclaim_locals(parameters: Sequence[FSDPParameter]) -> None:
+    """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
+    for one in parameters:
+        for owner in one.owners:
+            if not isinstance(held := owner.get(), DTensor) or held._local_tensor is not one.local:
+                _adopt_replaced(parameters)
+                return
+
+
+def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
+    """Adopt all replacements, of which some may be in the memory of shards.
+
+    Raises:
+        PlanError: a parameter was tied to another one, or is no longer tied.
+    """
+    replaced = [(one, held) for one in parameters if (held := one.replacement()) is not None]
+    kept = {id(one.local): one for one in parameters}
+    for one, _ in replaced:
+        del kept[id(one.local)]
+    for one, held in replaced:
+        if isinstance(held, DTensor) and (other := kept.get(id(held._local_tensor))) is not None:
+            raise PlanError(
+                f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
+                "for both; tie them before fully_shard"
+            )
+    shards = {_memory_of(one.local) for one, _ in replaced}
+    for _, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
+        if isinstance(held, DTensor) and _memory_of(held) in shards:
+            held._local_tensor = local_of(held).detach().clone()
+    for one, held in replaced:
+        one.adopt(held)
+
+
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """The attributes that neither torch nor the engine has set."""
     return {name: value for name, value in vars(parameter).items() if not _is_internal(name)}
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What is equal for tensors in the same memory; each of another library's is alone."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr() if type(local) is Tensor else id(tensor)
 
 
 def _is_internal(name: str) -> bool:

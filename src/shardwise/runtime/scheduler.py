@@ -23,6 +23,7 @@ from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepLeaves, StepObserver
+from shardwise.runtime.parameters import reclaim_locals
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import ShardVersions
 from shardwise.schedule.events import Event, EventKind
@@ -192,6 +193,7 @@ class Scheduler:
         self.notes.forget()
         for unit in self.units:
             unit.expect_changes()
+        reclaim_locals(self.parameters)  # `Module.to` before a step is no change within it
         changed = self._versions.update(self.sequencer.tick)
         self.ledger.begin_forward(has_changes=bool(changed))
         stale = [unit for unit in changed if self.sequencer.stays_for_next_pass(unit)]
@@ -495,6 +497,7 @@ class Scheduler:
             self.recover()
             self._perform(self.sequencer.release_all())
             self.report("gathered()")
+            reclaim_locals(self.parameters)
             yield self._comm
         self.in_gathered = True
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from torch.distributed.tensor import DTensor
-
 from shardwise.comm.api import SMALL_BYTES, Work
 from shardwise.comm.communicator import Collectives, Communicator
 from shardwise.comm.device import copy_
@@ -29,7 +27,7 @@ from shardwise.runtime.codecs import GatheredBuffer, HostCodec, RunCodec, SlotCo
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.memory import Pool, Pools
 from shardwise.runtime.offload import HostOffloader
-from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.parameters import FSDPParameter, reclaim_locals
 from shardwise.tensor.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
@@ -176,13 +174,8 @@ class FlatParameters:
         return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
 
     def reclaim_locals(self) -> None:
-        """Adopt parameters that were replaced, as `Module.to` and ``assign=True`` do."""
-        for parameter in self.parameters:
-            current = parameter.owners[0].get()
-            if isinstance(current, DTensor) and current._local_tensor is parameter.local:
-                continue
-            if current is not None:
-                parameter.adopt(current)
+        """Adopt parameters of this layout that were replaced."""
+        reclaim_locals(self.parameters)
 
 
 class Unit:
@@ -317,11 +310,9 @@ class Unit:
         self.expects_gradients = False
 
     def expect_changes(self) -> None:
-        """Prepare for shards that were changed or replaced since the last step."""
+        """Prepare for shards that were changed since the last step."""
         for flat in self.flats:
             flat.codec.note_changes()
-            if not self._is_unsharded:  # `Module.to` before a step is no change within it
-                flat.reclaim_locals()
 
     def collect(self, comm: Communicator) -> None:
         self._await_all(self._reducing, comm)
