@@ -280,7 +280,7 @@ def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
                 f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
                 "for both; tie them before fully_shard"
             )
-    shards = {_memory_of(one.local) for one, _ in replaced}
+    shards = {one.local.data_ptr() for one, _ in replaced if type(one.local) is Tensor}
     for _, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
         if isinstance(held, DTensor) and _memory_of(held) in shards:
             held._local_tensor = local_of(held).detach().clone()
@@ -294,8 +294,8 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """What is equal for tensors in the same memory; each of another library's is alone."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """What is equal for DTensors in the same memory; each of another class's is alone."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     return local.data_ptr() if type(local) is Tensor else id(tensor)
 
 
