@@ -42,7 +42,8 @@ class Snippet:
     @property
     def commands(self) -> list[str]:
         """The lines of a console block after `$ `."""
-        return [line[2:] for line in self.code.splitlines() if line.startswith("$ ")]
+        code = self.code.replace("\\\n", "")  # a command on several lines
+        return [line[2:] for line in code.splitlines() if line.startswith("$ ")]
 
 
 def snippets_in(text: str) -> list[Snippet]:

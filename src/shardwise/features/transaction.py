@@ -253,7 +253,7 @@ class ModelSnapshot:
         accumulated = [one.accumulated for one in scheduler.gradients]
         self._accumulated = [(one, one.snapshot()) for one in accumulated]
         self._residuals = [(one, _clone_or_none(one.residual)) for one in scheduler.gradients]
-        self._parameters = [(name, p, _versions_of(p)) for name, p in model.named_parameters()]
+        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
         self._buffers = [
             (module, name, buffer, _clone_or_none(buffer))
@@ -264,7 +264,7 @@ class ModelSnapshot:
 
     def changed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that have been written to since the snapshot, by name."""
-        return {name: p for name, p, before in self._parameters if _versions_of(p) != before}
+        return {name: p for name, p, before in self._parameters if p._version != before}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -347,12 +347,6 @@ class _Entries:
             if values is not None:
                 _write(value, values)
             entries[key] = value
-
-
-def _versions_of(parameter: Tensor) -> list[int]:
-    """Numbers that change when ``parameter`` does, or this rank's part of it alone."""
-    local = [parameter._local_tensor] if isinstance(parameter, DTensor) else []
-    return [one._version for one in (parameter, *local)]
 
 
 def _run(tensor: Tensor) -> Tensor:

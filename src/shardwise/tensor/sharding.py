@@ -107,6 +107,8 @@ class AssignableDTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # `Module.to` that changes nothing
+            return
         expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
         if got != expected:
             sharding = sharding_of(self)
