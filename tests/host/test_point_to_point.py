@@ -309,6 +309,15 @@ def test_nothing_outside_of_an_offer_or_its_target_is_touched() -> None:
         read.assert_not_called()
 
 
+def test_a_peer_that_is_dropped_closes_its_socket() -> None:
+    one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = Peer(one, timedelta(seconds=9))
+    assert one.fileno() >= 0
+    del peer
+    assert one.fileno() == -1
+    two.close()
+
+
 def test_a_file_is_passed_with_a_message() -> None:
     one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = (Peer(each, timedelta(seconds=9)) for each in (one, two))

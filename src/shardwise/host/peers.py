@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -67,6 +68,8 @@ class Peer:
         limit = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = connection
+        # A group that is dropped without `destroy_process_group` closes its sockets, too.
+        weakref.finalize(self, connection.close).atexit = False
         self.process = process  # process id
         self._kept: list[Message] = []  # received by threads that waited for other tags
         self._changed = threading.Condition()
