@@ -100,9 +100,7 @@ class Memory:
     ) -> None:
         """Add a new storage, with a block if it has memory."""
         key = storage._cdata
-        self._places[key] = place
-        self._held[key] = None
-        self._finalizers.append(weakref.finalize(storage, self._drop, key))
+        self._watch(storage, place)
         if not storage.nbytes():
             return
         start = storage.data_ptr()
@@ -140,6 +138,8 @@ class Memory:
     def swap(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Record that two storages have exchanged their memory."""
         a, b = one._cdata, other._cdata
+        if not self.knows(other):  # made outside of operators; its memory is freed with it
+            self._watch(other, self._places[a])
         self._held[a], self._held[b] = self._held.get(b), self._held.get(a)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int, owner: Timeline) -> None:
@@ -159,6 +159,13 @@ class Memory:
         """Ignore frees from now on."""
         for finalizer in self._finalizers:
             finalizer.detach()
+
+    def _watch(self, storage: torch.UntypedStorage, place: Place) -> None:
+        """Notice when ``storage``, which has no block yet, is freed."""
+        key = storage._cdata
+        self._places[key] = place
+        self._held[key] = None
+        self._finalizers.append(weakref.finalize(storage, self._drop, key))
 
     def _insert(self, block: Block) -> Block:
         for stale in list(self._within(block.start, block.stop)):
