@@ -282,21 +282,26 @@ def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
             assert sorted(lines) == list(range(len(lines)))
 
 
+def _let_one_fail(job: Job, *, is_async: bool, **options: Any) -> None:
+    """Train a replica for 8 steps, and start another one with ``options``, which has to fail."""
+    stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
+    job.allow_when_ready(1)
+    job.wait_until(partial(_has_reached, job, 0, 3))
+    joins = job.start(1, program, steps=8, is_async=is_async, **options)
+    joins.may_fail = True
+    event, ranks = "begins" if is_async else "ready", range(job.num_ranks)
+    job.wait_until(lambda: all(job.lines(1, rank, event) for rank in ranks))
+    job.allow("step 4")
+    assert joins.join() == [1] * job.num_ranks
+    job.finish(stays)
+    assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+
+
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
 def test_a_replica_that_cannot_fetch_a_state_ends_and_the_others_train_on(is_async: bool) -> None:
     """They would wait for it until a timeout, in each attempt of each step."""
     with Job(num_ranks=2, min_replicas=1) as job:
-        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
-        job.allow_when_ready(1)
-        job.wait_until(partial(_has_reached, job, 0, 3))
-        joins = job.start(1, program, steps=8, unreachable=True, is_async=is_async)
-        joins.may_fail = True
-        event = "begins" if is_async else "ready"
-        job.wait_until(lambda: all(job.lines(1, rank, event) for rank in range(2)))
-        job.allow("step 4")
-        assert joins.join() == [1, 1]
-        job.finish(stays)
-        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        _let_one_fail(job, is_async=is_async, unreachable=True)
         text = job.output.read_text("utf-8")
         cannot = "StepError: this replica cannot take the state of another one"
         assert f"{cannot} (no route to host)" in text
@@ -330,16 +335,7 @@ def test_all_ranks_of_a_replica_take_a_state_if_one_of_them_was_cut_off() -> Non
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=THOROUGH)])
 def test_a_replica_that_joins_with_the_number_of_another_one_ends(is_async: bool) -> None:
     with Job(num_ranks=1, min_replicas=1) as job:
-        stays = job.start(0, program, steps=8, waits=(4,), is_async=is_async)
-        job.allow_when_ready(1)
-        job.wait_until(partial(_has_reached, job, 0, 3))
-        joins = job.start(1, program, steps=8, replica_id="other0", is_async=is_async)
-        joins.may_fail = True
-        job.wait_until(lambda: bool(job.lines(1, 0, "begins" if is_async else "ready")))
-        job.allow("step 4")
-        assert joins.join() == [1]
-        job.finish(stays)
-        assert [line["step"] for line in job.lines(0, 0, "step")] == list(range(8))
+        _let_one_fail(job, is_async=is_async, replica_id="other0")
         assert "PlanError: two replicas have the number 0" in job.output.read_text("utf-8")
 
 

@@ -95,6 +95,7 @@ class ElasticOuterOptimizer(OuterOptimizer):
         row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {self._template}"
         description = f"{self._state.description}, {row}"
         self.group = ReplicaGroup(manager, self._state, description, is_continuous=True)
+        # Now, because replicas train apart before their first round.
         self.group.history = checksum_of(self._state.parameters)
 
     def register(self, name: str, stateful: Stateful) -> None:

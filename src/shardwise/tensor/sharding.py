@@ -41,7 +41,7 @@ __all__ = [
 
 _SHARDING = "_sharding"  # a parameter's attribute
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
-BEFORE_USE = "_shardwise_before_use"  # an attribute of a local tensor: what `local_of` calls
+BEFORE_USE = "_shardwise_before_use"
 _ALIASES = "_shardwise_aliases"  # an attribute: weak references to local tensors of ``.data``
 _GRADIENT: Any = torch.Tensor.grad  # a descriptor
 
@@ -107,8 +107,6 @@ class AssignableDTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is self:  # `Module.to` that changes nothing
-            return
         expected, got = ((x.dtype, tuple(x.shape)) for x in (self, value))
         if got != expected:
             sharding = sharding_of(self)
