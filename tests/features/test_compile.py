@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.fsdp import FullyShardedDataParallel
 from shardwise.runtime.gradients import Gradients
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, own_part, sharded_pair
@@ -147,6 +148,7 @@ def test_a_compiled_optimizer_step() -> None:
     torch.manual_seed(0)
     reference = nn.Linear(5, 3).double()
     model = sw.fully_shard(copy.deepcopy(reference), granularity="dim")
+    FullyShardedDataParallel(nn.Linear(2, 2))  # its hook runs in all steps of optimizers
     for one in (model, reference):  # a compiled Adam rounds its corrections to float32
         optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
         step = torch.compile(optimizer.step, backend="aot_eager")

@@ -13,6 +13,7 @@ import weakref
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -79,6 +80,8 @@ def _watch_optimizers() -> None:
 
 def _adopt(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Make ``optimizer`` save and load local states if it steps parameters of FSDP1 modules."""
+    if torch.compiler.is_compiling():  # a step of parameters of FSDP1 modules is not compiled
+        return
     if optimizer in _adopted or not any(map(_is_of_fsdp1, parameters_of(optimizer))):
         return
     _adopted.add(optimizer)
