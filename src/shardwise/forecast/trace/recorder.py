@@ -40,8 +40,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_sum: tuple[int, int] | None = None
         # The peak if embeddings add rows in place; see `Segment.added_rows_bytes`.
         self._in_place_peak = 0
-        # The storage of the last gradient of an embedding, and `_in_place_peak` before it.
-        self._embedding_gradient = 0, 0
+        # The number of the storage of the last gradient of an embedding (an id may be that of a
+        # later storage), and `_in_place_peak` before it.
+        self._embedding_gradient = -1, 0
 
     def begin(self, kind: EventKind, unit: int) -> None:
         """Begin the forward or backward of a unit, which ends the previous segment."""
@@ -90,12 +91,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
         name, is_in_place = _name_of(func)
         if name == "embedding_dense_backward":
-            self._embedding_gradient = id(outputs[0].untyped_storage()), in_place_peak
+            self._embedding_gradient = writes[0][0], in_place_peak
         if name == "add" and self.in_backward and not torch.is_grad_enabled():
-            summed = [id(tensor.untyped_storage()) for tensor in inputs]
-            self._gradient_sum, self._peak = (summed[0], self._allocated), peak
+            first = id(inputs[0].untyped_storage())
+            self._gradient_sum, self._peak = (first, self._allocated), peak
             embedding, before = self._embedding_gradient
-            self._in_place_peak = before if embedding in summed else in_place_peak
+            is_summed = embedding in (number for number, _ in reads)
+            self._in_place_peak = before if is_summed else in_place_peak
         is_view = self._num_storages == known and not is_in_place
         if is_view or name in _WITHOUT_KERNEL:
             return
