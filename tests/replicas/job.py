@@ -154,6 +154,20 @@ class Replica:
         self.may_fail = True
         self.ranks[rank].kill()
 
+    def has_failed(self) -> bool:
+        """Whether an error has ended a rank, other than the death of another rank of it."""
+        return (
+            not self.may_fail
+            and any(rank.exitcode == 1 for rank in self.ranks)
+            and all(rank.exitcode != -signal.SIGKILL for rank in self.ranks)
+        )
+
+    def join_killed(self) -> None:
+        """Wait for the end of its ranks. One kills itself; another may see that, and fail."""
+        codes = self.join()
+        assert -signal.SIGKILL in codes
+        assert set(codes) <= {-signal.SIGKILL, 1}, codes
+
     def join(self) -> list[int | None]:
         """Wait for the end of its ranks; their exit codes, None for one that does not end."""
         until = time.monotonic() + DEADLINE_SECONDS
@@ -252,9 +266,7 @@ class Job:
         """Wait for ``condition``, and fail with the output of the ranks if it does not come."""
         until = time.monotonic() + DEADLINE_SECONDS
         while not condition():
-            expected = [replica for replica in self.replicas if not replica.may_fail]
-            failed = [r for r in expected for rank in r.ranks if rank.exitcode == 1]
-            if time.monotonic() > until or failed:
+            if time.monotonic() > until or any(replica.has_failed() for replica in self.replicas):
                 raise AssertionError(self.output.read_text("utf-8")[-20_000:])
             time.sleep(0.01)
 

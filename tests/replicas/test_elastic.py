@@ -124,9 +124,7 @@ def kill_and_return(
     stay = [job.start(n, program, waits=(back_at,), **options) for n in range(last)]
     died = job.start(last, program, dies=dies, **options)
     job.allow_when_ready(num_replicas)
-    codes = died.join()
-    assert -signal.SIGKILL in codes
-    assert set(codes) <= {-signal.SIGKILL, 1}, "1: it has seen the death of the other one"
+    died.join_killed()
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
     begun = len(job.lines(last, job.num_ranks - 1, "begins"))
@@ -242,7 +240,7 @@ def test_two_replicas_that_die_in_the_same_step_return() -> None:
         died = [job.start(n, program, dies=(2, "backward"), **options) for n in (1, 2)]
         job.allow_when_ready(3)
         for replica in died:
-            replica.join()
+            replica.join_killed()
         job.wait_until(partial(_has_reached, job, 0, 4))
         begun = [len(job.lines(n, 1, "begins")) for n in range(3)]
         back = [job.start(n, program, **options) for n in (1, 2)]
@@ -364,7 +362,7 @@ def test_too_few_replicas_are_named_until_one_returns() -> None:
         stays = job.start(0, program, steps=6, minimum=2, pause=0.05)
         died = job.start(1, program, steps=6, minimum=2, dies=(2, "forward"))
         job.allow_when_ready(2)
-        died.join()
+        died.join_killed()
         job.wait_until(lambda: len(job.lines(0, 0, "repeats")) > 3)
         back = job.start(1, program, steps=6, minimum=2)
         job.finish(stays, back)
@@ -589,7 +587,7 @@ def test_a_replica_that_dies_while_it_takes_a_state_is_left_out() -> None:
         dies = job.start(1, program, steps=12, dies_healing=True)
         job.wait_until(lambda: all(job.lines(1, rank, "ready") for rank in range(2)))
         job.allow("step 4")
-        assert dies.join() == [-signal.SIGKILL] * 2
+        dies.join_killed()
         back = job.start(1, program, steps=12)
         job.wait_until(lambda: len(job.lines(1, 0, "ready")) == 2)
         job.allow("step 8")

@@ -88,7 +88,7 @@ def test_a_killed_replica_heals_through_the_state_dicts(drop_in: bool, is_async:
         stays = job.start(0, program, dies=False, waits=True, seed=3, **options)
         dies = job.start(1, program, dies=True, waits=False, seed=4, **options)
         job.allow_when_ready(2)
-        dies.join()
+        dies.join_killed()
         job.wait_until(lambda: job.lines(0, 0, "step")[-1]["step"] >= WAITS_AT)
         begun = len(job.lines(1, 1, "begins"))
         back = job.start(1, program, dies=False, waits=False, seed=5, **options)

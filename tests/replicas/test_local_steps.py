@@ -135,7 +135,7 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         stay = [job.start(n, program, waits=24, **options) for n in range(last)]
         died = job.start(last, program, dies=9, **options)
         job.allow_when_ready(num_replicas)
-        died.join()
+        died.join_killed()
         for number in range(last):
             job.wait_until(partial(_has_reached, job, number, 24))
         back = job.start(last, program, **options)
