@@ -4,6 +4,9 @@ Four processes train the same GPT as two replicas of two ranks, alternately in t
 "hsdp" over all four ranks of one world, and "fsdp" over the two ranks of each replica with
 `sw.elastic`, whose replicas meet through a lighthouse. It prints the median time of a step of each,
 and the median of the ratios of neighboring blocks of steps.
+
+With ``--hosts 2``, the ranks of "hsdp" behave as if each replica were on a host of its own: they
+share no memory with the other replica, so that both ways average over sockets.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import os
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.host import handshake
 from shardwise.train.model import GPT, Block, gpt_shape
 
 REPLICAS, RANKS = 2, 2
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, REPLICAS), help='of "hsdp"')
     return parser
 
 
@@ -78,6 +84,8 @@ def _rank(rank: int, ports: list[int], address: str, options: Namespace, results
     dist.init_process_group("gloo", store=store, rank=rank, world_size=REPLICAS * RANKS)
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("replicate", "shard"))
     replica, shard = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
+    if options.hosts > 1:
+        _leave_host_to(replica)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=None,
@@ -113,6 +121,20 @@ def _rank(rank: int, ports: list[int], address: str, options: Namespace, results
         results.put(seconds)
     dist.barrier()
     manager.shutdown(wait=False)
+
+
+def _leave_host_to(replica: int) -> None:
+    """Let groups of all ranks take those of other replicas for ranks of other hosts."""
+    connect = handshake.connect
+
+    def connect_in_replica(own: int, identities: Sequence[handshake.Identity]) -> Any:
+        here = range(replica * RANKS, (replica + 1) * RANKS)
+        if len(identities) == REPLICAS * RANKS:
+            elsewhere = handshake.Identity.unpack(b"")
+            identities = [one if rank in here else elsewhere for rank, one in enumerate(identities)]
+        return connect(own, identities)
+
+    handshake.connect = connect_in_replica
 
 
 def _model(options: Namespace, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

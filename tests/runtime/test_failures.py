@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import _private
 from shardwise.comm.api import Work
+from shardwise.runtime import engine
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import FlatParameters, Unit
 from shardwise.schedule.sequencer import UnitState
 from tests.covering import covered_first
@@ -83,6 +86,39 @@ def test_ranks_forget_the_order_of_a_pass_that_only_some_have_ended() -> None:
         model(torch.randn(4, WIDTH).double()).square().mean().backward()
     model.order, model.raises = (0, 1, 2), False
     _check_step(model, reference)
+
+
+@on_ranks(2)
+def test_no_memory_for_cast_inputs_on_one_rank_fails_the_step_of_both() -> None:
+    torch.manual_seed(0)
+    precision = sw.MixedPrecisionPolicy(param_dtype=torch.float64)
+    reference, model = sharded_pair(nn.Sequential(Block(), Block()).double(), mp_policy=precision)
+    _check_step(model, reference)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((MemoryError, sw.PeerAborted)):
+        if dist.get_rank() == 1:
+            patch.setattr(engine, "cast_tensors", _no_memory)
+        model(torch.randn(4, WIDTH).double()).square().mean().backward()
+    _check_step(model, reference)
+
+
+def test_an_error_in_the_middle_of_a_gather_leaves_sharded_parameters() -> None:
+    reference, model = sharded_pair(Block().double())
+    _check_step(model, reference)
+    last = runtime_of(model).units[0].parameters[-1]
+    use = FSDPParameter.use_unsharded
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(
+            FSDPParameter,
+            "use_unsharded",
+            lambda parameter: _no_memory() if parameter is last else use(parameter),
+        )
+        model(torch.randn(4, WIDTH).double())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    _check_step(model, reference)
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
 
 
 @on_ranks(1)

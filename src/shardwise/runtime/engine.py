@@ -127,12 +127,13 @@ class Runtime:
             is_recorded = torch.is_grad_enabled() and _private.is_transformed_by_functorch()
             with torch.set_grad_enabled(is_recorded):
                 return forward(*args, **kwargs)
-        if precision.cast_forward_inputs and precision.param_dtype is not None:
-            args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
-        inputs = tensors_within((args, kwargs)) if task != hooks.NO_TASK else ()
-        # What autograd records in this call; `call` is what the schedule knows of it.
-        entry = self._entries.begin(index, partial(scheduler.before_backward, call), inputs)
+        entry = None
         try:
+            if precision.cast_forward_inputs and precision.param_dtype is not None:
+                args, kwargs = cast_tensors((args, kwargs), precision.param_dtype)
+            inputs = tensors_within((args, kwargs)) if task != hooks.NO_TASK else ()
+            # What autograd records in this call; `call` is what the schedule knows of it.
+            entry = self._entries.begin(index, partial(scheduler.before_backward, call), inputs)
             hooks.watch_gradients(module, (args, kwargs), entry.callback)
             with self._entries.observing(scheduler.ledger.step):
                 output = forward(*args, **kwargs)
@@ -144,7 +145,8 @@ class Runtime:
                 scheduler.leave(call, Outcome.FAILED, error)
             raise
         finally:
-            self._entries.end(entry)
+            if entry is not None:
+                self._entries.end(entry)
         with _private.without_transforms():
             scheduler.leave(call, outcome)
         return output

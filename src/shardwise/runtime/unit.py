@@ -227,12 +227,12 @@ class Unit:
     def use_unsharded(self) -> None:
         """Put the dense parameters into the modules."""
         if not self._is_unsharded:
+            self._is_unsharded = True  # in part, if one of them raises
             for flat in self.flats:
                 if flat.is_whole:  # the gather has done it for the others
                     flat.reclaim_locals()
             for parameter in self.parameters:
                 parameter.use_unsharded()
-            self._is_unsharded = True
 
     def use_sharded(self) -> None:
         """Put the sharded parameters back into the modules."""
