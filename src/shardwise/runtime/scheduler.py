@@ -137,6 +137,9 @@ class Scheduler:
             self.report(f"forward of {label}")
             if not recomputed:
                 self._comm.watch.enter(label)
+                # A forward may change units that it calls later, as MoCo does: gather them again.
+                changed = self._versions.update(self.sequencer.tick, (index,))
+                self._perform(self.sequencer.request(EventKind.FREE, changed))
             elif not self.sequencer.is_in_backward(hooks.current_task()):
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()

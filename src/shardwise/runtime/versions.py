@@ -4,7 +4,7 @@ Autograd compares the versions of tensors that it saved. Here it saved gathered 
 versions do not change when they are gathered again, so the versions of the shards are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwise.errors import StepError
 from shardwise.runtime.parameters import FSDPParameter
@@ -22,10 +22,11 @@ class ShardVersions:
         self._versions = [_versions_in(unit) for unit in units]
         self._changed: dict[int, tuple[int, str]] = {}  # by unit: tick, names of parameters
 
-    def update(self, tick: int) -> list[int]:
-        """Look for changes since the last call, and return the indices of changed units."""
+    def update(self, tick: int, units: Iterable[int] | None = None) -> list[int]:
+        """Look for changes of ``units``, or all, since the last look; return the changed ones."""
         changed = []
-        for index, unit in enumerate(self._units):
+        for index in range(len(self._units)) if units is None else units:
+            unit = self._units[index]
             before, after = self._versions[index], _versions_in(unit)
             if before != after:
                 self._versions[index] = after

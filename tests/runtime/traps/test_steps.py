@@ -26,6 +26,7 @@ from tests.runtime.one_process import (
     assert_close,
     assert_equal_models,
     assert_equal_steps,
+    options_of,
     own_part,
     sharded_pair,
     squares,
@@ -132,6 +133,34 @@ def test_any_change_between_forward_and_backward_is_refused(
         loss.backward()
     change(model)
     check_step(model)
+
+
+class Momentum(nn.Module):
+    """Changes units after the forward of the first: one with a target, as MoCo does, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.target, self.second = Block(), Block(), Block()
+        self.target.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            for own, source in zip(self.target.parameters(), self.first.parameters(), strict=True):
+                own.data = own.data * 0.9 + source.data * 0.1
+            self.second.up.weight.mul_(0.5)
+            target = self.target(x)
+        output: Tensor = self.second(x) - target
+        return output
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_forward_may_change_units_that_it_calls_later(strategy: str) -> None:
+    """Also from the second step on, when they were gathered ahead."""
+    torch.manual_seed(0)
+    reference, model = sharded_pair(Momentum().double(), units=Block, **options_of(strategy))
+    assert_equal_steps(model, reference, 4, make_optimizer=adamw, zeroes=True)
 
 
 @on_ranks(2)
