@@ -152,6 +152,14 @@ class TrainConfig(Section):
         """Number of warm-up steps, less than ``steps``."""
         return int(self.steps * self.warmup_share)
 
+    def is_over(self, step: int, best_step: int) -> bool:
+        """Whether training ends after ``step``.
+
+        The lowest validation loss so far is that of ``best_step``, 0 if there is none.
+        """
+        waited = step - best_step >= self.patience * self.validate_every
+        return step >= self.steps or bool(self.patience and best_step and waited)
+
 
 class CheckpointConfig(Section):
     """[checkpoint]: the checkpoints from which a stopped or killed run resumes."""

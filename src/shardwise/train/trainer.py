@@ -109,10 +109,8 @@ class Trainer:
     @property
     def is_done(self) -> bool:
         """Whether training ends: at the last step, after a signal, or without progress."""
-        config = self.config.train
-        waited = self.step - self.best.step >= config.patience * config.validate_every
-        gives_up = config.patience and self.best.step and waited
-        return bool(self.step >= config.steps or self.stopped_by or self.ends_early or gives_up)
+        is_over = self.config.train.is_over(self.step, self.best.step)
+        return is_over or self.ends_early or self.stopped_by > 0
 
     @contextmanager
     def recorded(self, directory: Path) -> Iterator[None]:
