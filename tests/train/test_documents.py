@@ -206,7 +206,7 @@ def test_answers_that_never_fit_are_refused(tmp_path: Path) -> None:
 def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
     data = packed(opened(jsonl))
     count = len(data.windows)
-    drawn = np.concatenate([data.draw(step) for step in range(count)])  # four epochs
+    drawn = np.concatenate([data.draw(step) for step in range(1, 1 + count)])  # four epochs
     for epoch in range(4):
         assert sorted(drawn[epoch * count :][:count]) == list(range(count))
     assert drawn[:count].tolist() != drawn[count : 2 * count].tolist()

@@ -172,8 +172,8 @@ class Packed(Sequences):
         return windows
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """The windows of the global batch, [global_batch]."""
-        numbers = np.arange(self.global_batch) + step * self.global_batch
+        """The windows of the global batch of ``step``, which counts from 1, [global_batch]."""
+        numbers = np.arange(self.global_batch) + (step - 1) * self.global_batch
         count = len(self.windows)
         epochs, places = np.divmod(numbers, count)
         orders = {epoch: _shuffled(self.seed, epoch, count) for epoch in np.unique(epochs).tolist()}

@@ -311,7 +311,7 @@ class Trainer:
         totals = torch.zeros(num_parts, 2, device=self.world.device)
         num_batches = self.config.train.validation_batches
         for number in range(num_batches or data.num_batches):
-            batch = data[number] if num_batches else data.in_order(number)
+            batch = data[number + 1] if num_batches else data.in_order(number)
             for total, part in zip(totals, self.micro_batches(batch), strict=True):
                 total[0] += self.loss_sum(part)
                 total[1] += (part.targets != IGNORED).sum()
