@@ -167,7 +167,9 @@ class CheckpointConfig(Section):
     every: NonNegative = 100  # steps between checkpoints; the last step is always saved; 0: none
     keep: Positive = 2  # how many of the latest checkpoints to keep
     best: bool = False  # also keep the checkpoint with the lowest validation loss, in `best`
-    directory: str = ""  # a path, or a URL that fsspec supports; "": `checkpoints` of the run
+    # A path, or a URL that fsspec supports, in which each replica has a folder with its number; "":
+    # `checkpoints` of the run.
+    directory: str = ""
     wait: bool = True  # false: write in the background, from a copy in host memory
 
 

@@ -33,7 +33,7 @@ class RunDirectory:
     step: int = 0  # last step of the checkpoint
     best_step: int = 0  # the one with the lowest validation loss so far; 0 if there is none
     history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
-    store: str = ""  # checkpoint.directory: an absolute path or a URL
+    store: str = ""  # an absolute path or a URL, if the checkpoints are not in the run directory
 
     @property
     def checkpoints(self) -> Path:
@@ -95,10 +95,7 @@ def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
-        store = config.checkpoint.directory
-        if store and "://" not in store:
-            store = str(Path(store).expanduser().absolute())
-        run = RunDirectory(path, store=store)
+        run = RunDirectory(path, store=_store_of(config))
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
         if not run.is_finished(config.train):
@@ -124,6 +121,18 @@ def _make_directory(config: Config, *, is_restart: bool) -> Path:
             "resume from; choose another, or set run.overwrite=true"
         )
     return path
+
+
+def _absolute(directory: str) -> str:
+    """``checkpoint.directory`` as an absolute path, unless it is a URL or empty."""
+    is_path = directory and "://" not in directory
+    return str(Path(directory).expanduser().absolute()) if is_path else directory
+
+
+def _store_of(config: Config) -> str:
+    """Where the run saves, if not in its own directory; each replica has a folder of its own."""
+    store, replicas = _absolute(config.checkpoint.directory), config.replicas
+    return f"{store.rstrip('/')}/{replicas.number}" if store and replicas.lighthouse else store
 
 
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
@@ -190,7 +199,9 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})
-    store = config.checkpoint.model_copy(update={"directory": run.store})
+    store = config.checkpoint.model_copy(
+        update={"directory": _absolute(config.checkpoint.directory)}
+    )
     written = config.model_copy(update={"run": section, "checkpoint": store})
     replace_text(run.config, to_toml(written))
 
