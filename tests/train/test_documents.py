@@ -268,6 +268,12 @@ def test_conversations_are_whole_unless_they_do_not_fit(chats: Path) -> None:
     assert (cut[:, 1] - cut[:, 0] == 11).all()
 
 
+def test_a_vocabulary_has_all_bytes() -> None:
+    assert Subwords.train(TEXTS, 259).vocabulary == 259
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=258: expected at least 259"):
+        Subwords.train(TEXTS, 258)
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"set tokenizer\.path to .*, or tokenizer\.voc"):
