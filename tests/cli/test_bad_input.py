@@ -20,7 +20,6 @@ COMMAND_LINES = {
     "{tiny} --nproc 0": "--nproc 0: expected 1 or more ranks",
     "{tiny} --nproc -2": "--nproc -2: expected 1 or more ranks",
     "{tiny} --replicas 0": "Invalid value for '--replicas'",
-    "{tiny} --replicas 2 --set checkpoint.directory=a": "checkpoint.directory='a' with --replicas",
     "{tiny} --nproc 3": "train.global_batch=8 is not divisible by 3 ranks; "
     "set train.global_batch to 6 or 9",
     "{tiny} --set train.micro_batch=3": "set train.global_batch to 6 or 12, "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.tensor.sharded_tensor import ShardedTensor
@@ -54,7 +55,12 @@ class TrippingAdamW(Tripping, torch.optim.AdamW):
 
 
 class TrippingSGD(Tripping, torch.optim.SGD):
-    pass
+    """Also keeps the number of its steps in a state of no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        states: dict[Any, Any] = self.state
+        states.setdefault("k", torch.tensor([0])).add_(1)
+        super().step(closure)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Tripping]] = {
@@ -102,7 +108,7 @@ class Training:
     def fingerprint(self) -> list[bytes]:
         """The bits of everything that a step changes."""
         (group,) = self.optimizer.param_groups
-        states = [x for state in self.optimizer.state.values() for x in state.values()]
+        states = pytree.tree_leaves(list(self.optimizer.state.values()))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         tensors = [*self.model.parameters(), *self.model.buffers(), *gradients, *states]
         texts = [str(group["lr"]), str(len(gradients)), str(len(states))]

@@ -1,15 +1,20 @@
 """Configurations of DeepSpeed and accelerate are converted to arguments of `fully_shard`."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.fsdp.porting import options_from_accelerate, options_from_deepspeed
 from tests.fsdp.models import Block, make_net
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -115,3 +120,30 @@ def test_converted_options_work_with_fully_shard() -> None:
     model.head.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
     model(torch.zeros(1, 4))
     assert seen == [torch.bfloat16]
+
+
+@on_ranks(2)
+def test_buffers_are_those_of_ddp_with_the_hook_of_the_documentation(tmp_path: Path) -> None:
+    def copy_buffers(model: nn.Module, *_: object) -> None:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    theirs = DistributedDataParallel(copy.deepcopy(net))
+    ours = sw.fully_shard(net, strategy="ddp")
+    without = copy.deepcopy(ours)
+    ours.register_forward_pre_hook(copy_buffers)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        batch = torch.randn(5, 4).double()
+        for model in (theirs, ours, without):
+            model(batch).square().mean().backward()
+    for model in (theirs, ours, without):
+        model.eval()
+    outputs = [model(torch.ones(1, 4).double()) for model in (theirs, ours, without)]
+    assert torch.allclose(outputs[1], outputs[0], rtol=1e-12)
+    assert dist.get_rank() == 0 or not torch.allclose(outputs[2], outputs[0], rtol=1e-3)
+    sw.save(tmp_path / "saved", model=without)
+    sw.load(tmp_path / "saved", model=without)
+    assert torch.allclose(without(torch.ones(1, 4).double()), outputs[0], rtol=1e-12)

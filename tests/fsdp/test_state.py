@@ -102,13 +102,16 @@ def test_optimizers_with_parameters_in_another_order_on_each_rank() -> None:
     optimizer = torch.optim.Adam(parameters[::-1] if dist.get_rank() else parameters, lr=0.01)
     net(batch(0, 0)).sum().backward()
     optimizer.step()
+    before = {p: s["exp_avg"].to_local().clone() for p, s in optimizer.state.items()}
+    optimizer.state["k"] = torch.tensor([3])  # type: ignore[index]  # of no parameter, as in MADGRAD
     for kind in (f.StateDictType.FULL_STATE_DICT, SHARDED):
         with FSDP.state_dict_type(net, kind):
             saved = FSDP.optim_state_dict(net, optimizer)
-            before = {p: s["exp_avg"].to_local().clone() for p, s in optimizer.state.items()}
+            del optimizer.state["k"]  # type: ignore[arg-type]
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(net, optimizer, saved))
         for parameter, average in before.items():
             assert torch.equal(optimizer.state[parameter]["exp_avg"].to_local(), average)
+        assert optimizer.state["k"].tolist() == [3]  # type: ignore[index]
 
 
 @on_ranks(2)
@@ -117,6 +120,7 @@ def test_state_dict_of_an_optimizer_is_local() -> None:
     first, second = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (net, other))
     net(batch(0, 0)).sum().backward()
     first.step()
+    first.state["k"] = torch.tensor([3])  # type: ignore[index]  # of no parameter, as in MADGRAD
     saved = io.BytesIO()
     torch.save(first.state_dict(), saved)
     saved.seek(0)
@@ -124,6 +128,7 @@ def test_state_dict_of_an_optimizer_is_local() -> None:
     assert type(states["state"][0]["exp_avg"]) is torch.Tensor
     assert states["state"][0]["exp_avg"].shape == next(net.parameters()).to_local().shape
     second.load_state_dict(states)
+    assert second.state["k"].tolist() == [3]  # type: ignore[index]
     other.load_state_dict(net.state_dict())
     for model, optimizer in ((net, first), (other, second)):
         optimizer.zero_grad()

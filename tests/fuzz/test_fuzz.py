@@ -1,7 +1,7 @@
 """Random models and programs train as in one process; ``python -m tests.fuzz`` tries many more."""
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, seed, settings
 
 from tests.fuzz.compare import CPU
 from tests.fuzz.mutants import MUTANTS
@@ -141,10 +141,23 @@ def test_more_random_events_between_micro_batches(case: Case) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_finds_the_faults_that_there_were(mutant: str) -> None:
+    """Hypothesis runs what it has found again, to see whether it fails again.
+
+    With a fault in the engine, that may depend on where the other ranks are when one raises.
+    """
+    found: list[AssertionError] = []
+
+    @seed(0)  # whatever the source of this function
     @given(cases(kinds=EVENTS))
-    @settings(SEARCH, derandomize=True, max_examples=200, phases=[Phase.generate])
+    @settings(SEARCH, max_examples=200, phases=[Phase.generate])
     def holds(case: Case) -> None:
-        assert_holds(case, mutant=mutant)
+        if found:
+            raise found[0]
+        try:
+            assert_holds(case, mutant=mutant)
+        except AssertionError as error:
+            found.append(error)
+            raise
 
     with pytest.raises(AssertionError, match=r"differs from one process|Error"):
         holds()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.features.training import Training
+from tests.features.training import Training, TrippingSGD
 from tests.models import WIDTH, Block, Lora, LoraLinear, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -138,9 +138,11 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(sw.PlanError, match="has an optimizer in backward"):
         sw.optimizer_in_backward(model, optimizer)
     handle.remove()
-    sw.optimizer_in_backward(model, Counting(parameters.values()))
-    with pytest.raises(sw.StepError, match="Counting changed k of its param_groups"):
-        model(x).sum().backward()
+    for kind in (Counting, TrippingSGD):
+        handle = sw.optimizer_in_backward(model, kind(parameters.values(), lr=0.1))
+        with pytest.raises(sw.StepError, match=rf"{kind.__name__} changed k, .* instead of steps"):
+            model(x).sum().backward()
+        handle.remove()
     _refuse_late()
 
 

@@ -41,6 +41,7 @@ def train(model: nn.Module, recorder: sw.Recorder, optimizer: torch.optim.Optimi
 def recorded(directory: Path, strategy: str = "fsdp") -> tuple[RankRecording, ...]:
     model = sw.fully_shard(build("stack"), units=Block, strategy=strategy)
     optimizer = adamw(model.parameters())
+    optimizer.state["k"] = torch.tensor([0])  # type: ignore[index]  # as MADGRAD has
     steps = range(2, 4)
     with sw.record(model, directory, steps=steps, optimizer=optimizer, info={"a": 1}) as recorder:
         train(model, recorder, optimizer)

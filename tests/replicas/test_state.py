@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.replicas.state import ReplicaState
+from tests.features.training import TrippingSGD
 from tests.models import WIDTH, Block, Stack
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
@@ -72,6 +74,19 @@ def test_a_replica_continues_with_the_states_of_any_optimizer(make: Make) -> Non
         replica.train(range(3, 6))
     for given, taken in zip(giver.model.parameters(), taker.model.parameters(), strict=True):
         assert given.equal(taken)
+
+
+@on_ranks(2)
+def test_states_that_belong_to_no_parameter_are_taken_too() -> None:
+    giver, taker = Replica(TrippingSGD, seed=3), Replica(TrippingSGD, seed=9)
+    giver.train(range(3))
+    give(giver, taker)
+    giver.train(range(3, 4))
+    states: dict[Any, Any] = taker.inner.state
+    assert states["k"].tolist() == [3], "also a copy"
+    stateless = Replica(TrippingSGD, seed=3)
+    give(stateless, taker)
+    assert "k" not in states
 
 
 @on_ranks(2)

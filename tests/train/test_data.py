@@ -198,6 +198,14 @@ def test_a_directory_is_split_by_whole_files(directory: Path) -> None:
     assert not held_out & trained
 
 
+def test_bytes_of_another_directory_are_for_validation(directory: Path) -> None:
+    whole = open_corpus(path=str(directory))
+    corpus = open_corpus(path=str(directory), validation=str(directory / "part0"))
+    assert (corpus.num_files, len(corpus.validation)) == (40 + 14, 14 * 50 * 4 - 4 * 50)
+    assert len(corpus.train) == len(whole.train) + len(whole.validation)
+    assert corpus.digest != whole.digest
+
+
 def test_the_split_does_not_depend_on_where_the_directory_is(directory: Path) -> None:
     before = open_corpus(path=str(directory))
     assert before.digest  # read before its files are moved

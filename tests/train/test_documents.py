@@ -206,7 +206,7 @@ def test_answers_that_never_fit_are_refused(tmp_path: Path) -> None:
 def test_an_epoch_has_every_window_once(jsonl: Path) -> None:
     data = packed(opened(jsonl))
     count = len(data.windows)
-    drawn = np.concatenate([data.draw(step) for step in range(count)])  # four epochs
+    drawn = np.concatenate([data.draw(step) for step in range(1, 1 + count)])  # four epochs
     for epoch in range(4):
         assert sorted(drawn[epoch * count :][:count]) == list(range(count))
     assert drawn[:count].tolist() != drawn[count : 2 * count].tolist()
@@ -266,6 +266,12 @@ def test_conversations_are_whole_unless_they_do_not_fit(chats: Path) -> None:
     cut = documents.windows(context=10)
     assert set(cut[:, 0].tolist()) == edges - {len(documents)}
     assert (cut[:, 1] - cut[:, 0] == 11).all()
+
+
+def test_a_vocabulary_has_all_bytes() -> None:
+    assert Subwords.train(TEXTS, 259).vocabulary == 259
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=258: expected at least 259"):
+        Subwords.train(TEXTS, 258)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

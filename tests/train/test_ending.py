@@ -9,7 +9,7 @@ from shardwise.checkpoint.directory import latest
 from shardwise.train.config import Config
 from shardwise.train.loop import train
 from shardwise.train.run_directory import open_run
-from shardwise.train.sinks import StepMetrics
+from shardwise.train.sinks import JsonLines, StepMetrics, read_history
 from shardwise.train.trainer import Trainer
 from tests.ranks import run_on
 from tests.train.running import Document, config_with, cpu_world
@@ -51,7 +51,7 @@ def _train(config: Config) -> tuple[list[Path], bool]:
         patch.setattr(Trainer, "_validate", lambda _self: next(losses))
         for _ in range(first):
             next(losses)
-        result = train(config, world, run)
+        result = train(config, world, run, [JsonLines(run.metrics)] if world.is_first else [])
     places = run.saves_to, run.saves_best_to
     return [Path(str(latest(place))) for place in places], result.summary is not None
 
@@ -95,6 +95,26 @@ def test_the_best_checkpoint_outlasts_a_kill(tmp_path: Path) -> None:
     assert names_of(config) == ["step-00000004", "step-00000004"]
 
 
-def test_a_callback_ends_a_run(tmp_path: Path) -> None:
+def test_a_callback_ends_a_run_that_is_validated_once_more(tmp_path: Path) -> None:
     config = config_of(tmp_path, run={"callbacks": ["tests.train.test_ending:EndAt3"]})
-    assert names_of(config) == ["step-00000003", "step-00000002"]
+    assert names_of(config) == ["step-00000003", "step-00000003"]
+    records = read_history(tmp_path / "run" / "metrics.jsonl", 3)
+    assert [record.validation_loss for record in records] == [None, *LOSSES[:2]]
+
+
+def test_a_run_with_no_step_left_is_validated(tmp_path: Path) -> None:
+    """It is resumed with as many steps as its checkpoint has, which was not validated."""
+    options = {"train": {"steps": 4}, "checkpoint": {"every": 3}}
+    run_on(2, _die_in_the_last_save, config_of(tmp_path, **options))
+    config = config_of(tmp_path, **options | {"train": {"steps": 3}})
+    assert names_of(config) == ["step-00000003", "step-00000003"]
+
+
+def test_a_run_without_progress_is_finished_also_in_another_directory(tmp_path: Path) -> None:
+    checkpoint = {"directory": str(tmp_path / "store")}
+    config = config_of(tmp_path, train={"patience": 3}, checkpoint=checkpoint)
+    names_of(config)
+    moved = config_with(config.model_dump(), {"run": {"directory": str(tmp_path / "other")}})
+    assert open_run(moved).is_finished(moved.train)
+    patient = config_with(moved.model_dump(), {"train": {"patience": 4}})
+    assert not open_run(patient).is_finished(patient.train)

@@ -31,6 +31,21 @@ def test_the_directory_of_checkpoints_does_not_depend_on_where_a_run_resumes(
     assert open_run(read_config(None, ["checkpoint.directory=memory://a"])).saves_to == "memory://a"
 
 
+def test_replicas_do_not_share_checkpoints(tmp_path: Path) -> None:
+    """Also those that were started by hand; a replica that is resumed finds its own."""
+    for number in range(2):
+        config = Config.model_validate(
+            {
+                "run": {"directory": str(tmp_path / f"run-{number}")},
+                "checkpoint": {"directory": "memory://a/"},
+                "replicas": {"lighthouse": "http://a:1", "count": 2, "number": number},
+            }
+        )
+        run = open_run(config)
+        assert run.saves_to == open_run(read_config(run.config)).saves_to == f"memory://a/{number}"
+        assert run.saves_best_to == f"memory://a/{number}-best"
+
+
 def test_runs_that_start_in_the_same_second_have_their_own_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

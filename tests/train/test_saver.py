@@ -99,7 +99,7 @@ def run_case(case: Case, events: dict[str, int]) -> Outcome:
     world = cpu_world()
     torch.manual_seed(world.rank)
     run: RunDirectory = world.on_first(lambda: open_run(case.config))
-    if run.is_finished(case.steps):
+    if run.is_finished(case.config.train):
         return Outcome(0, [])
     sinks: list[Sink] = [Events(world.rank, events)]
     if world.is_first:
@@ -205,7 +205,7 @@ def test_a_store_with_a_finished_run_leaves_nothing_to_train(tmp_path: Path) -> 
     second = Case(tmp_path / "two", store=store)
     second.run()
     run = open_run(second.config)
-    assert run.is_finished(STEPS)
+    assert run.is_finished(second.config.train)
     assert not run.config.exists()
 
 

@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError, StepError
 from shardwise.features.joined_ranks import JOINED
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.plan.units import keeps_its_class
-from shardwise.runtime.attach import take_sharded
+from shardwise.runtime.attach import take_sharded, unowned_states
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.scheduler import Sleep
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of, resolve_mesh
@@ -249,7 +249,7 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
     parameters = parameter_names(optimizer, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    others = unowned_states(optimizer)
     return {
         "state": states,
         "param_groups": [

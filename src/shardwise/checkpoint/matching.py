@@ -15,6 +15,7 @@ from shardwise.checkpoint.format import Spec
 from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
 from shardwise.optim.states import empty_state
+from shardwise.runtime.attach import unowned_states
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
@@ -265,7 +266,7 @@ class OptimizerStates:
         others = tree.decode(component.tree.get("other", {}), self._decode_option)
         selection.names.update(map(str, others))
         self._others = {key: x for key, x in others.items() if selection.includes(str(key))}
-        own: list[Any] = [key for key in optimizer.state if not isinstance(key, Tensor)]
+        own = unowned_states(optimizer)
         lacking = [key for key in own if key not in others and selection.includes(str(key))]
         report.missing += [f"{key} in the optimizer" for key in lacking]
         self._check_options(component.origin)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from shardwise.errors import ConfigError
-
 
 def train(
     config: Annotated[
@@ -58,12 +56,6 @@ def train(
         from shardwise.cli import main  # noqa: PLC0415 (it imports this module)
         from shardwise.launch.replicas import run_replicas  # noqa: PLC0415
 
-        if replicas > 1 and settled.checkpoint.directory:
-            raise ConfigError(
-                f"checkpoint.directory={settled.checkpoint.directory!r} with --replicas: all of "
-                "them would save to the same path; leave it out, then each saves in its part of "
-                "run.directory"
-            )
         name = f"{settled.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = settled.run.directory or f"runs/{name}"
         options = {"--nproc": nproc, "--memory": memory}

@@ -18,6 +18,7 @@ from shardwise.comm.communicator import Communicator, communicator
 from shardwise.comm.device import random_states, set_random_states, wait_for_device
 from shardwise.errors import PeerAborted, PlanError, StepError
 from shardwise.runtime.accumulation import is_unreduced
+from shardwise.runtime.attach import unowned_states
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.scheduler import Scheduler
@@ -299,6 +300,7 @@ class OptimizerSnapshot:
             for group in optimizer.param_groups
         ]
         self._states: dict[Tensor, _Entries] = {}
+        self._unowned = _Entries({})
         self.parameters: dict[Tensor, Tensor] = {}
         self.is_complete = False
 
@@ -307,7 +309,10 @@ class OptimizerSnapshot:
         """Copy parameters and states before the optimizer's first step changes them."""
         if self.is_complete:
             return
-        self._states = {p: _Entries(state) for p, state in self._optimizer.state.items()}
+        unowned = unowned_states(self._optimizer)
+        self._unowned = _Entries(unowned)
+        states = self._optimizer.state.items()
+        self._states = {p: _Entries(state) for p, state in states if p not in unowned}
         groups = self._optimizer.param_groups
         self.parameters = {p: _run(p).clone() for group in groups for p in group["params"]}
         self.is_complete = True
@@ -323,11 +328,12 @@ class OptimizerSnapshot:
             return
         for parameter, values in self.parameters.items():
             _write(parameter, values)
-        state = self._optimizer.state
-        for parameter in state.keys() - self._states.keys():
-            del state[parameter]
+        state: dict[Any, Any] = self._optimizer.state
+        for key in state.keys() - self._states.keys():
+            del state[key]
         for parameter, entries in self._states.items():
             entries.restore(state[parameter])
+        state.update(self._unowned.restored())
 
 
 class _Entries:
@@ -343,10 +349,14 @@ class _Entries:
 
     def restore(self, entries: dict[str, Any]) -> None:
         entries.clear()
-        for key, (value, values) in self._values.items():
+        entries.update(self.restored())
+
+    def restored(self) -> dict[str, Any]:
+        """The entries, after their values were written back."""
+        for value, values in self._values.values():
             if values is not None:
                 _write(value, values)
-            entries[key] = value
+        return {key: value for key, (value, _) in self._values.items()}
 
 
 def _run(tensor: Tensor) -> Tensor:

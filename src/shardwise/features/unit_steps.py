@@ -27,6 +27,7 @@ from torch.optim import (
 )
 
 from shardwise.errors import StepError
+from shardwise.runtime.attach import unowned_states
 
 __all__ = [
     "ELEMENTWISE",
@@ -45,30 +46,35 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 
 @contextmanager
 def one_step_at_a_time(optimizer: Optimizer, way_out: str) -> Iterator[None]:
-    """Raise a StepError if stepping one unit changes the options of a group."""
-    before = _options_of(optimizer)
+    """Raise a StepError if stepping one unit changes an option, or a state of no parameter."""
+    before = _shared_by_units(optimizer)
     yield
     changed = {
-        key
-        for old, new in zip(before, _options_of(optimizer), strict=True)
+        str(key)
+        for old, new in zip(before, _shared_by_units(optimizer), strict=True)
         for key in new
         if key not in old or not _is_same(old[key], new[key])
     }
     if changed:
         raise StepError(
-            f"{type(optimizer).__name__} changed {', '.join(sorted(changed))} of its param_groups "
-            f"in the step of one unit, so it would count units instead of steps; {way_out}"
+            f"{type(optimizer).__name__} changed {', '.join(sorted(changed))}, which is not of one "
+            f"parameter, in the step of one unit, so it would count units instead of steps; "
+            f"{way_out}"
         )
 
 
-def _options_of(optimizer: Optimizer) -> list[State]:
-    return [
+def _shared_by_units(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    options = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+    unowned = unowned_states(optimizer).items()
+    return [*options, {k: v.clone() if isinstance(v, Tensor) else v for k, v in unowned}]
 
 
 def _is_same(old: object, new: object) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return old is new or torch.equal(old, new)
     return old is new or (type(old) is type(new) and isinstance(new, (int, float)) and old == new)
 
 

@@ -96,7 +96,8 @@ def _is_of_fsdp1(tensor: Tensor) -> bool:
 
 
 def _wrap_local_states(optimizer: Optimizer) -> None:
-    for parameter, entries in optimizer.state.items():
+    for parameter in parameters_of(optimizer):
+        entries = optimizer.state.get(parameter, {})
         for key, value in entries.items():
             entries[key] = as_dtensor(value, parameter)
 
@@ -106,6 +107,8 @@ def _unwrap_states(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
         return state_dict
     states = {
         index: {key: as_local(value) for key, value in entries.items()}
+        if isinstance(entries, dict)
+        else entries  # a state that belongs to no parameter
         for index, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": states}

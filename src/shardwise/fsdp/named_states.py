@@ -62,7 +62,8 @@ def collect(
 ) -> States:
     """The states by name, in the order of the model's parameters.
 
-    Full states are gathered one by one, on every rank.
+    Full states are gathered one by one, on every rank. A state that belongs to no parameter keeps
+    its key.
     """
     named = _by_name(model, optim, optim.state_dict() if given is None else given)
     parameters: Mapping[Any, Tensor] = clean_names(model)
@@ -79,12 +80,14 @@ def collect(
     for name, entries in named["state"].items():
         if _is_sharded(entries) and name not in shared:
             continue  # the first rank has none
-        converted = {
-            key: _in_own_memory(
-                convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value
-            )
-            for key, value in entries.items()
-        }
+        converted = copy.deepcopy(entries)
+        if isinstance(entries, dict):
+            converted = {
+                key: _in_own_memory(
+                    convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value
+                )
+                for key, value in entries.items()
+            }
         if not is_dropped:
             states[name] = converted
     return {} if is_dropped else {**named, "state": states}
@@ -120,8 +123,9 @@ def _shared_names(states: Mapping[Any, States], group: dist.ProcessGroup | None)
     return first
 
 
-def _is_sharded(entries: States) -> bool:
-    return any(isinstance(value, DTensor) for value in entries.values())
+def _is_sharded(entries: Any) -> bool:
+    values = entries.values() if isinstance(entries, dict) else ()  # not those of a parameter
+    return any(isinstance(value, DTensor) for value in values)
 
 
 def to_load(
@@ -139,7 +143,8 @@ def to_load(
         for name, parameter in clean_names(model).items()
         if name in states["state"]
     }
-    named: States = {"state": own}
+    unowned = {k: copy.deepcopy(x) for k, x in states["state"].items() if not isinstance(x, dict)}
+    named: States = {"state": own | unowned}
     if "param_groups" in states:
         named["param_groups"] = _options_of(groups, model, states["param_groups"])
     if raw_names:

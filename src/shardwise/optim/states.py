@@ -1,6 +1,6 @@
 """This rank's states of an optimizer as plain data, and states to load values into."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
+from shardwise.runtime.attach import parameters_of, unowned_states
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["check_options", "empty_state", "load_local_states", "local_states"]
 
 
 def local_states(optimizer: Optimizer) -> dict[str, Any]:
-    """The states of each parameter and the options of each group.
+    """The states of each parameter, those that belong to none, and the options of each group.
 
     A state is ``(shape, is_on_host, value)``: the global shape if it is sharded, else None; whether
     it is on the CPU; and this rank's part of the value. Tensors share memory with the optimizer.
@@ -30,8 +31,9 @@ def local_states(optimizer: Optimizer) -> dict[str, Any]:
     return {
         "states": [
             {key: described(value) for key, value in optimizer.state.get(one, {}).items()}
-            for one in _parameters(optimizer)
+            for one in parameters_of(optimizer)
         ],
+        "unowned": {key: described(value) for key, value in unowned_states(optimizer).items()},
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -59,14 +61,19 @@ def load_local_states(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(options)
-    for parameter, state in zip(_parameters(optimizer), saved["states"], strict=True):
+    parameters = parameters_of(optimizer)
+    for parameter, state in zip(parameters, saved["states"], strict=True):
         optimizer.state.pop(parameter, None)
         for key, (shape, is_on_host, value) in state.items():
-            if isinstance(value, Tensor):  # "step" may be on the CPU, with parameters on a GPU
-                value = (value if is_on_host else value.to(parameter.device)).clone()  # noqa: PLW2901
+            own = _on_device(value, parameter, is_on_host=is_on_host)
             if shape is not None:
-                value = _sharded(optimizer, parameter, key, shape, value)  # noqa: PLW2901
-            optimizer.state[parameter][key] = value
+                own = _sharded(optimizer, parameter, key, shape, own)
+            optimizer.state[parameter][key] = own
+    states: dict[Any, Any] = optimizer.state
+    for key in unowned_states(optimizer):
+        del states[key]
+    for key, (_, is_on_host, value) in saved["unowned"].items():
+        states[key] = _on_device(value, parameters[0], is_on_host=is_on_host)
 
 
 def empty_state(
@@ -79,8 +86,11 @@ def empty_state(
     return made
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+def _on_device(value: Any, parameter: Tensor, *, is_on_host: bool) -> Any:
+    """A copy of a state, which may be on the CPU with parameters on a GPU, as ``step`` is."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value if is_on_host else value.to(parameter.device)).clone()
 
 
 def _sharded(

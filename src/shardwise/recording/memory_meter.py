@@ -50,7 +50,8 @@ class MemoryMeter:
     def step_begins(self) -> None:
         """Measure the optimizer state, which changes little within a step."""
         state = {} if self._optimizer is None else self._optimizer.state
-        values = [value for own in state.values() for value in own.values()]
+        owned = (own for own in state.values() if isinstance(own, dict))  # not MADGRAD's "k"
+        values = [value for own in owned for value in own.values()]
         tensors = (value for value in values if isinstance(value, Tensor))
         self._optimizer_bytes = self._bytes_of(*map(local_of, tensors))
 

@@ -169,6 +169,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def unowned_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """The states under keys that are not parameters, such as ``state["k"]`` of MADGRAD."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
 def restore_ties(root: nn.Module) -> None:
     """Make modules of ``root`` that hold a replaced parameter hold the sharded one."""
     for module in root.modules():

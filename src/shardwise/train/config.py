@@ -152,6 +152,14 @@ class TrainConfig(Section):
         """Number of warm-up steps, less than ``steps``."""
         return int(self.steps * self.warmup_share)
 
+    def is_over(self, step: int, best_step: int) -> bool:
+        """Whether training ends after ``step``.
+
+        The lowest validation loss so far is that of ``best_step``, 0 if there is none.
+        """
+        waited = step - best_step >= self.patience * self.validate_every
+        return step >= self.steps or bool(self.patience and best_step and waited)
+
 
 class CheckpointConfig(Section):
     """[checkpoint]: the checkpoints from which a stopped or killed run resumes."""
@@ -159,7 +167,9 @@ class CheckpointConfig(Section):
     every: NonNegative = 100  # steps between checkpoints; the last step is always saved; 0: none
     keep: Positive = 2  # how many of the latest checkpoints to keep
     best: bool = False  # also keep the checkpoint with the lowest validation loss, in `best`
-    directory: str = ""  # a path, or a URL that fsspec supports; "": `checkpoints` of the run
+    # A path, or a URL that fsspec supports, in which each replica has a folder with its number; "":
+    # `checkpoints` of the run.
+    directory: str = ""
     wait: bool = True  # false: write in the background, from a copy in host memory
 
 

@@ -172,8 +172,8 @@ class Packed(Sequences):
         return windows
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """The windows of the global batch, [global_batch]."""
-        numbers = np.arange(self.global_batch) + step * self.global_batch
+        """The windows of the global batch of ``step``, which counts from 1, [global_batch]."""
+        numbers = np.arange(self.global_batch) + (step - 1) * self.global_batch
         count = len(self.windows)
         epochs, places = np.divmod(numbers, count)
         orders = {epoch: _shuffled(self.seed, epoch, count) for epoch in np.unique(epochs).tolist()}
@@ -231,6 +231,8 @@ def open_corpus(config: Config) -> Corpus:
         tokenizer = TokenizerConfig(path=config.model.path)
     format_ = _format_of(data)
     files = find_files(data, data.path, format_)
+    held_out = find_files(data, data.validation, format_) if data.validation else {}
+    num_files = len(files) + len(held_out)
     name = "the Python standard library" if data.path == STDLIB else data.path
     if not (tokenizer.path or tokenizer.vocabulary):
         if format_ != "text":
@@ -238,15 +240,17 @@ def open_corpus(config: Config) -> Corpus:
                 f"data.format={format_!r} needs a tokenizer; set tokenizer.vocabulary=8192 to "
                 "train one, or tokenizer.path"
             )
-        train, validation = split_files(files, data.validation_share)
-        return Corpus(name, len(files), train, validation, Bytes())
-    held_out = find_files(data, data.validation, format_) if data.validation else {}
+        if held_out:
+            train, validation = (Text(list(found.values())) for found in (files, held_out))
+        else:
+            train, validation = split_files(files, data.validation_share)
+        return Corpus(name, num_files, train, validation, Bytes())
     data = data.model_copy(update={"format": format_})
     directory = prepare(files, held_out, data, tokenizer)
     sides = Documents(directory / "train"), Documents(directory / "validation")
     for side in sides:
         side.check_answers(config.model.context)
-    return Corpus(name, len(files) + len(held_out), *sides, Subwords.open(directory / "tokenizer"))
+    return Corpus(name, num_files, *sides, Subwords.open(directory / "tokenizer"))
 
 
 def _format_of(data: DataConfig) -> str:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,30 +38,32 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
     records, every, pending = list(run.history), config.checkpoint.every, None
-    last, best = folder_at(run.saves_to), folder_at(run.saves_best_to)
+    directory = folder_at(run.saves_to)
     callbacks = [
         resolve("run.callbacks", name, {})(config, run.path) for name in config.run.callbacks
     ]
     stop = trainer.stop.handled() if every else nullcontext()
     with trainer.joined(), trainer.recorded(run.path), stop:
-        for record in steps(trainer, records[-1].seconds if records else 0.0):
+        for trained in steps(trainer, records[-1].seconds if records else 0.0):
+            for callback in callbacks:
+                callback(trainer, trained)
+            record = _validated(trainer, trained) if trainer.ends_early else trained
             records.append(record)
             for sink in sinks:
                 sink.log(record)
-            for callback in callbacks:
-                callback(trainer, record)
-            name = f"step-{record.step:08}"
-            if config.checkpoint.best and trainer.best.step == record.step:
-                if world.is_first:
-                    run.discard_best(name)
-                pending = trainer.save((best / name).target, keep=1)
+            pending = _save_best(trainer, run) or pending
             if every and (trainer.is_done or record.step % every == 0):
                 # After the best one: if the run is killed in between, it resumes from an older one.
-                pending = trainer.save((last / name).target)
+                pending = trainer.save((directory / f"step-{record.step:08}").target)
         if pending is not None:
             pending.wait()
     if trainer.stopped_by and trainer.step < config.train.steps:
         return Result(stopped_by=trainer.stopped_by)
+    if records[-1].validation_loss is None:
+        # No step was left to train, and the last record is from a run with more steps.
+        records[-1] = _validated(trainer, records[-1])
+        if saving := _save_best(trainer, run):
+            saving.wait()
     return Result(summary=summarize(trainer, records))
 
 
@@ -117,6 +119,23 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             **({} if trainer.recorder is None else wait_metrics(result.ranks)),
             **replicas,
         )
+
+
+def _save_best(trainer: Trainer, run: RunDirectory) -> sw.Save | None:
+    """Save the model if the last step has the lowest validation loss so far."""
+    if not trainer.config.checkpoint.best or trainer.best.step != trainer.step:
+        return None
+    name = f"step-{trainer.step:08}"
+    if trainer.world.is_first:
+        run.discard_best(name)
+    return trainer.save((folder_at(run.saves_best_to) / name).target, keep=1)
+
+
+def _validated(trainer: Trainer, record: StepMetrics) -> StepMetrics:
+    """The metrics of the last step, with a validation loss."""
+    if record.validation_loss is not None:
+        return record
+    return replace(record, validation_loss=trainer.validate())
 
 
 def _step(trainer: Trainer, batch: Batch) -> StepResult:

@@ -14,7 +14,7 @@ from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.train.build import check, plan_of_rank
-from shardwise.train.config import Config
+from shardwise.train.config import Config, TrainConfig
 from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.display import Display, ProgressSink, draw_losses, print_line
 from shardwise.train.huggingface import HuggingFace
@@ -42,8 +42,8 @@ def launch(config: Config) -> None:
     check(config)
     check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
     directory = open_run(config)
-    if directory.is_finished(config.train.steps):
-        _print_finished(directory)
+    if directory.is_finished(config.train):
+        _print_finished(directory, config.train)
         return
     try:
         run_on_local_ranks(config.shard.nproc, _run_rank, config, directory)
@@ -71,9 +71,9 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
     with join_world(env) as world:
         config = world.check(checked)
         directory = world.on_first(lambda: open_run(config, is_restart=is_restart))
-        if directory.is_finished(config.train.steps):
+        if directory.is_finished(config.train):
             if world.is_first:
-                _print_finished(directory)
+                _print_finished(directory, config.train)
             return
         try:
             _run_rank(world, config, directory)
@@ -159,10 +159,13 @@ def _how_to_resume(directory: RunDirectory) -> str:
     return f"saved {saved}; to resume:\n{command}"
 
 
-def _print_finished(directory: RunDirectory) -> None:
+def _print_finished(directory: RunDirectory, train: TrainConfig) -> None:
     """Report a finished run. The exit status is 0, so that a job that restarts itself ends."""
+    reason, key = f"has all {directory.step} steps of this run", "steps"
+    if directory.step < train.steps:
+        reason, key = f"had no lower validation loss since step {directory.best_step}", "patience"
     print_line(
         Console(),
-        f"nothing to train: {directory.checkpoint} has all {directory.step} steps of this run; "
-        "increase train.steps to continue, or set run.overwrite=true to start over",
+        f"nothing to train: {directory.checkpoint} {reason}; increase train.{key} to continue, or "
+        "set run.overwrite=true to start over",
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config, to_toml
+from shardwise.train.config import Config, TrainConfig, to_toml
 from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.sinks import StepMetrics, read_history
 from shardwise.train.source import source_of
@@ -30,8 +31,9 @@ class RunDirectory:
     path: Path
     checkpoint: Path | str | None = None
     step: int = 0  # last step of the checkpoint
+    best_step: int = 0  # the one with the lowest validation loss so far; 0 if there is none
     history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
-    store: str = ""  # checkpoint.directory: an absolute path or a URL
+    store: str = ""  # an absolute path or a URL, if the checkpoints are not in the run directory
 
     @property
     def checkpoints(self) -> Path:
@@ -79,9 +81,10 @@ class RunDirectory:
             if checkpoint.name >= first:
                 discard(checkpoint)
 
-    def is_finished(self, steps: int) -> bool:
-        """Whether all ``steps`` are trained and summarized, here or in another run directory."""
-        return self.step == steps and (self.summary.exists() or not self.history)
+    def is_finished(self, train: TrainConfig) -> bool:
+        """Whether all steps are trained and summarized, here or in another run directory."""
+        is_summarized = self.summary.exists() or not self.history
+        return is_summarized and train.is_over(self.step, self.best_step)
 
 
 def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
@@ -92,13 +95,10 @@ def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
-        store = config.checkpoint.directory
-        if store and "://" not in store:
-            store = str(Path(store).expanduser().absolute())
-        run = RunDirectory(path, store=store)
+        run = RunDirectory(path, store=_store_of(config))
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
-        if not run.is_finished(config.train.steps):
+        if not run.is_finished(config.train):
             _prepare(run, config)
     except OSError as error:
         place = error.filename or config.run.directory
@@ -123,30 +123,45 @@ def _make_directory(config: Config, *, is_restart: bool) -> Path:
     return path
 
 
+def _absolute(directory: str) -> str:
+    """``checkpoint.directory`` as an absolute path, unless it is a URL or empty."""
+    is_path = directory and "://" not in directory
+    return str(Path(directory).expanduser().absolute()) if is_path else directory
+
+
+def _store_of(config: Config) -> str:
+    """Where the run saves, if not in its own directory; each replica has a folder of its own."""
+    store, replicas = _absolute(config.checkpoint.directory), config.replicas
+    return f"{store.rstrip('/')}/{replicas.number}" if store and replicas.lighthouse else store
+
+
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     """``run`` with its last checkpoint, if it has one."""
     checkpoint = latest(run.saves_to)
     if checkpoint is None:
         return run
-    step = _check_same_run(checkpoint, config)
+    step, best_step = _check_same_run(checkpoint, config)
     if step > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}: {checkpoint} is from a later step; choose another "
             "run.directory, or set run.overwrite=true to start over"
         )
-    return replace(run, checkpoint=checkpoint, step=step, history=read_history(run.metrics, step))
+    history = read_history(run.metrics, step)
+    return replace(run, checkpoint=checkpoint, step=step, best_step=best_step, history=history)
 
 
-def _check_same_run(checkpoint: Path | str, config: Config) -> int:
-    """Return the step of a checkpoint; a ConfigError names what differs of its model or data.
+def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
+    """Return the step of a checkpoint, and the one with the lowest validation loss until then.
 
-    The number of ranks, the strategy, the number of steps and the learning rate may differ. This
-    reads only the manifest, because `sw.load` would need all ranks.
+    A ConfigError names what differs of its model or data. The number of ranks, the strategy, the
+    number of steps and the learning rate may differ. This reads only the manifest, because
+    `sw.load` would need all ranks.
     """
     component = read_manifest(folder_at(checkpoint)).components.get("run")
-    match component and tree.decode(component.tree, lambda _: torch.empty(0)):
+    state: Any = component and tree.decode(component.tree, lambda _: torch.empty(0))
+    match state:
         case {"step": int(step), "shared": dict(saved)}:
-            pass
+            best_step = state.get("best", (0, math.inf))[0]
         case _:
             raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
     for key, value in identity(config, open_corpus(config)).items():
@@ -158,7 +173,7 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> int:
         raise ConfigError(
             f"{differs}; choose another run.directory, or set run.overwrite=true to start over"
         )
-    return step
+    return step, best_step
 
 
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
@@ -184,7 +199,9 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     section = config.run.model_copy(update={"directory": directory, "overwrite": False})
-    store = config.checkpoint.model_copy(update={"directory": run.store})
+    store = config.checkpoint.model_copy(
+        update={"directory": _absolute(config.checkpoint.directory)}
+    )
     written = config.model_copy(update={"run": section, "checkpoint": store})
     replace_text(run.config, to_toml(written))
 

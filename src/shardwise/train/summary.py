@@ -56,8 +56,7 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
     overlapped = world.gather(sum(shares) / len(shares) if shares else math.nan)
     last = records[-SUMMARY_STEPS:]
     validation_loss = records[-1].validation_loss
-    if validation_loss is None:  # the last record is from a run with more steps
-        validation_loss = trainer.validate()
+    assert validation_loss is not None
     num_trained = len(trainer.step_seconds)
     step_tokens = config.train.global_batch * config.model.context
     return Summary(

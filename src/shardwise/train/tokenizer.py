@@ -79,13 +79,20 @@ class Subwords:
         from tokenizers import Tokenizer as Model, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 (optional)
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
+        alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END, "<|im_start|>", "<|im_end|>"]
+        if vocabulary < len(alphabet) + len(special):
+            raise ConfigError(
+                f"tokenizer.vocabulary={vocabulary}: expected at least "
+                f"{len(alphabet) + len(special)}, a token for each byte and {len(special)} special "
+                "ones"
+            )
         model = Model(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary,
-            special_tokens=[END, "<|im_start|>", "<|im_end|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=special,
+            initial_alphabet=alphabet,
             show_progress=False,
         )
         model.train_from_iterator(texts, trainer)

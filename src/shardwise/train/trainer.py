@@ -109,10 +109,8 @@ class Trainer:
     @property
     def is_done(self) -> bool:
         """Whether training ends: at the last step, after a signal, or without progress."""
-        config = self.config.train
-        waited = self.step - self.best.step >= config.patience * config.validate_every
-        gives_up = config.patience and self.best.step and waited
-        return bool(self.step >= config.steps or self.stopped_by or self.ends_early or gives_up)
+        is_over = self.config.train.is_over(self.step, self.best.step)
+        return is_over or self.ends_early or self.stopped_by > 0
 
     @contextmanager
     def recorded(self, directory: Path) -> Iterator[None]:
@@ -313,7 +311,7 @@ class Trainer:
         totals = torch.zeros(num_parts, 2, device=self.world.device)
         num_batches = self.config.train.validation_batches
         for number in range(num_batches or data.num_batches):
-            batch = data[number] if num_batches else data.in_order(number)
+            batch = data[number + 1] if num_batches else data.in_order(number)
             for total, part in zip(totals, self.micro_batches(batch), strict=True):
                 total[0] += self.loss_sum(part)
                 total[1] += (part.targets != IGNORED).sum()

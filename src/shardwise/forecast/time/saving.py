@@ -368,6 +368,7 @@ def _states_like_parameters(optimizer: Optimizer, names: Mapping[int, str]) -> d
     return {
         id(value): names[id(parameter)]
         for parameter, state in optimizer.state.items()
+        if id(parameter) in names
         for key, value in state.items()
         if isinstance(value, Tensor) and key != "step" and value.shape == parameter.shape
     }
