@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,16 @@ def environment(**changes: str) -> dict[str, str]:
     """Return the environment without the variables of a launcher, and with ``changes``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | changes
+
+
+@contextmanager
+def reserved_port(address: str = "localhost") -> Iterator[int]:
+    """Yield a port on which the server of a job may listen, and that no other process gets."""
+    with socket.socket() as holder:
+        # The server sets this option too, so it may use the port, on which this does not listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]
 
 
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:

@@ -252,9 +252,10 @@ class Job:
         if path.exists():
             with path.open("rb") as file:
                 file.seek(offset)
-                new = file.read()
-            every += map(json.loads, new.splitlines())
-            self._read[path] = offset + len(new), every
+                whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete yet
+            if whole:
+                every += map(json.loads, whole.splitlines())
+                self._read[path] = offset + len(whole) + 1, every
         return [line for line in every if not event or line["event"] == event]
 
     def end_after(self, steps: int) -> None:
