@@ -1,5 +1,6 @@
 """Access to what watches the ranks."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -50,3 +51,8 @@ def quick_to_lose(comm: Communicator) -> Iterator[None]:
     patience = replace(monitor._patience, silent_seconds=2.0)
     with mock.patch.object(monitor, "_patience", patience):
         yield
+
+
+def without_frames() -> AbstractContextManager[Any]:
+    """Have heartbeats read no frames: while one does, the variables of a frame stay alive."""
+    return mock.patch.object(sys, "_current_frames", dict)

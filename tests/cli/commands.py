@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -147,6 +148,11 @@ def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     [line] = captured.err.splitlines()
     assert line.startswith("shardwise: ")
     return line
+
+
+def own_lines(stderr: str) -> list[str]:
+    """The lines of stderr but those of libraries in C++, such as "[W1126 12:43:14 ..."."""
+    return [line for line in stderr.splitlines() if not re.match(r"\[(Gloo|[IWE]\d{4} )", line)]
 
 
 def losses(directory: Path) -> list[float]:

@@ -16,7 +16,7 @@ import pytest
 from shardwise.recording.format import read_recording
 from shardwise.train.config import read_config
 
-from .commands import Command, Finished, losses, reserved_port, run
+from .commands import Command, Finished, losses, own_lines, reserved_port, run
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def test_plan_progress_and_results_are_printed(two_ranks: Run) -> None:
 
 
 def test_nothing_is_printed_to_stderr(two_ranks: Run) -> None:
-    ours = [line for line in two_ranks.finished.stderr.splitlines() if "[Gloo]" not in line]
-    assert ours == []
+    assert own_lines(two_ranks.finished.stderr) == []
 
 
 def test_memory_of_a_rank_is_its_shards_and_its_gathered_units(two_ranks: Run) -> None:
@@ -146,7 +145,7 @@ def test_rank_0_of_a_launcher_reports_an_error_of_another_rank(tiny: Path, tmp_p
         ranks = [Command(words[rank], tmp_path, RANK=str(rank), **launched) for rank in range(2)]
         first, second = (rank.finish() for rank in ranks)
     assert (first.code, second.code) == (2, 2)
-    [line] = (line for line in first.stderr.splitlines() if "[Gloo]" not in line)
+    [line] = own_lines(first.stderr)
     assert line == "shardwise: rank 1: data.path='/no/such/text': no such file or directory"
     assert "shardwise:" not in second.stderr
     assert list(tmp_path.iterdir()) == []
@@ -162,7 +161,7 @@ def launcher(num_ranks: int) -> Iterator[dict[str, str]]:
 def test_the_traceback_of_a_failed_rank_is_printed(tiny: Path, tmp_path: Path) -> None:
     finished = run(["train", tiny, "--nproc", "1", "--set", "train.lr=1e30"], tmp_path)
     assert finished.code == 1
-    lines = [line for line in finished.stderr.splitlines() if "[Gloo]" not in line]
+    lines = own_lines(finished.stderr)
     assert re.fullmatch("shardwise: rank 0 failed:", lines[0])
     assert lines[1] == "Traceback (most recent call last):"
     error, advice = lines[-2:]
