@@ -33,6 +33,7 @@ from torchft.coordination import LighthouseServer
 
 DEADLINE_SECONDS = 90.0  # for anything that a test waits for
 TIMEOUT = timedelta(seconds=30)  # of a collective between replicas
+ANSWER_TIMEOUT = timedelta(seconds=30)  # of a manager, whose ranks end without an answer
 LOOPBACK = "127.0.0.1"
 Program = Callable[..., None]
 
@@ -63,7 +64,7 @@ class Seat:
             "lighthouse_addr": self.lighthouse,
             "replica_id": f"replica{self.number}",
             "hostname": LOOPBACK,
-            "timeout": self.timeout,
+            "timeout": ANSWER_TIMEOUT,
             "quorum_timeout": timedelta(seconds=DEADLINE_SECONDS),
         }
         return Manager(**defaults | options)
