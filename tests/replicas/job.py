@@ -123,9 +123,9 @@ def _serve(file: Path, port: int, min_replicas: int) -> None:
     server = LighthouseServer(
         bind=f"[::]:{port}",
         min_replicas=min_replicas,
-        join_timeout_ms=10_000,
+        join_timeout_ms=30_000,  # of a replica that is alive
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=4_000,  # a machine may stand still for two seconds
+        heartbeat_timeout_ms=6_000,  # a process may stand still for some seconds
     )
     new = file.with_suffix(".new")
     new.write_text(server.address().rpartition(":")[2])
