@@ -16,6 +16,9 @@ pytest.register_assert_rewrite("tests")
 # Before torch is imported. Tests run in two processes: threads of one that wait would spin on the
 # cores that the other one needs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Both ends of a connection to a TCPStore ask a name server for the other's name. If it drops a
+# question, as some do of many in a second, all ranks would wait for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 # A busy machine makes any example slow, which says nothing about the code.
 for profile, num_examples in (("tests", 30), ("thorough", 300)):

@@ -13,7 +13,7 @@ from tests.ranks import pool_processes
 
 # What multiprocessing starts once and keeps: for semaphores, and to fork ranks.
 SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-LEAVE_SECONDS = 20.0  # what a test has ended may need a moment to be gone
+LEAVE_SECONDS = 60.0  # what a test has ended may need a moment to be gone
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from typing import Any
 
 from tests.forked import start_forked
 
-STACKS_SECONDS = 2.0
+END_SECONDS = 20.0  # until it is known how a rank that has closed its connection has ended
+STACKS_SECONDS = 10.0  # until a rank shows its stacks
+QUIET_SECONDS = 0.5  # after which it has shown all of them
 POLL_SECONDS = 0.05
 OUTPUT_TAIL_BYTES = 4000
 MODULE_OF_RANKS = Path(__file__).with_name("rank_process.py")
@@ -60,7 +62,7 @@ class RankProcess:
         return reply
 
     def describe_death(self) -> str:
-        self.process.join(STACKS_SECONDS)
+        self.process.join(END_SECONDS)
         code = self.process.exitcode
         if code is None:
             return "closed its connection"
@@ -105,12 +107,11 @@ def _run(*arguments: Any) -> None:
 
 def _wait_for_end_of_growth(path: Path, before: int) -> int:
     """The size of a file that another process is writing, once it has stopped growing."""
-    end = time.monotonic() + STACKS_SECONDS
-    size = last = before
-    while time.monotonic() < end and (size == before or size != last):
-        last = size
+    end, size = time.monotonic() + STACKS_SECONDS, before
+    while time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        size = path.stat().st_size
+        if (new := path.stat().st_size) != size:
+            size, end = new, time.monotonic() + QUIET_SECONDS
     return size
 
 

@@ -49,11 +49,15 @@ CALLS_PER_GROUP = 32
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is a test that failed)
-    """At least one rank raised, died or did not answer. ``errors`` says what, by rank."""
+    """At least one rank raised, died or did not answer.
 
-    def __init__(self, message: str, errors: dict[int, str]) -> None:
+    ``errors`` says what, by rank, with what the rank printed; ``headlines`` says it in a line each.
+    """
+
+    def __init__(self, message: str, outcome: "Outcome") -> None:
         super().__init__(message)
-        self.errors = errors
+        self.errors = outcome.errors
+        self.headlines = outcome.headlines
 
 
 def on_ranks(
@@ -108,7 +112,7 @@ def run_on(
         pool.kill()
         raise
     if outcome.errors:
-        raise RankFailed(outcome.report(), outcome.errors)
+        raise RankFailed(outcome.report(), outcome)
     return [cast("T", pickle.loads(outcome.results[rank])) for rank in range(world_size)]
 
 
@@ -187,7 +191,7 @@ class Pool:
             raise
         if outcome.errors:
             self.kill()
-            raise RankFailed("the ranks did not start\n" + outcome.report(), outcome.errors)
+            raise RankFailed("the ranks did not start\n" + outcome.report(), outcome)
 
     def pass_on_port(self) -> None:
         """Hand the port of rank 0's store to the others."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 __all__ = ["PATIENCE_SECONDS", "eventually"]
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -1,6 +1,9 @@
 """Access to what watches the ranks."""
 
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -36,3 +39,20 @@ def error_of(comm: Communicator) -> BaseException | None:
 def watch_with(patience: Patience) -> AbstractContextManager[Any]:
     """Have the ranks of communicators that are made meanwhile wait so long."""
     return mock.patch.object(parts, "new_watch", partial(RankWatch, patience=patience))
+
+
+@contextmanager
+def quick_to_lose(comm: Communicator) -> Iterator[None]:
+    """Have this rank lose the next one after two seconds without a sign of life.
+
+    Begin it when that rank has stopped or died: a busy machine may hold up any process as long.
+    """
+    monitor = monitor_of(comm)
+    patience = replace(monitor._patience, silent_seconds=2.0)
+    with mock.patch.object(monitor, "_patience", patience):
+        yield
+
+
+def without_frames() -> AbstractContextManager[Any]:
+    """Have heartbeats read no frames: while one does, the variables of a frame stay alive."""
+    return mock.patch.object(sys, "_current_frames", dict)

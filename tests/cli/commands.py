@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,6 +125,16 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | changes
 
 
+@contextmanager
+def reserved_port(address: str = "localhost") -> Iterator[int]:
+    """Yield a port on which the server of a job may listen, and that no other process gets."""
+    with socket.socket() as holder:
+        # The server sets this option too, so it may use the port, on which this does not listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]
+
+
 def run(arguments: Sequence[str | Path], cwd: Path, **changes: str) -> Finished:
     """Run ``shardwise`` with these arguments and wait for it."""
     return Command(arguments, cwd, **changes).finish()
@@ -136,6 +148,11 @@ def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     [line] = captured.err.splitlines()
     assert line.startswith("shardwise: ")
     return line
+
+
+def own_lines(stderr: str) -> list[str]:
+    """The lines of stderr but those of libraries in C++, such as "[W1126 12:43:14 ..."."""
+    return [line for line in stderr.splitlines() if not re.match(r"\[(Gloo|[IWE]\d{4} )", line)]
 
 
 def losses(directory: Path) -> list[float]:

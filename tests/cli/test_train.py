@@ -4,9 +4,10 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from shardwise.recording.format import read_recording
 from shardwise.train.config import read_config
 
-from .commands import Command, Finished, losses, run
+from .commands import Command, Finished, losses, own_lines, reserved_port, run
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ def test_plan_progress_and_results_are_printed(two_ranks: Run) -> None:
 
 
 def test_nothing_is_printed_to_stderr(two_ranks: Run) -> None:
-    ours = [line for line in two_ranks.finished.stderr.splitlines() if "[Gloo]" not in line]
-    assert ours == []
+    assert own_lines(two_ranks.finished.stderr) == []
 
 
 def test_memory_of_a_rank_is_its_shards_and_its_gathered_units(two_ranks: Run) -> None:
@@ -127,9 +127,11 @@ def test_ranks_of_a_launcher_train_the_same_with_micro_batches(
         *("train", tiny, "--set", f"run.directory={directory}"),
         *("--set", "train.micro_batch=2", "--set", "shard.units=Block"),
     ]
-    launched = launcher(num_ranks=2)
-    ranks = [Command(arguments, tmp_path, RANK=rank, LOCAL_RANK=rank, **launched) for rank in "01"]
-    first, second = (rank.finish() for rank in ranks)
+    with launcher(num_ranks=2) as launched:
+        ranks = [
+            Command(arguments, tmp_path, RANK=rank, LOCAL_RANK=rank, **launched) for rank in "01"
+        ]
+        first, second = (rank.finish() for rank in ranks)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     assert "run directory:" in first.stdout
     assert second.stdout == ""
@@ -137,32 +139,29 @@ def test_ranks_of_a_launcher_train_the_same_with_micro_batches(
 
 
 def test_rank_0_of_a_launcher_reports_an_error_of_another_rank(tiny: Path, tmp_path: Path) -> None:
-    launched = launcher(num_ranks=2)
     paths = ("stdlib", "/no/such/text")
-    ranks = [
-        Command(["train", tiny, "--set", f"data.path={path}"], tmp_path, RANK=str(rank), **launched)
-        for rank, path in enumerate(paths)
-    ]
-    first, second = (rank.finish() for rank in ranks)
+    words = [["train", str(tiny), "--set", f"data.path={path}"] for path in paths]
+    with launcher(num_ranks=2) as launched:
+        ranks = [Command(words[rank], tmp_path, RANK=str(rank), **launched) for rank in range(2)]
+        first, second = (rank.finish() for rank in ranks)
     assert (first.code, second.code) == (2, 2)
-    [line] = (line for line in first.stderr.splitlines() if "[Gloo]" not in line)
+    [line] = own_lines(first.stderr)
     assert line == "shardwise: rank 1: data.path='/no/such/text': no such file or directory"
     assert "shardwise:" not in second.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def launcher(num_ranks: int) -> dict[str, str]:
+@contextmanager
+def launcher(num_ranks: int) -> Iterator[dict[str, str]]:
     """The environment variables that a launcher sets on all ranks."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    return {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with reserved_port() as port:
+        yield {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
 def test_the_traceback_of_a_failed_rank_is_printed(tiny: Path, tmp_path: Path) -> None:
     finished = run(["train", tiny, "--nproc", "1", "--set", "train.lr=1e30"], tmp_path)
     assert finished.code == 1
-    lines = [line for line in finished.stderr.splitlines() if "[Gloo]" not in line]
+    lines = own_lines(finished.stderr)
     assert re.fullmatch("shardwise: rank 0 failed:", lines[0])
     assert lines[1] == "Traceback (most recent call last):"
     error, advice = lines[-2:]

@@ -241,9 +241,10 @@ def test_the_host_reads_times_of_a_device_late() -> None:
     before = time.perf_counter()
     with DeviceStream(torch.device("cuda", 0)).enqueue(timed=True) as work:
         pass
+    after = time.perf_counter()
     began, ended = work.times
     assert not began.event.synchronize.called  # type: ignore[attr-defined]
-    assert work.span[0] - before == pytest.approx(0.002, abs=0.1)
+    assert before <= work.span[0] - 0.002 <= after, "2 ms after the first event"
     assert work.span[1] - work.span[0] == pytest.approx(0.001)
     assert ended.event.synchronize.called  # type: ignore[attr-defined]
 

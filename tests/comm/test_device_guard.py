@@ -218,7 +218,8 @@ def test_without_a_watch_no_collective_is_remembered(
     comm = Communicator(ranks.communicators[0].world, torch.device("cpu"))
     flat = torch.zeros(4)
     works = [weakref.ref(comm.gather.all_gather(flat, comm.world, "gather")) for _ in range(3)]
-    assert [work() for work in works] == [None] * 3
+    # While the heartbeat reads a frame of this thread, the frame's variables stay alive.
+    until(lambda: not any(work() for work in works))
 
 
 def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(

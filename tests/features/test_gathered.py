@@ -18,6 +18,7 @@ from tests.fsdp.extended import Pair, replace_weights
 from tests.models import Gpt, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import sharded_pair
+from tests.waiting import eventually
 
 
 def _assert_equal(model: nn.Module, reference: nn.Module) -> None:
@@ -115,7 +116,7 @@ def test_what_is_kept_from_inside_keeps_its_memory(granularity: Any, write_back:
     gc.disable()  # nothing waits for a collection of cycles
     try:
         del parameter, data, state
-        assert memory() is None
+        assert eventually(lambda: memory() is None)
     finally:
         gc.enable()
 

@@ -5,16 +5,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.api import Work
 from tests.features.training import SECONDS, Training
 from tests.models import WIDTH
 from tests.ranks import on_ranks, run_on
-from tests.runtime.one_process import rank
+from tests.runtime.one_process import comm_of, rank
 
 PLACES = (
     "middle of step", "data", "forward", "backward", "after backward", "clip", "before step",
@@ -133,6 +135,14 @@ def test_a_rank_that_is_interrupted_in_the_vote_follows_its_outcome(tmp_path: Pa
     undisturbed.step()
     expected = undisturbed.fingerprint()
     training = Training()
+    comm = comm_of(training.model)
+
+    def wait_with_an_alarm(work: Work) -> None:
+        comm_wait.stop()  # also for the wait after the interrupt
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        comm.wait(work)
+
+    comm_wait = mock.patch.object(comm, "wait", wait_with_an_alarm)
     if rank() == 1:
         with _transaction(training):
             training.body("")
@@ -142,7 +152,7 @@ def test_a_rank_that_is_interrupted_in_the_vote_follows_its_outcome(tmp_path: Pa
         signal.signal(signal.SIGALRM, interrupt)
         with pytest.raises(KeyboardInterrupt), _transaction(training):  # noqa: PT012
             training.body("")
-            signal.setitimer(signal.ITIMER_REAL, 1.0)  # the vote is all that follows
+            comm_wait.start()  # the vote is all that follows
     assert training.fingerprint() == expected
     training.step()
 

@@ -27,6 +27,7 @@ from shardwise.tensor.sharding import local_of
 from tests.forecast.peaks import peak_of
 from tests.ranks import on_ranks
 from tests.versions import needs_swap
+from tests.watching import without_frames
 
 LLAMA = Shape(arch="llama", layers=3, hidden=128, heads=4, vocab=1000, ffn=256)
 GPT = Shape(
@@ -68,7 +69,7 @@ def measured_peak(model: nn.Module, optimizer: Optimizer, *batch: Tensor) -> int
 
     step()
     step()
-    with profile(profile_memory=True) as profiled:
+    with without_frames(), profile(profile_memory=True) as profiled:
         step()
     return peak_of(profiled)
 

@@ -252,7 +252,7 @@ def test_strangers_are_rejected_and_not_waited_for() -> None:
         called = handshake.connect(1, [identity])
         began = time.monotonic()
         accepted = handshake.accept(listener, SECRET, {1})
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30, "it would wait for a minute"
         assert list(accepted) == [1]
         one, two = (Peer(each, timedelta(seconds=9)) for each in (called[0], accepted[1]))
         one.send(7, b"hello")

@@ -402,7 +402,7 @@ def test_a_dead_rank_raises_at_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     for num_elements in (4, 4 * INLINE_BYTES):
         with pytest.raises(RankFailed) as failure:
             run_on(3, _outlive, num_elements, deadline=DEADLINE)
-        assert failure.value.errors == {2: "was killed by SIGKILL"}
+        assert failure.value.headlines == {2: "was killed by SIGKILL"}
 
 
 def _outlive(num_elements: int) -> None:

@@ -132,7 +132,7 @@ def test_a_dead_rank_raises_in_backward(
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 60.0)
     with pytest.raises(RankFailed) as failure:
         run_on(3, _outlive, wrap, deadline=60.0)
-    assert failure.value.errors == {2: "was killed by SIGKILL"}
+    assert failure.value.headlines == {2: "was killed by SIGKILL"}
 
 
 def _outlive(wrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -33,6 +33,7 @@ from torchft.coordination import LighthouseServer
 
 DEADLINE_SECONDS = 90.0  # for anything that a test waits for
 TIMEOUT = timedelta(seconds=30)  # of a collective between replicas
+ANSWER_TIMEOUT = timedelta(seconds=30)  # of a manager, whose ranks end without an answer
 LOOPBACK = "127.0.0.1"
 Program = Callable[..., None]
 
@@ -63,7 +64,7 @@ class Seat:
             "lighthouse_addr": self.lighthouse,
             "replica_id": f"replica{self.number}",
             "hostname": LOOPBACK,
-            "timeout": self.timeout,
+            "timeout": ANSWER_TIMEOUT,
             "quorum_timeout": timedelta(seconds=DEADLINE_SECONDS),
         }
         return Manager(**defaults | options)
@@ -122,9 +123,9 @@ def _serve(file: Path, port: int, min_replicas: int) -> None:
     server = LighthouseServer(
         bind=f"[::]:{port}",
         min_replicas=min_replicas,
-        join_timeout_ms=10_000,
+        join_timeout_ms=30_000,  # of a replica that is alive
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=4_000,  # a machine may stand still for two seconds
+        heartbeat_timeout_ms=6_000,  # a process may stand still for some seconds
     )
     new = file.with_suffix(".new")
     new.write_text(server.address().rpartition(":")[2])
@@ -252,9 +253,10 @@ class Job:
         if path.exists():
             with path.open("rb") as file:
                 file.seek(offset)
-                new = file.read()
-            every += map(json.loads, new.splitlines())
-            self._read[path] = offset + len(new), every
+                whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete yet
+            if whole:
+                every += map(json.loads, whole.splitlines())
+                self._read[path] = offset + len(whole) + 1, every
         return [line for line in every if not event or line["event"] == event]
 
     def end_after(self, steps: int) -> None:

@@ -31,7 +31,7 @@ def test_ranks_that_are_left_know_it_soon(
     monkeypatch.setattr(ranks, "GRACE_SECONDS", DEADLINE)
     with pytest.raises(RankFailed) as failure:
         run_on(RANKS, _outlive, dying, place, tmp_path, deadline=DEADLINE)
-    assert failure.value.errors == {dying: "was killed by SIGKILL"}
+    assert failure.value.headlines == {dying: "was killed by SIGKILL"}
 
 
 def test_ranks_that_are_left_know_the_exception_that_ended_one(

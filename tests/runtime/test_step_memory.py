@@ -1,7 +1,6 @@
 """C3: a rank holds the planned memory, to 2 %; all tensors that are alive are counted."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of, runtime_of, world_size
 from tests.runtime.towers import SHAPES, Shape
+from tests.watching import without_frames
 
 # The last values cover most rows below, and a 1D mesh has two ranks instead of four.
 PRESETS = {row.name: row for row in sorted(STRATEGIES.values(), key=lambda row: row.num_axes)}
@@ -178,8 +178,7 @@ def _measure(
         _step(model, num_held=num_held)
         if not accumulates:
             model.zero_grad()
-    # While the heartbeat reads a frame, the frame's variables stay alive.
-    with mock.patch.object(sys, "_current_frames", dict):
+    with without_frames():
         between = _least_live_bytes(runtime)
         with _sampled(lambda: _live_bytes(runtime)) as samples:
             _step(model, num_held=num_held)

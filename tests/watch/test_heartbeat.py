@@ -24,7 +24,7 @@ from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
 from tests.ranks import on_ranks
 from tests.waiting import eventually
-from tests.watching import is_silent, watch_with
+from tests.watching import is_silent, quick_to_lose, watch_with
 
 
 def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
@@ -62,7 +62,7 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
     dist.all_gather_object(pids, os.getpid())
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     world = resolve_mesh(mesh, PRESETS["fsdp"]).world
-    patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=2.0)
+    patience = Patience(poll_seconds=0.05, beat_seconds=0.25, silent_seconds=60.0)
     with watch_with(patience):
         comm = communicator(world, torch.device("cpu"))
     model = sw.fully_shard(nn.Linear(8, 8), mesh=mesh)
@@ -71,9 +71,10 @@ def test_a_rank_that_was_stopped_is_lost_until_it_comes_back(tmp_path: Path) -> 
     if rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
         try:
-            lost = _lost(model)
-            with pytest.raises(PeerSilent, match="no sign of life"):
-                comm.watch.recover()  # checks the other rank while it waits
+            with quick_to_lose(comm):
+                lost = _lost(model)
+                with pytest.raises(PeerSilent, match="no sign of life"):
+                    comm.watch.recover()  # checks the other rank while it waits
         finally:
             os.kill(pids[1], signal.SIGCONT)
             over.touch()

@@ -48,7 +48,9 @@ def kill_at_every_access(folder: Path, *, in_memory: bool) -> int:
 
     Call this in a process with one rank and one thread.
     """
-    target: Any = weights.SharedMemory(folder.name) if in_memory else weights.Directory(folder)
+    target: Any = (
+        weights.SharedMemory(f"killed-{os.getpid()}") if in_memory else weights.Directory(folder)
+    )
     assert in_child(lambda: publish_twice(target, 0)) == 0
     for number in itertools.count():
         found = weights.read_published(target).version

@@ -272,7 +272,7 @@ def test_a_directory_has_one_version_and_unchanged_files_stay(
 ) -> None:
     target: Any = tmp_path / "published"
     if in_memory:
-        target = weights.SharedMemory(f"test-{tmp_path.name}")
+        target = weights.SharedMemory("-".join(tmp_path.parts[-3:]))
     folder = target.path if in_memory else target
     model, seen = _plain("gpt"), list[weights.Published]()
     before: dict[str, Any] = {}

@@ -12,8 +12,8 @@ __all__ = ["STOP_SIGNALS", "StopSignal"]
 # Job schedulers can send SIGUSR1 before the end of a job (`sbatch --signal=USR1@300`).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A terminal sends Ctrl-C to all of its processes, and a launcher forwards it to its ranks, so a
-# second signal within this time belongs to the same request.
-SAME_SIGNAL_SECONDS = 1.0
+# second signal within this time belongs to the same request. A busy machine may delay a launcher.
+SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignal:
