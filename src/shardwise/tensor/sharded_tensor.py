@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -271,8 +271,12 @@ def sharding_for(
     extent: ParameterExtent,
     mesh: DataParallelMesh,
     original: Tensor,
+    module: Callable[[], nn.Module | None] | None = None,
 ) -> Sharding:
-    """The Sharding of the parameter at ``extent``; ``original`` is the parameter before."""
+    """The Sharding of the parameter at ``extent`` .
+
+    ``original`` is the parameter before, and ``module`` a weak reference to the unit.
+    """
     position = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
     label = f"{position} of {unit.label}"
     in_chunks = isinstance(extent.parameter.granularity, Dim)
@@ -282,7 +286,8 @@ def sharding_for(
     else:
         inner = original._spec if isinstance(original, DTensor) else None
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
-    return (kind if in_chunks else RunSharding)(layout, extent, mesh, label, unit.label, inner)
+    made = kind if in_chunks else RunSharding
+    return made(layout, extent, mesh, label, unit.label, inner, module)
 
 
 @dataclass(frozen=True, slots=True)
