@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from shardwise._private import OpOverload, new_dtensor, use_foreach_for, use_own_operators
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of
-from shardwise.plan.granularity import Dim
-from shardwise.plan.layout import Layout, ParameterExtent, Run
+from shardwise.plan.granularity import Block, Dim, WholeBlocks
+from shardwise.plan.layout import Cast, Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.plan.units import UnitPlan
 from shardwise.tensor.distributed_checkpoint import chunks_of, items_of
 from shardwise.tensor.mesh import DataParallelMesh
@@ -263,6 +263,12 @@ use_own_operators(ShardedTensor)
 
 def _unpickled(local: Tensor, parts: tuple[Any, ...]) -> ShardedTensor:
     return ShardedTensor(local, RunSharding(*parts))
+
+
+# What a pickled `ShardedTensor` consists of: `torch.load` refuses other classes by default.
+torch.serialization.add_safe_globals(
+    [_unpickled, DataParallelMesh, Layout, ParameterExtent, ParameterSpec, Cast, Block, WholeBlocks]
+)
 
 
 def sharding_for(
