@@ -201,7 +201,7 @@ def fully_shard(
         ignored_params=ignored_params,
     )
     for each in module if isinstance(module, Sequence) else (module,):
-        _check_module(each)
+        _check_module(each, ignored_params)
         if init is not None or not is_deferred(each, ignored_params):
             request.apply(each)
         elif units is None:
@@ -222,7 +222,7 @@ def _checked_wire(wire: object) -> Wire:
     return wire
 
 
-def _check_module(module: object) -> None:
+def _check_module(module: object, ignored: Collection[nn.Parameter]) -> None:
     if not isinstance(module, nn.Module):
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
@@ -238,6 +238,22 @@ def _check_module(module: object) -> None:
         )
     check_is_unit(module, "")
     check_initialized(module)
+    _check_order(module, ignored)
+
+
+def _check_order(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Raise a PlanError if a unit around ``module`` has parameters of it."""
+    named = named_parameters(module, ignored=ignored)
+    sharded = [(name, p, of) for name, p in named if (of := sharding_of(p)) is not None]
+    for name, parameter, sharding in sharded:
+        unit = None if sharding.module is None else sharding.module()
+        if unit is None or HANDLE not in vars(unit) or module not in set(unit.modules()):
+            continue
+        if any(one.sharded is parameter for one in handle_of(unit).unit.parameters):
+            raise PlanError(
+                f"{name} was sharded with a module around this {type(module).__name__}; call "
+                "fully_shard for inner modules before those around them"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,10 +272,13 @@ class ShardingRequest:
     init: Initialization | None
     ignored_params: Collection[nn.Parameter]
 
-    def apply(self, module: nn.Module) -> None:
-        """Plan ``module`` and shard it; also after a conversion to other dtypes or devices."""
+    def apply(self, module: nn.Module, converted: Collection[str] = ()) -> None:
+        """Plan ``module`` and shard it; also after a conversion to other dtypes or devices.
+
+        ``converted``: compute dtypes of float32 masters that no longer apply.
+        """
         is_new, separate = HANDLE not in vars(module), _separate_models(module, self.mesh)
-        manual, plan = self._plan(module, separate)
+        manual, plan = self._plan(module, separate, converted)
         _warn_of_padding(plan, self.mesh)
         handles = {name: handle_of(module.get_submodule(name)) for name in manual}
         for runtime in dict.fromkeys(handle.runtime for handle in handles.values()):
@@ -293,7 +312,10 @@ class ShardingRequest:
         return self._build(root, plan, own_meshes, like.pools.device, None)
 
     def _plan(
-        self, module: nn.Module, separate: Mapping[str, nn.Module]
+        self,
+        module: nn.Module,
+        separate: Mapping[str, nn.Module],
+        converted: Collection[str] = (),
     ) -> tuple[dict[str, UnitOptions], Plan]:
         """Return the options of units that earlier calls have sharded, and the plan."""
         mesh, options, granularity = self.mesh, self.options, self.granularity
@@ -321,7 +343,7 @@ class ShardingRequest:
             precision=options.precision,
             offload=options.offload,
             wire=options.wire,
-            settled=_specs_before(module),
+            settled=_specs_before(module, converted),
             ignored=_names_of(module, ignored),
             leaves=mesh.leaves,
         )
@@ -484,8 +506,8 @@ def _names_of(root: nn.Module, parameters: Collection[nn.Parameter]) -> set[str]
     return {name for name, parameter in named if id(parameter) in wanted}
 
 
-def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
-    """The specs of parameters that earlier calls have sharded.
+def _specs_before(root: nn.Module, converted: Collection[str]) -> dict[str, ParameterSpec]:
+    """The specs of parameters that earlier calls have sharded, without casts to ``converted``.
 
     Where ``root`` itself was sharded before it was converted, parameters that have been frozen
     since count as trainable: the layouts, and so the shards of optimizer states, stay the same.
@@ -494,7 +516,11 @@ def _specs_before(root: nn.Module) -> dict[str, ParameterSpec]:
     shardings = {name: sharding_of(p) for name, p in named_parameters(root)}
     specs = {name: s.extent.parameter for name, s in shardings.items() if s is not None}
     return {
-        name: replace(spec, trainable=is_converted and spec.trainable)
+        name: replace(
+            spec,
+            trainable=is_converted and spec.trainable,
+            cast=None if spec.cast and spec.cast.compute_dtype in converted else spec.cast,
+        )
         for name, spec in specs.items()
     }
 

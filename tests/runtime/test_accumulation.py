@@ -27,6 +27,7 @@ from tests.runtime.one_process import (
     runtime_of,
     world_size,
 )
+from tests.versions import needs_own_operators
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp", "hfsdp"]
 DELAYS = ["no reduction", "reduction over the row"]
@@ -449,6 +450,7 @@ def test_operations_that_need_the_gradient_say_what_to_do(granularity: str) -> N
         gradient.norm,
         gradient.full_tensor,
         gradient.numpy,
+        lambda: gradient.add_(loop.model.extra.detach(), alpha=0.5),
         lambda: gradient * 2,
         lambda: torch.stack([gradient, torch.ones(WIDTH)]),
         lambda: copy.deepcopy(gradient),
@@ -459,6 +461,25 @@ def test_operations_that_need_the_gradient_say_what_to_do(granularity: str) -> N
         sw.optimizer_in_backward(loop.model, loop.optimizer)
     loop.backward(last=True)
     loop.optimizer.step()
+
+
+@needs_own_operators
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "fsdp", "granularity": "dim"}],
+)
+def test_a_penalty_on_sharded_parameters_is_added_in_every_micro_batch(
+    options: dict[str, Any],
+) -> None:
+    models: list[Any] = [make(), shard(**options)]
+    for micro_batch in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        models[1].set_requires_gradient_sync(micro_batch == 2)
+        for model, x in zip(models, (batch, own_part(batch)), strict=True):
+            penalty = sum(full(p.square().sum()) for p in model.parameters() if p.requires_grad)
+            (model(x).square().mean() + 0.1 * penalty).backward()
+    assert_equal_models(models[1], models[0], 0)
 
 
 @on_ranks(2)

@@ -108,6 +108,8 @@ def test_mistakes_are_told_at_the_call() -> None:
     sw.fully_shard(model, units=Block)
     with pytest.raises(sw.PlanError, match="sharded already"):
         sw.fully_shard(model)
+    with pytest.raises(sw.PlanError, match="weight was sharded with a module around"):
+        sw.fully_shard(model.layers[0].up)
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))  # type: ignore[no-untyped-call]
     with pytest.raises(sw.PlanError, match=r"^1 is a module of torch\.jit"):
         sw.fully_shard(nn.Sequential(nn.ReLU(), traced))

@@ -286,7 +286,14 @@ def test_a_model_computes_in_the_dtype_that_its_masters_are_converted_to(
     model = sw.fully_shard(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)).to(before))
     ids = torch.arange(4)
     assert model(ids).dtype == before
-    model.double()
-    model(ids).sum().backward()
-    assert model(ids).dtype == torch.float64
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    for after in (torch.float32, before, torch.float64, before, torch.float32):
+        model.to(after)
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(ids).sum().backward()
+        assert model(ids).dtype == after
+        masters = torch.float64 if after == torch.float64 else torch.float32
+        assert {p.dtype for p in model.parameters()} == {masters}
+    kept = sw.MixedPrecisionPolicy(param_dtype=before)
+    embedding = sw.fully_shard(nn.Embedding(4, 4), mp_policy=kept)
+    assert embedding.float()(ids).dtype == before, "the policy decides"

@@ -5,7 +5,7 @@ import io
 import math
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -265,11 +265,12 @@ def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
         safetensors.torch.save(model.state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, {"granularity": sw.block(2), "reproducible": 4}])
 @on_ranks(2)
-def test_a_pickled_state_dict_has_the_shards_of_this_rank() -> None:
+def test_a_pickled_state_dict_has_the_shards_of_this_rank(options: dict[str, Any]) -> None:
     """As with torch's own DTensors."""
     model = build("stack")
-    sw.fully_shard(model, units="auto")
+    sw.fully_shard(model, units="auto", **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for one in sharded_parameters(model):
         one.grad = torch.ones_like(one)
@@ -277,7 +278,7 @@ def test_a_pickled_state_dict_has_the_shards_of_this_rank() -> None:
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
-    values, states = torch.load(file, weights_only=False)
+    values, states = torch.load(file, weights_only=True)
     expected = [
         (p.full_tensor(), optimizer.state[p]["exp_avg"].full_tensor())
         for p in sharded_parameters(model)

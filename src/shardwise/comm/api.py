@@ -103,6 +103,9 @@ def _group_named(name: str | None, *fields: Any) -> RankGroup:
     return RankGroup(ranks, own_rank, parent, has_one_queue=has_one_queue)
 
 
+torch.serialization.add_safe_globals([_group_named])  # `torch.load` refuses others by default
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One step of a reduction."""

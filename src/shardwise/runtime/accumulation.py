@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise._private import new_empty_subclass, pytree, without_tensor_functions
 from shardwise.comm.communicator import communicator
@@ -46,8 +47,8 @@ class UnreducedGradient(Tensor):
     """``p.grad`` while gradients of ``p`` are not reduced; operations on its elements raise.
 
     Attributes:
-        reduced: a gradient from an earlier reduction, to which they will be added; None if there
-            is none.
+        reduced: a gradient from an earlier reduction, or of a loss that contains the sharded
+            parameter itself, to which they will be added; None if there is none.
     """
 
     reduced: Tensor | None
@@ -131,8 +132,16 @@ class UnreducedGradient(Tensor):
         types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
-        _first_in((args, kwargs)).refuse(str(func))
+    ) -> "UnreducedGradient":
+        gradient = _first_in((args, kwargs))
+        is_added = func is torch.ops.aten.add_.Tensor and isinstance(args[1], DTensor)
+        # In a reproducible model each rank would add a penalty as often as it has leaves.
+        if not is_added or kwargs or gradient._tell is not None:
+            gradient.refuse(str(func))
+        with torch.no_grad():  # autograd adds the gradient of a penalty on the sharded parameter
+            before, added = gradient.reduced, args[1]
+            gradient.reduced = added.clone() if before is None else before + added
+        return gradient
 
 
 def is_unreduced(gradient: Tensor | None) -> TypeGuard[UnreducedGradient]:

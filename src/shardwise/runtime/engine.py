@@ -6,7 +6,7 @@ the gather in a queue of `comm.communicator`.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -56,8 +56,11 @@ class Handle:
 class Request(Protocol):
     """What the user asked for, of which a `Runtime` is the result."""
 
-    def apply(self, module: nn.Module) -> None:
-        """Plan ``module`` and shard it, for example for other dtypes."""
+    def apply(self, module: nn.Module, converted: Collection[str] = ()) -> None:
+        """Plan ``module`` and shard it, for example for other dtypes.
+
+        ``converted``: compute dtypes of float32 masters that no longer apply.
+        """
 
     def build(self, root: nn.Module, plan: Plan, like: "Runtime") -> "Runtime":
         """Shard ``root``, or a copy of it, by another plan than ``like``."""
@@ -186,6 +189,21 @@ class Runtime:
         empty = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
         return any((fn(one).dtype, fn(one).device) != (one.dtype, one.device) for one in empty)
 
+    def masters_converted_by(self, fn: Callable[[Tensor], Tensor]) -> set[str]:
+        """The compute dtypes of masters that ``fn`` changes, perhaps without changing a master."""
+        if not self.scheduler.is_between_steps:
+            return set()
+        found = {
+            spec.cast.compute_dtype
+            for unit in self.plan.units
+            for spec in unit.parameters
+            if spec.cast is not None and unit.options.precision.param_dtype is None
+        }
+        tensors = {
+            n: torch.empty(0, dtype=getattr(torch, n), device=self.pools.device) for n in found
+        }
+        return {name for name, tensor in tensors.items() if fn(tensor).dtype != tensor.dtype}
+
     def unfrozen(self) -> list[str]:
         """The names of parameters that were frozen when they were sharded and no longer are."""
         names = [one.name for one in self._frozen if one.sharded.requires_grad]
@@ -214,7 +232,8 @@ class Runtime:
         offloader = None if plan.offload is None else self._offloader(plan.offload)
         mesh = self.own_meshes.get(plan.name, self.mesh)
         in_step = mesh if mesh is self.mesh else mesh.within(self.mesh)
-        settings = settings_of(root.get_submodule(plan.name))
+        module = root.get_submodule(plan.name)
+        settings, of_unit = settings_of(module), weakref.ref(module)
         flats = [
             FlatParameters(layout, in_step, self.pools, plan, settings, offloader)
             for layout in plan.layouts
@@ -223,7 +242,7 @@ class Runtime:
         for flat in flats:
             for position, extent in enumerate(flat.layout.extents):
                 original = root.get_parameter(extent.parameter.name)
-                sharding = sharding_for(plan, flat.layout, extent, mesh, original)
+                sharding = sharding_for(plan, flat.layout, extent, mesh, original, of_unit)
                 flat.parameters.append(flat.codec.adopt(root, sharding, position))
         return Unit(plan, flats, settings)
 

@@ -165,7 +165,12 @@ class UnitModule(nn.Module):
         attributes = {name: attributes_of(p) for name, p in named_parameters(self)}
         handle: Handle | None = self.__dict__.get(HANDLE)
         root = handle.runtime if handle is not None and handle.index == 0 else None
-        if root is not None and root.scheduler.needs_preparation and root.is_converted_by(fn):
+        converted = set() if root is None else root.masters_converted_by(fn)
+        if (
+            root is not None
+            and root.scheduler.needs_preparation
+            and (converted or root.is_converted_by(fn))
+        ):
             root.scheduler.prepare_conversion()
         with _hiding_unreduced_gradients(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -174,9 +179,9 @@ class UnitModule(nn.Module):
                     parameter = self.get_parameter(name)
                     sharding.attach_if_described(parameter)
                     vars(parameter).update(attributes[name])  # a swap of tensors takes them away
-        if root is not None and root.is_converted():
+        if root is not None and (converted or root.is_converted()):
             root.scheduler.prepare_conversion()
-            root.request.apply(self)
+            root.request.apply(self, converted)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

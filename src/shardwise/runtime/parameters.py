@@ -66,6 +66,15 @@ class ParameterOwner:
         if module is not None and (references := vars(module).get("_flat_weight_refs")):
             vars(module)["_flat_weight_refs"] = [None] * len(references)
 
+    def holds_other_than(self, parameter: nn.Parameter) -> bool:
+        """Whether a program has assigned another parameter to the attribute.
+
+        A tensor that is no parameter is made anew in each forward, as in layers with DropConnect.
+        """
+        module = self._module()
+        held = parameter if module is None else module._parameters.get(self._attribute)
+        return held is not parameter and isinstance(held, nn.Parameter)
+
     def put(self, parameter: nn.Parameter) -> None:
         module = self._module()
         if module is None:
@@ -181,15 +190,17 @@ class FSDPParameter:
         # The gradient of a tensor subclass is copied to a plain tensor, as buffers are plain.
         return torch.empty(local.shape, dtype=local.dtype, device=local.device).copy_(local)
 
-    def use_sharded(self) -> None:
-        """Put the sharded parameter back into the modules."""
+    def use_sharded(self) -> bool:
+        """Put the sharded parameter back into the modules; whether it replaces an assigned one."""
         shown, self._shown = self._shown, None
+        is_assigned = shown is not None and any(o.holds_other_than(shown) for o in self.owners)
         if shown is not None and (
             shown is not self.dense
             or len(self.sharded.__dict__) + len(shown.__dict__) != self._num_internal
         ):
             self._carry(shown, self.sharded)
         self._put(self.sharded)
+        return is_assigned
 
     def replacement(self) -> Tensor | None:
         """What the user has put in place of the sharded parameter; None if nothing."""

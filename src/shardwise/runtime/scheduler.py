@@ -174,9 +174,9 @@ class Scheduler:
             return
         with self.guarded():
             self._perform(events)
+            self._use_sharded((call.unit,))
         if self.is_idle:
             self.ledger.end_forward(awaits_backward=call.forward_pass.is_differentiable)
-        self._use_sharded((call.unit,))
 
     def _enter_inside(self, index: int) -> None:
         """Begin the backward of a call that is recomputed before backward has reached any call.
@@ -630,7 +630,8 @@ class Scheduler:
         """Put the sharded parameters back into units that are not in use."""
         for index in indices:
             if not self._shows_dense and not self.sequencer.is_in_use(index):
-                self.units[index].use_sharded()
+                unit = self.units[index]
+                unit.refuse(unit.use_sharded())
 
     def _finish_offload(self, of: Unit | None = None) -> None:
         """Hand over the gradients of the last reduction, if it was that of the unit ``of``.

@@ -104,12 +104,12 @@ class FlatParameters:
         FSDPParameter.allow_reads(self.parameters)
         self.codec.buffer.unpack()
 
-    def use_sharded(self) -> None:
-        """Put the sharded parameters back into the modules."""
-        for parameter in self.parameters:
-            parameter.use_sharded()
+    def use_sharded(self) -> list[str]:
+        """Put the sharded parameters back; the names of those that a program has replaced."""
+        assigned = [parameter.name for parameter in self.parameters if parameter.use_sharded()]
         if self.is_whole:
             self.restore_views()
+        return assigned
 
     def restore_views(self) -> list[str]:
         """Let dense parameters whose memory was replaced view the buffer again; their names.
@@ -234,18 +234,18 @@ class Unit:
             for parameter in self.parameters:
                 parameter.use_unsharded()
 
-    def use_sharded(self) -> None:
-        """Put the sharded parameters back into the modules."""
-        if self._is_unsharded:
-            for flat in self.flats:
-                flat.use_sharded()
-            self._is_unsharded = False
+    def use_sharded(self) -> list[str]:
+        """Put the sharded parameters back; the names of those that a program has replaced."""
+        if not self._is_unsharded:
+            return []
+        self._is_unsharded = False
+        return [name for flat in self.flats for name in flat.use_sharded()]
 
     def free(self, comm: Communicator) -> None:
         """Wait for a gather in flight, and free the parameters. Raises if one was changed."""
         self._await_all(self._gathering, comm)
-        self.use_sharded()
-        changed = [name for flat in self.flats for name in flat.lost_changes()]
+        changed = self.use_sharded()
+        changed += [name for flat in self.flats for name in flat.lost_changes()]
         for flat in self.flats:
             flat.free()
         for flat in self._gathered_flats:
@@ -253,12 +253,12 @@ class Unit:
         self.refuse(changed)
 
     def refuse(self, changed: Sequence[str]) -> None:
-        """Raise a StepError if ``changed``, names of parameters that are freed, is not empty."""
+        """Raise a StepError if ``changed``, names of dense parameters, is not empty."""
         if changed:
             raise StepError(
-                f"{', '.join(changed)}: changed in place while gathered, but the change is lost as "
-                f"{self.plan.label} is freed; change the sharded parameter between steps, or the "
-                "whole one in sw.gathered(model, write_back=True)"
+                f"{', '.join(changed)}: changed in place or assigned while gathered, but the "
+                f"change is lost as {self.plan.label} returns to its shards; change the sharded "
+                "parameter between steps, or the whole one in sw.gathered(model, write_back=True)"
             )
 
     def gather_apart(self, works: Iterable[Work]) -> None:

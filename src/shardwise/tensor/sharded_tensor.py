@@ -12,15 +12,15 @@ from math import prod
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise._private import OpOverload, new_dtensor, use_foreach_for, use_own_operators
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_of
-from shardwise.plan.granularity import Dim
-from shardwise.plan.layout import Layout, ParameterExtent, Run
+from shardwise.plan.granularity import Block, Dim, WholeBlocks
+from shardwise.plan.layout import Cast, Layout, ParameterExtent, ParameterSpec, Run
 from shardwise.plan.units import UnitPlan
 from shardwise.tensor.distributed_checkpoint import chunks_of, items_of
 from shardwise.tensor.mesh import DataParallelMesh
@@ -265,14 +265,24 @@ def _unpickled(local: Tensor, parts: tuple[Any, ...]) -> ShardedTensor:
     return ShardedTensor(local, RunSharding(*parts))
 
 
+# What a pickled `ShardedTensor` consists of: `torch.load` refuses other classes by default.
+torch.serialization.add_safe_globals(
+    [_unpickled, DataParallelMesh, Layout, ParameterExtent, ParameterSpec, Cast, Block, WholeBlocks]
+)
+
+
 def sharding_for(
     unit: UnitPlan,
     layout: Layout,
     extent: ParameterExtent,
     mesh: DataParallelMesh,
     original: Tensor,
+    module: Callable[[], nn.Module | None] | None = None,
 ) -> Sharding:
-    """The Sharding of the parameter at ``extent``; ``original`` is the parameter before."""
+    """The Sharding of the parameter at ``extent`` .
+
+    ``original`` is the parameter before, and ``module`` a weak reference to the unit.
+    """
     position = f"elements {extent.offset}:{extent.stop} of buffer {unit.layouts.index(layout)}"
     label = f"{position} of {unit.label}"
     in_chunks = isinstance(extent.parameter.granularity, Dim)
@@ -282,7 +292,8 @@ def sharding_for(
     else:
         inner = original._spec if isinstance(original, DTensor) else None
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
-    return (kind if in_chunks else RunSharding)(layout, extent, mesh, label, unit.label, inner)
+    made = kind if in_chunks else RunSharding
+    return made(layout, extent, mesh, label, unit.label, inner, module)
 
 
 @dataclass(frozen=True, slots=True)

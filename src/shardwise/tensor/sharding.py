@@ -3,7 +3,7 @@
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -181,6 +181,7 @@ class Sharding(ABC):
     label: str  # the same on all ranks, even if they name the parameter differently
     unit: str  # the label of its unit
     dense_spec: DTensorSpec | None = None  # set if the parameter was already a DTensor
+    module: Callable[[], nn.Module | None] | None = None  # a weak reference to the unit
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     carries_attributes: ClassVar[bool] = True  # those of the sharded and dense parameter are equal

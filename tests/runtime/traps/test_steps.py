@@ -58,12 +58,15 @@ def check_step(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_an_in_place_change_after_unshard_fails_reshard_alone() -> None:
+def test_a_change_after_unshard_fails_reshard_alone() -> None:
     model = sharded()
-    for _ in range(2):
+    for is_assigned in (False, True):
         model.layers[0].unshard()
         with torch.no_grad():
-            model.layers[0].up.weight.add_(1.0)
+            if is_assigned:
+                model.layers[0].up.weight = nn.Parameter(model.layers[0].up.weight + 1.0)
+            else:
+                model.layers[0].up.weight.add_(1.0)
         with pytest.raises(sw.StepError, match=r"layers\.0\.up\.weight: changed in place"):
             model.layers[0].reshard()
         check_step(model)
@@ -437,7 +440,7 @@ def test_a_parametrization_within_forward_trains_as_in_one_process(
 
 
 class Replacing(Block):
-    """A block that replaces the memory of its weight in forward by twice its values."""
+    """A block that replaces its weight, or the memory of it, in forward by twice its values."""
 
     how = ""
 
@@ -448,19 +451,23 @@ class Replacing(Block):
         elif "set" in self.how:
             with torch.no_grad():
                 weight.set_(weight * 2)  # type: ignore[call-overload]
+        elif "assign" in self.how:
+            self.up.weight = nn.Parameter(weight.detach() * 2, requires_grad=weight.requires_grad)
         if "raise" in self.how:
             raise ValueError(self.how)
         return super().forward(x)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["data", "set"])
+@pytest.mark.parametrize("how", ["data", "set", "assign"])
 @on_ranks(2)
 def test_replaced_memory_is_taken_over_or_refused(how: str, strategy: str) -> None:
+    """An assigned parameter is refused in any case: its gradient would not be reduced."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(Replacing() for _ in range(3))).double()
     reference, model = sharded_pair(layers, units=Replacing, strategy=strategy)
-    is_whole = strategy == "ddp"  # the parameters are never freed, so no change is lost
+    # Then the parameters are never freed, so no change of their memory is lost.
+    is_whole = strategy == "ddp" and how != "assign"
     model[1].how = how
     if is_whole:
         reference[1].how = how
