@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +20,7 @@ from shardwise.features import fused_wgrad
 from shardwise.pipeline import PipelineStage
 from shardwise.schedule.events import EventKind
 from tests.ranks import on_ranks
+from tests.runtime.modules import raise_together
 from tests.runtime.one_process import adamw, assert_close, full, runtime_of
 
 WIDTH, MICROBATCHES, ROWS = 6, 4, 2  # rows of a micro-batch
@@ -253,7 +255,7 @@ def fail_once(limit: int) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == limit:
-            raise ValueError("no loss")
+            raise_together(ValueError("no loss"), dist.group.WORLD)
         return loss_of(output, target)
 
     return loss

@@ -69,8 +69,7 @@ def serving() -> Iterator[FakeS3]:
     class Handler(_Handler):
         s3 = fake
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+    with _Server(("127.0.0.1", 0), Handler) as server:
         fake.endpoint = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
         thread.start()
@@ -88,13 +87,19 @@ def reach(endpoint: str) -> Iterator[None]:
         "access_key_id": "somebody",
         "secret_access_key": "secret",
         "region": "nowhere",
-        "client_options": {"allow_http": True},
+        # The server may stand still for longer than the 5 s that a connection may take by default.
+        "client_options": {"allow_http": True, "connect_timeout": "60s", "timeout": "120s"},
         "retry_config": {"max_retries": 0},
     }
     registered, configured = "fsspec.registry._registry", "fsspec.config.conf"
     with mock.patch.dict(registered), mock.patch.dict(configured, {"s3": options}):
         obstore.fsspec.register("s3")
         yield
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # connections of several ranks at once
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -152,7 +152,8 @@ def fail(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 def own_lines(stderr: str) -> list[str]:
     """The lines of stderr but those of libraries in C++, such as "[W1126 12:43:14 ..."."""
-    return [line for line in stderr.splitlines() if not re.match(r"\[(Gloo|[IWE]\d{4} )", line)]
+    theirs = re.compile(r".*\[Gloo\]|(\[rank\d+\]:)?\[[IWE]\d{4} ")
+    return [line for line in stderr.splitlines() if not theirs.match(line)]
 
 
 def losses(directory: Path) -> list[float]:

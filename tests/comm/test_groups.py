@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwise as sw
 from shardwise import _private
 from shardwise.comm import communicator as module, process_group
-from shardwise.comm.api import Operation, RankGroup, Reduction, Stage
+from shardwise.comm.api import CollectiveId, Operation, RankGroup, Reduction, Stage
 from shardwise.comm.communicator import Collectives, communicator, make_collectives
 from shardwise.comm.device import DeviceStream
 from shardwise.comm.process_group import ProcessGroupCollectives
@@ -30,6 +31,7 @@ from shardwise.plan.strategy import PRESETS
 from shardwise.tensor.mesh import resolve_mesh
 from shardwise.watch import ranks
 from shardwise.watch.monitor import Patience
+from shardwise.watch.status import LOOKS, Report, verdict
 from tests.models import Gpt, GptBlock
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, options_of, runtime_of
@@ -318,6 +320,27 @@ def test_a_group_that_is_created_while_the_ranks_are_stopped_is_aborted() -> Non
         queue._process_group(group)
     made.abort.assert_called_once_with()
     assert not queue._groups
+
+
+def test_a_rank_that_has_not_left_a_creation_yet_is_not_stuck_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may stand still after its last report, while the others wait for its first collective."""
+    store, what = HashStore(), ("key", RankGroup((0, 1), 0), "a group", timedelta(seconds=60))
+    monkeypatch.setattr(process_group, "default_store", lambda: store)
+    queues = [ProcessGroupCollectives(RankGroup((0, 1), n), CPU, "gloo", "q") for n in range(2)]
+    with ThreadPoolExecutor(1) as thread:
+        creation = thread.submit(queues[1]._meet, *what)
+        assert eventually(lambda: queues[1].state().running is not None)
+        late = queues[1].state()
+        queues[0]._meet(*what)
+        creation.result(PATIENCE_SECONDS)
+    gather = CollectiveId(1, "gather", 64, (0, 1))
+    waits = replace(queues[0].state(), issued=1, begun=1, running=gather)
+    stuck = [Report(0, LOOKS, 0, "forward", (state,)) for state in (waits, late)]
+    assert verdict(stuck, 0) is None
+    stuck[0] = replace(stuck[0], queues=(replace(waits, ended=()),))
+    assert isinstance(verdict(stuck, 0), sw.RanksDiverged), "it has not come to the creation"
 
 
 @on_ranks(2)

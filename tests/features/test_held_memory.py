@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -16,10 +17,16 @@ from shardwise.runtime.memory import Arena
 from shardwise.runtime.module import handle_of
 from tests.fsdp.extended import Pair, replace_weights
 from tests.ranks import on_ranks
+from tests.runtime.modules import raise_together
 from tests.runtime.one_process import runtime_of
 
 WIDTH = 500  # so that a layer has about a megabyte
 TOO_MUCH = 1 << 50
+
+
+def run_out_of_memory() -> None:
+    dist.barrier()  # a rank that is late would raise `PeerAborted`
+    torch.empty(TOO_MUCH)
 
 
 class Layer(nn.Linear):
@@ -32,7 +39,7 @@ class Layer(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.place == "forward":
-            torch.empty(TOO_MUCH)
+            run_out_of_memory()
         y: Tensor = _Greedy.apply(super().forward(x), self.place == "backward")  # type: ignore[no-untyped-call]
         return y
 
@@ -46,7 +53,7 @@ class _Greedy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.is_greedy:
-            torch.empty(TOO_MUCH)
+            run_out_of_memory()
         return gradient, None
 
 
@@ -81,7 +88,7 @@ def test_an_allocation_of_the_engine_that_fails_is_explained() -> None:
 
     def fail(pool: Arena, num_bytes: int, owner: str = "") -> torch.UntypedStorage:
         if owner.startswith("2."):
-            raise torch.OutOfMemoryError("no more")
+            raise_together(torch.OutOfMemoryError("no more"), dist.group.WORLD)
         return allocate(pool, num_bytes, owner)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
@@ -51,11 +52,12 @@ def test_a_retry_gives_the_bits_of_an_undisturbed_step(
         expected.append(undisturbed.fingerprint())
     training = Training(strategy, optimizer)
     own = rank() in raising
+    ranks = dist.new_group(list(raising)) if len(raising) > 1 else None
     for number, place in enumerate(places):
         cause = KeyboardInterrupt if place == "interrupt" else ValueError
         began = time.monotonic()
         with pytest.raises(cause if own else sw.PeerAborted):
-            training.step(place if own else "")
+            training.step(place if own else "", ranks)
         assert time.monotonic() - began < SECONDS
         assert training.fingerprint() == expected[number], f"undone: {place}"
         training.step()

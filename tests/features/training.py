@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.tensor.sharded_tensor import ShardedTensor
 from tests.models import WIDTH, Block
-from tests.runtime.modules import FailingLinear
+from tests.runtime.modules import FailingLinear, raise_together
 from tests.runtime.one_process import options_of, rank, world_size
 
 SECONDS = 45  # until every rank has the error
@@ -35,6 +36,7 @@ class Tripping(torch.optim.Optimizer):
     """Raises after updating half of its parameters, if ``trips`` is set."""
 
     trips = False
+    ranks: dist.ProcessGroup | None = None  # that raise
     num_steps = 0  # complete ones; torch calls the hooks of a step that calls another step twice
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,7 +49,7 @@ class Tripping(torch.optim.Optimizer):
         group["params"] = parameters[: len(parameters) // 2]
         super().step(closure)
         group["params"] = parameters
-        raise ValueError("it hurts")
+        raise_together(ValueError("it hurts"), self.ranks)
 
 
 class TrippingAdamW(Tripping, torch.optim.AdamW):
@@ -79,13 +81,15 @@ class Training:
         self.model = sw.fully_shard(net, units={Block, FailingLinear}, **options)
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.failing: Any = net.blocks[1]
+        self.ranks: dist.ProcessGroup | None = None
         torch.manual_seed(100 + rank())
 
-    def step(self, place: str = "") -> None:
-        """One step, which fails at ``place``."""
+    def step(self, place: str = "", ranks: dist.ProcessGroup | None = None) -> None:
+        """One step, which fails at ``place``, on all ``ranks`` if there are several."""
         self.failing.where = place
         self.optimizer.trips = place == "middle of step"
-        hook = self.optimizer.register_step_pre_hook(lambda *_: _trip(place, "before step"))
+        self.ranks = self.failing.ranks = self.optimizer.ranks = ranks
+        hook = self.optimizer.register_step_pre_hook(lambda *_: self._trip(place, "before step"))
         try:
             with sw.transaction(self.model, self.optimizer):
                 self.body(place)
@@ -93,17 +97,22 @@ class Training:
             hook.remove()
 
     def body(self, place: str) -> None:
-        _trip(place, "data")
+        self._trip(place, "data")
         batch = torch.randn(5, WIDTH)  # from the generator, whose state is restored
         self.model(batch).square().mean().backward()
-        _trip(place, "after backward")
+        self._trip(place, "after backward")
         if place == "interrupt":
-            raise KeyboardInterrupt
-        sw.clip_grad_norm_((_trip(place, "clip", p) for p in self.model.parameters()), 0.1)
+            raise_together(KeyboardInterrupt(), self.ranks)
+        sw.clip_grad_norm_((self._trip(place, "clip", p) for p in self.model.parameters()), 0.1)
         self.optimizer.param_groups[0]["lr"] *= 0.9
         self.optimizer.step()
-        _trip(place, "after step")
+        self._trip(place, "after step")
         self.optimizer.zero_grad()
+
+    def _trip(self, place: str, here: str, value: Any = None) -> Any:
+        if place == here:
+            raise_together(ValueError("it hurts"), self.ranks)
+        return value
 
     def fingerprint(self) -> list[bytes]:
         """The bits of everything that a step changes."""
@@ -116,12 +125,6 @@ class Training:
             *(_bits(x) for x in (*tensors, torch.get_rng_state())),
             *(text.encode() for text in texts),
         ]
-
-
-def _trip(place: str, here: str, value: Any = None) -> Any:
-    if place == here:
-        raise ValueError("it hurts")
-    return value
 
 
 def _bits(tensor: Tensor) -> bytes:

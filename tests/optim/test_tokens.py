@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks
+from tests.runtime.modules import raise_together
 from tests.runtime.one_process import (
     adamw,
     assert_close,
@@ -118,7 +120,7 @@ def test_backward_with_a_scaler_and_after_an_exception() -> None:
     assert all(torch.equal(4 * p, q) for p, q in zip(plain, scaled, strict=True))
 
     def fail(_part: Part) -> Tensor:
-        raise KeyError
+        raise_together(KeyError(), dist.group.WORLD)
 
     with pytest.raises(KeyError):
         sw.backward(model, parts, fail, lambda part: len(part[1]), accumulate="whole")

@@ -402,7 +402,7 @@ def test_a_stopped_replica_is_left_out_and_heals(
     seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections stay open while it does not answer, so the step fails after a timeout."""
-    monkeypatch.setattr("tests.replicas.job.TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr("tests.replicas.job.TIMEOUT", timedelta(seconds=5))
     with Job(num_ranks=2, min_replicas=1) as job:
         stays = job.start(0, program, steps=9, waits=(5,))
         stopped = job.start(1, program, steps=9, waits=(2,))

@@ -1,29 +1,40 @@
 """Modules that fail on demand or choose what they use, for tests of several features."""
 
+from typing import NoReturn
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models import WIDTH, Block
 
 
+def raise_together(error: BaseException, ranks: dist.ProcessGroup | None) -> NoReturn:
+    """Raise ``error`` when all ``ranks`` have come. One that is late would raise `PeerAborted`."""
+    if ranks is not None:
+        dist.barrier(ranks)
+    raise error
+
+
 class FailingLinear(nn.Module):
-    """Raises in the place that is set."""
+    """Raises in the place that is set, on all ranks of the group that is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.where = ""
+        self.ranks: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "forward":
-            raise ValueError("it hurts")
+            raise_together(ValueError("it hurts"), self.ranks)
         y: Tensor = self.linear(x)
         if self.where == "backward":
             y.register_hook(self._raise)  # type: ignore[no-untyped-call]
         return y
 
     def _raise(self, _gradient: Tensor) -> None:
-        raise ValueError("it hurts")
+        raise_together(ValueError("it hurts"), self.ranks)
 
 
 class Experts(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -17,7 +18,7 @@ from shardwise.schedule.events import EventKind
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
-from tests.runtime.modules import FailingLinear
+from tests.runtime.modules import FailingLinear, raise_together
 from tests.runtime.one_process import (
     BATCH,
     assert_equal_models,
@@ -81,9 +82,10 @@ class Loop:
         """Expect the failure of a micro-batch, which adds nothing to the gradients."""
         before = {p: None if p.grad is None else p.grad.clone() for p in self.plain_parameters}
         self.model.blocks[1].where = where
+        self.model.blocks[1].ranks = dist.group.WORLD if self.is_sharded else None
         with pytest.raises(ValueError, match="it hurts"):
             yield
-        self.model.blocks[1].where = ""
+        self.model.blocks[1].where, self.model.blocks[1].ranks = "", None
         for parameter, gradient in before.items():
             parameter.grad = gradient
 
@@ -151,7 +153,7 @@ def update(loop: Loop, delay: str = DELAYS[0], error: Exception | None = None) -
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         if error is not None:
-            raise error
+            raise_together(error, dist.group.WORLD)
 
 
 def undo_a_transaction(loop: Loop, delay: str) -> None:
@@ -214,7 +216,7 @@ def fail_in_a_hook(loop: Loop, _delay: str) -> None:
 
 
 def _raise(_gradient: Tensor) -> None:
-    raise ValueError("a hook")
+    raise_together(ValueError("a hook"), dist.group.WORLD)
 
 
 def undo_two_transactions(loop: Loop, delay: str) -> None:

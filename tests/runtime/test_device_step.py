@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -27,6 +28,7 @@ from tests.covering import covered_first
 from tests.models import CASES, build
 from tests.optim.groups import matrix_groups
 from tests.ranks import on_ranks
+from tests.runtime.modules import raise_together
 from tests.runtime.one_process import full, options_of, own_part, runtime_of
 from tests.runtime.same_bits import assert_same_bits, bits_of
 
@@ -154,7 +156,7 @@ def test_a_transaction_undoes_the_step() -> None:
     def fail() -> None:
         with sw.transaction(*pair):
             step(*pair, 1)
-            raise ValueError("afterwards")
+            raise_together(ValueError("afterwards"), dist.group.WORLD)
 
     with pytest.raises(ValueError, match="afterwards"):
         fail()
@@ -496,7 +498,7 @@ def test_gradients_stay_after_an_error_in_other_parameters() -> None:
     class Failing(Declared):
         def update(self) -> None:
             if any(p is head.weight for group in self.param_groups for p in group["params"]):
-                raise ValueError("head")
+                raise_together(ValueError("head"), dist.group.WORLD)
             super().update()
 
     optimizer = Failing([*model.parameters(), *head.parameters()])
@@ -515,6 +517,7 @@ def test_units_leave_the_device_after_an_error() -> None:
     torch.autograd.backward(CASES["gpt"].loss(pair[0](own_part(CASES["gpt"].batch(12)))))
     group = pair[1].param_groups[0]
     betas, group["betas"] = group["betas"], None
+    dist.barrier()  # otherwise a rank could end the backward of one that is late
     with pytest.raises(TypeError):
         pair[1].step()
     group["betas"] = betas

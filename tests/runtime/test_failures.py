@@ -25,7 +25,7 @@ from shardwise.schedule.sequencer import UnitState
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
-from tests.runtime.modules import FailingLinear
+from tests.runtime.modules import FailingLinear, raise_together
 from tests.runtime.one_process import (
     assert_equal_steps,
     comm_of,
@@ -171,7 +171,7 @@ def test_a_destructor_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None
     failing = model[3]
     _check_step(model, reference)
     held = _held_callbacks(monkeypatch)
-    failing.where = "backward"
+    failing.where, failing.ranks = "backward", dist.group.WORLD
     with pytest.raises(ValueError, match="it hurts"):
         model(torch.randn(4, WIDTH).double()).square().mean().backward()
     monkeypatch.undo()
@@ -253,7 +253,7 @@ def test_an_error_between_two_launches_of_a_unit_waits_for_the_first(
 
     def launch_once(self: Any, *args: Any) -> Work:
         if launched:
-            raise torch.OutOfMemoryError("no more")
+            raise_together(torch.OutOfMemoryError("no more"), dist.group.WORLD)
         launched.append(launch(self, *args))
         return launched[0]
 
@@ -307,7 +307,8 @@ def _backward_then(after: Callable[[], None], loss: Tensor) -> None:
 def _raise(where: str, position: int, raising: Sequence[int], strategy: str = "fsdp") -> None:
     reference, model = _make(strategy)
     failing = model[position]
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    failing.ranks = dist.new_group([one for one in raising if one < size])
     for _ in range(2):
         _check_step(model, reference)
         failing.where = where if rank in raising else ""

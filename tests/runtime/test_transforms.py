@@ -290,7 +290,8 @@ def test_checkpoints_work_where_torch_supports_them(program: str) -> None:
     def compute(one: Any, x: Any, v: Any) -> None:
         with pytest.raises(RuntimeError) as caught:
             PROGRAMS[program](one, x, v).mean().backward()
-        assert not isinstance(caught.value, sw.ShardwiseError)
+        is_own = not isinstance(caught.value, sw.ShardwiseError)
+        assert is_own or isinstance(caught.value, sw.PeerAborted), "or by that of another rank"
         one.zero_grad()
         with forward_ad.dual_level():
             y, tangent = _dual_output(one, x, v)

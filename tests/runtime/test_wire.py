@@ -95,6 +95,7 @@ def test_a_backward_that_fails_leaves_no_rounding_errors() -> None:
         """Those of a backward after backwards that fail in ``places``."""
         torch.manual_seed(0)
         failing = FailingLinear()
+        failing.ranks = dist.group.WORLD
         model = nn.Sequential(failing, Block(), Block())
         wire = sw.Wire(reduce="int4", block=8, error_feedback=True)
         sw.fully_shard(model, units={FailingLinear, Block}, wire=wire)

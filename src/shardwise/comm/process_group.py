@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ class ProcessGroupCollectives(Collectives):
         # The device may wait for other ranks, while the host does not.
         self.is_monitored = self._can.is_stream_ordered and world.size > 1
         self._creating: CollectiveId | None = None  # stands for a group or memory
+        self._created: deque[int] = deque(maxlen=16)  # tags of what all ranks have come to create
         self._queued: deque[tuple[DeviceWork, CollectiveId]] = deque()  # oldest first
         self.observer: QueueObserver | None = None
 
@@ -353,6 +355,7 @@ class ProcessGroupCollectives(Collectives):
         self._creating = CollectiveId(self._issued + 1, f"creation of {what}", 0, group.ranks)
         try:
             becomes_true(lambda: self._is_stopped or store.check([key]), timeout.total_seconds())
+            self._created.append(self._creating.tag)  # a rank that still waits for it can go on
         finally:
             self._creating = None
         if self._is_stopped:
@@ -387,7 +390,8 @@ class ProcessGroupCollectives(Collectives):
             running = self._queued[0][1] if self._queued else self._creating
             if self._is_stopped:  # it was aborted
                 running = None
-            return QueueState.of(self._issued, self._issued, running, self._ended)
+            state = QueueState.of(self._issued, self._issued, running, self._ended)
+            return replace(state, ended=(*self._created, *state.ended))
 
     def stop(self) -> None:
         """Abort the collectives on the device, some of which would never end."""
@@ -413,6 +417,7 @@ class ProcessGroupCollectives(Collectives):
             self._groups.clear()
             self._earlier.clear()
             self._queued.clear()
+            self._created.clear()
             self.observer = None
         super().restart(epoch)
 
