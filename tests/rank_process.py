@@ -120,13 +120,35 @@ def call(request: bytes) -> bytes:
     gc.freeze()
     torch.default_generator.manual_seed(0)
     environment = dict(os.environ)  # libraries set LOCAL_RANK, which would number simulated devices
+    before = settings_of_torch()
     try:
-        return pickle.dumps(function(*arguments))
+        result = pickle.dumps(function(*arguments))
+        changed = {name: x for name, x in settings_of_torch().items() if x != before[name]}
+        assert not changed, f"it has left {changed} to the next calls, before: {before}"
+        return result
     finally:
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
         gc.collect()
+
+
+def settings_of_torch() -> dict[str, object]:
+    """What changes the numbers that later calls compute."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "precision of float32 in mkldnn": torch.backends.mkldnn.fp32_precision,
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "gradients": torch.is_grad_enabled(),
+        "flash attention": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "math attention": torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "flushes denormals": not (torch.tensor(1e-40) * 0.5).item(),
+    }
 
 
 def own_traceback(error: BaseException) -> str:

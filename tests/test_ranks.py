@@ -226,3 +226,11 @@ def test_a_function_that_cannot_be_pickled_fails_at_the_call() -> None:
     with pytest.raises((AttributeError, TypeError), match=r"[Pp]ickle"):
         run_on(2, lambda: None)
     assert_works()
+
+
+def test_a_setting_of_torch_that_is_left_changed_is_named() -> None:
+    try:
+        with pytest.raises(RankFailed, match=r"left \{'threads': 2\} to the next calls"):
+            run_on(1, torch.set_num_threads, 2)
+    finally:
+        ready_pool(1).kill()

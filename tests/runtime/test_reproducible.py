@@ -48,10 +48,21 @@ def expected(options: Options, steps: int) -> Trained:
 
 
 def check(options: Options, size: int, steps: int) -> None:
-    reference = expected(replace(options, strategy="fsdp", replicas=0, prefetch=1), steps)
+    alone = replace(options, strategy="fsdp", replicas=0, prefetch=1)
+    reference = expected(alone, steps)
     assert len(set(reference.losses)) == steps, "it trains"
-    for result in run_on(size, train, options, range(steps)):
-        assert result == reference
+    results = run_on(size, train, options, range(steps))
+    for result in results:
+        assert result == reference, unsteady((size, options, results[0]), (1, alone, reference))
+
+
+def unsteady(*runs: tuple[int, Options, Trained]) -> str:
+    """Which of these numbers of ranks train the same again, as ranks with a changed setting do."""
+    again = {
+        size: run_on(size, train, options, range(len(before.losses)))[0] == before
+        for size, options, before in runs
+    }
+    return f"the same again, by the number of ranks: {again}"
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,8 @@ def one_step_at_a_time(optimizer: Optimizer, way_out: str) -> Iterator[None]:
     }
     if changed:
         raise StepError(
-            f"{type(optimizer).__name__} changed {', '.join(sorted(changed))}, which is not of one "
-            f"parameter, in the step of one unit, so it would count units instead of steps; "
-            f"{way_out}"
+            f"{type(optimizer).__name__} changed {', '.join(sorted(changed))}, which parameters "
+            f"share, in the step of one unit, so it would count units instead of steps; {way_out}"
         )
 
 

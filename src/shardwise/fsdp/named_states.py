@@ -80,14 +80,15 @@ def collect(
     for name, entries in named["state"].items():
         if _is_sharded(entries) and name not in shared:
             continue  # the first rank has none
-        converted = copy.deepcopy(entries)
-        if isinstance(entries, dict):
-            converted = {
-                key: _in_own_memory(
-                    convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value
-                )
-                for key, value in entries.items()
-            }
+        if not isinstance(entries, dict):
+            states[name] = copy.deepcopy(entries)
+            continue
+        converted = {
+            key: _in_own_memory(
+                convert_for_saving(value, kind, to_cpu=to_cpu and not is_dropped), value
+            )
+            for key, value in entries.items()
+        }
         if not is_dropped:
             states[name] = converted
     return {} if is_dropped else {**named, "state": states}

@@ -163,7 +163,8 @@ def _print_finished(directory: RunDirectory, train: TrainConfig) -> None:
     """Report a finished run. The exit status is 0, so that a job that restarts itself ends."""
     reason, key = f"has all {directory.step} steps of this run", "steps"
     if directory.step < train.steps:
-        reason, key = f"had no lower validation loss since step {directory.best_step}", "patience"
+        reason = f"is the end of this run, with no lower loss since step {directory.best_step}"
+        key = "patience"
     print_line(
         Console(),
         f"nothing to train: {directory.checkpoint} {reason}; increase train.{key} to continue, or "
