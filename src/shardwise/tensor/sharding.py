@@ -19,6 +19,7 @@ from shardwise._private import (
     TensorMeta,
     joined_mesh,
     new_dtensor,
+    set_versions,
     strided_shard,
     use_foreach_for,
 )
@@ -257,14 +258,26 @@ class Sharding(ABC):
         return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
     def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:
-        """Return the local tensor of a parameter that replaces the one with ``local``."""
+        """Return the local tensor of a parameter that replaces the one with ``local``.
+
+        It has the memory of ``local``, which then has its values in memory of its own: other code
+        may hold it, for example in a parameter that was exchanged with one of another model.
+        """
         assert isinstance(replacement, DTensor)
         before = local_of(replacement)
         assert (before.shape, before.dtype) == (local.shape, local.dtype)
-        with torch.no_grad():
-            local.copy_(before)
-        replacement._local_tensor = local
-        return local
+        if before.data_ptr() == local.data_ptr():  # `Module.to` that changes nothing
+            replacement._local_tensor = local
+            return local
+        if BEFORE_USE in vars(local):
+            vars(local).pop(BEFORE_USE)()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            own = local.data
+            set_versions([own], [local._version])
+            local.data = local.clone()
+            own.copy_(before)
+        replacement._local_tensor = own
+        return own
 
     def matches(self, other: "Sharding") -> bool:
         """Whether the same ranks store the same elements in both."""
