@@ -99,9 +99,17 @@ class AssignableDTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
-        data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        if type(data._local_tensor) is Tensor and not torch.compiler.is_compiling():
+        """The tensor without autograd history. Assigning a sharded or whole tensor copies it.
+
+        Writes to it count as changes of this tensor, unlike those of plain tensors: gathered copies
+        of a parameter do not show them.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or torch.is_inference_mode_enabled():
+            data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        else:
+            data = cast("DTensor", self.detach())
+        if type(data._local_tensor) is Tensor and not is_compiling:
             alive = [one for one in vars(self).get(_ALIASES, ()) if one() is not None]
             vars(self)[_ALIASES] = [*alive, weakref.ref(data._local_tensor)]
         return data
