@@ -48,6 +48,18 @@ def test_storages_of_units_are_noted_once() -> None:
     assert not noted
 
 
+@on_ranks(2)
+def test_a_state_dict_from_inside_gathered_keeps_its_memory() -> None:
+    model = stack(lambda weight: Pair(weight.clone(), weight.clone()))
+    for _ in range(2):
+        with sw.gathered(model):
+            state = model.state_dict()
+            expected = {name: value.clone() for name, value in state.items()}
+        model(torch.randn(2, WIDTH))
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+
+
 class Switches(Wrapper):
     """Sends float32 at first, and later another dtype."""
 

@@ -186,6 +186,48 @@ def test_parameters_may_be_exchanged(interface: str) -> None:
             assert torch.equal(full(parameter.detach()), values[name]), name
 
 
+def exchange_models(how: str, one: nn.Module, other: nn.Module) -> None:
+    """Exchange the parameters of two models."""
+    for path, module in one.named_modules():
+        beside = other.get_submodule(path)
+        for name in list(module._parameters):
+            pair = module.get_parameter(name), beside.get_parameter(name)
+            if how == "swap":
+                torch.utils.swap_tensors(*pair)  # type: ignore[no-untyped-call]
+            else:
+                setattr(module, name, pair[1])
+                setattr(beside, name, pair[0])
+
+
+@pytest.mark.parametrize("interface", [name for name in INTERFACES if "FSDP1" not in name])
+@on_ranks(2)
+def test_parameters_of_two_models_may_be_exchanged(interface: str) -> None:
+    """As for evaluations with averaged weights."""
+    references = [build("stack", seed) for seed in range(2)]
+    models = [INTERFACES[interface](copy.deepcopy(reference)) for reference in references]
+    batch = torch.randn(BATCH, WIDTH).double()
+    for number, how in itertools.product(range(3), ["setattr", "swap"]):
+        for pair, x in (references, batch), (models, own_part(batch)):
+            exchange_models(how, *pair)
+            for model in pair[:number]:  # with 0 and 1, the next exchange comes before a forward
+                model(x).square().mean().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(parameter.grad)  # type: ignore[arg-type]
+    for model, reference in zip(models, references, strict=True):
+        assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
+def test_a_conversion_that_changes_nothing_writes_nothing() -> None:
+    parameter = next((model := sw.fully_shard(build("stack"), units=Block)).parameters())
+    local, before = local_of(parameter), local_of(parameter)._version
+    model.to(torch.float64)
+    model(own_part(torch.randn(BATCH, WIDTH).double()))
+    assert local_of(parameter) is local
+    assert local._version == before
+
+
 @on_ranks(1)
 def test_untying_a_sharded_model_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))

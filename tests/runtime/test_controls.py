@@ -83,18 +83,20 @@ def test_units_stay_gathered_between_micro_batches() -> None:
     assert not sw.ledger(model).gathered_bytes
 
 
+@pytest.mark.parametrize("granularity", ["element", "dim"])
 @on_ranks(2)
-def test_units_that_stay_gathered_follow_changes() -> None:
-    model, other = sharded(), sharded()
+def test_units_that_stay_gathered_follow_changes(granularity: Any) -> None:
+    model, other = (sharded(granularity=granularity) for _ in range(2))
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
-    for one in (model, other):
-        one(batch()).sum().backward()
+    for through_data in (False, True):
+        for one in (model, other):
+            one(batch()).sum().backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    (parameter.data if through_data else parameter).mul_(2)
         with torch.no_grad():
-            for parameter in one.parameters():
-                parameter.mul_(2)
-    with torch.no_grad():
-        assert torch.equal(model(batch()), other(batch()))
+            assert torch.equal(model(batch()), other(batch()))
 
 
 def test_a_number_is_refused_after_the_fact() -> None:

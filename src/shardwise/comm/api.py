@@ -130,7 +130,6 @@ class Reduction:
     scale: float = 1.0  # factor of `out`; applied in its dtype, or earlier if the bits are the same
     only_sums: bool = False  # use no other operator of the backend than SUM
     reduces_within_flat: bool = False  # no collective writes to `out`
-    in_one_stream: bool = False  # others of the same groups are relayed, which takes one stream
     in_tree: bool = False  # each stage sums in a binary tree over its ranks: (0 + 1) + (2 + 3)
 
     @property

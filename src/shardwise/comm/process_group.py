@@ -69,7 +69,8 @@ class ProcessGroupCollectives(Collectives):
         super().__init__(world, name)
         self.backend = backend
         self._can = capabilities_of(backend)
-        self._groups: dict[bytes, dist.ProcessGroup] = {}  # by digest of their ranks
+        # By the digest of their ranks, and whether they are used on the second stream.
+        self._groups: dict[tuple[bytes, bool], dist.ProcessGroup] = {}
         self._earlier: list[dist.ProcessGroup] = []  # replaced; their collectives may still run
         self._device = device
         self._memory_kind = MemoryKind.OWN
@@ -116,7 +117,8 @@ class ProcessGroupCollectives(Collectives):
         with self.stream.enqueue(timed=self.is_timed) as work:
             if first.group.size > 1:
                 operator = SUM if rest else last_sum
-                self._sum_slots(inner, flat, first.group, operator, in_tree=reduction.in_tree)
+                made = self._process_group(first.group)
+                self._sum_slots(inner, flat, made, operator, in_tree=reduction.in_tree)
             elif inner.data_ptr() != flat.data_ptr():
                 inner.copy_(flat)
             if reduction.carried is not None:
@@ -127,23 +129,21 @@ class ProcessGroupCollectives(Collectives):
         if not rest or work.error is not None:
             return work
         [second], began = rest, work.times[0]
-        # Each process group is used on one stream only:
         #   stream          the first stage, and the group of all ranks
         #   second stream   the second stage, unless its group is that of all ranks, or unless
-        #                   gathers use it, too (in one queue, where shards are on both axes),
-        #                   or relayed sums do
+        #                   gathers use it, too (in one queue, where shards are on both axes)
         is_gathered = self._also_gathers and second.operation is Operation.REDUCE_SCATTER
-        is_apart = first.group.size > 1 and not (is_gathered or reduction.in_one_stream)
+        is_apart = first.group.size > 1 and not is_gathered
         stream = self._second_stream if is_apart else self.stream
         with stream.enqueue(after=work, timed=self.is_timed) as work:
-            total = inner
+            total, made = inner, self._process_group(second.group, is_apart=is_apart)
             if second.operation is Operation.REDUCE_SCATTER:
                 total = reduction.scattered(second.group)
-                self._sum_slots(total, inner, second.group, last_sum, in_tree=reduction.in_tree)
+                self._sum_slots(total, inner, made, last_sum, in_tree=reduction.in_tree)
             elif reduction.in_tree:
-                self._all_reduce_in_tree(inner, second.group)
+                self._all_reduce_in_tree(inner, made)
             else:
-                dist.all_reduce(inner, last_sum, group=self._process_group(second.group))
+                dist.all_reduce(inner, last_sum, group=made)
             if out is not None:
                 copy_scaled_(out, total, scale)
         work.times = began, work.times[1]
@@ -288,41 +288,58 @@ class ProcessGroupCollectives(Collectives):
         return (scaled_sum(scale), 1.0) if self._can.scales else (SUM, scale)
 
     def _sum_slots(
-        self, out: Tensor, flat: Tensor, group: RankGroup, operator: Any, *, in_tree: bool
+        self,
+        out: Tensor,
+        flat: Tensor,
+        made: dist.ProcessGroup | None,
+        operator: Any,
+        *,
+        in_tree: bool,
     ) -> None:
         """Reduce-scatter ``flat`` [ranks * S] to ``out`` [S]."""
         if in_tree:  # sends the same bytes
             rows = torch.empty_like(flat)
-            dist.all_to_all_single(rows, flat, group=self._process_group(group))
-            out.copy_(tree_sum(rows.view(group.size, -1), in_place=True))
+            dist.all_to_all_single(rows, flat, group=made)
+            assert made is not None, "a sum has several ranks"
+            out.copy_(tree_sum(rows.view(made.size(), -1), in_place=True))
             return
         if not self._can.in_place:
             flat = flat.clone()
         if flat.is_complex():  # in other collectives torch does this itself
             out, flat = torch.view_as_real(out).view(-1), torch.view_as_real(flat).view(-1)
-        _reduce_scatter(out, flat, operator, group=self._process_group(group))
+        _reduce_scatter(out, flat, operator, group=made)
 
-    def _all_reduce_in_tree(self, tensor: Tensor, group: RankGroup) -> None:
-        made, size = self._process_group(group), len(tensor) // group.size * group.size
+    def _all_reduce_in_tree(self, tensor: Tensor, made: dist.ProcessGroup | None) -> None:
+        assert made is not None, "a sum has several ranks"
+        num_ranks = made.size()
+        size = len(tensor) // num_ranks * num_ranks
         cut, rest = tensor[:size], tensor[size:]
         if size:
-            own = torch.empty_like(cut.view(group.size, -1)[0])
-            self._sum_slots(own, cut, group, SUM, in_tree=True)
+            own = torch.empty_like(cut.view(num_ranks, -1)[0])
+            self._sum_slots(own, cut, made, SUM, in_tree=True)
             _all_gather(cut, own, group=made)
         if rest.numel():
-            rows = rest.new_empty(group.size, len(rest))
+            rows = rest.new_empty(num_ranks, len(rest))
             _all_gather(rows.view(-1), rest.clone(), group=made)
             rest.copy_(tree_sum(rows, in_place=True))
 
-    def _process_group(self, group: RankGroup) -> dist.ProcessGroup | None:
+    def _process_group(
+        self, group: RankGroup, *, is_apart: bool = False
+    ) -> dist.ProcessGroup | None:
+        """The process group of these ranks; each is used on one stream only.
+
+        A second one is used on the second stream (``is_apart``): a group of a second stage may also
+        be one of sums that are relayed, as those of another model are.
+        """
         if group.size == 1:
             return None
-        if group.digest not in self._groups:
-            self._create_group(group)
-        return self._groups[group.digest]
+        if (group.digest, is_apart) not in self._groups:
+            self._create_group(group, is_apart=is_apart)
+        return self._groups[group.digest, is_apart]
 
-    def _create_group(self, group: RankGroup) -> None:
+    def _create_group(self, group: RankGroup, *, is_apart: bool) -> None:
         kind = "/without kernels" if self._without_kernels else ""
+        kind += "/apart" if is_apart else ""
         epoch = self._epoch
         name = f"{self.name}{kind}" + (f"/{epoch}" if epoch else "")
         if self.is_monitored:  # the creation cannot be ended, so no rank enters it alone
@@ -333,7 +350,7 @@ class ProcessGroupCollectives(Collectives):
         with self._lock:
             is_stopped = self._is_stopped or self._epoch != epoch
             if not is_stopped:
-                self._groups[group.digest] = made
+                self._groups[group.digest, is_apart] = made
         if is_stopped:  # `stop` did not know this group
             _abort(made)
             _destroy(made)

@@ -21,7 +21,9 @@ from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.attach import unowned_states
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
+from shardwise.runtime.parameters import reclaim_locals
 from shardwise.runtime.scheduler import Scheduler
+from shardwise.runtime.versions import versions_of
 from shardwise.tensor.sharding import local_of
 
 __all__ = ["TRANSACTION", "DiscardedError", "Step", "transaction", "undoable"]
@@ -96,6 +98,7 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
     make_room_for_unfrozen(model)
     runtime = runtime_of_root(model)
     runtime.scheduler.recover()
+    reclaim_locals(runtime.scheduler.parameters)  # a conversion before the block is no change in it
     runtime.scheduler.report("a transaction")
     runtime.scheduler.forbids_conversion[TRANSACTION] = (
         "inside sw.transaction, which could not undo it; do it outside of the block"
@@ -254,8 +257,12 @@ class ModelSnapshot:
         accumulated = [one.accumulated for one in scheduler.gradients]
         self._accumulated = [(one, one.snapshot()) for one in accumulated]
         self._residuals = [(one, _clone_or_none(one.residual)) for one in scheduler.gradients]
-        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
-        self._gradients = [(p, _clone_or_none(p.grad)) for _, p, _ in self._parameters]
+        self._versions = [(one, versions_of(one)) for one in scheduler.parameters]
+        parameters = dict(model.named_parameters())
+        managed = {id(one.sharded) for one in scheduler.parameters}
+        others = {name: p for name, p in parameters.items() if id(p) not in managed}
+        self._others = [(name, p, p._version) for name, p in others.items()]
+        self._gradients = [(p, _clone_or_none(p.grad)) for p in parameters.values()]
         self._buffers = [
             (module, name, buffer, _clone_or_none(buffer))
             for module in model.modules()
@@ -265,7 +272,10 @@ class ModelSnapshot:
 
     def changed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that have been written to since the snapshot, by name."""
-        return {name: p for name, p, before in self._parameters if p._version != before}
+        reclaim_locals(self._scheduler.parameters)
+        changed = [one for one, before in self._versions if versions_of(one) != before]
+        others = {name: p for name, p, before in self._others if p._version != before}
+        return {one.name: one.sharded for one in changed} | others
 
     @torch.no_grad()
     def restore(self) -> None:

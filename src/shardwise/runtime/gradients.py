@@ -107,7 +107,6 @@ class Gradients:
         self._waits_in_grad = plan.has_child_units and not plan.holds_gradients
         self._use_buffer_of(pool)
         self._quantized: QuantizedSums | None = None
-        self._is_in_one_stream = plan.options.wire.reduce is not None
         if (blocks := plan.reduce_blocks(layout)) is not None:
             wire = plan.options.wire
             self._quantized = QuantizedSums(blocks, wire.ranks_per_host, wire.error_feedback)
@@ -289,7 +288,6 @@ class Gradients:
             scale=scale / self._host_scale,
             only_sums=self._settings.only_sums,
             reduces_within_flat=within_flat,
-            in_one_stream=self._is_in_one_stream,
             in_tree=self.mesh.leaves is not None,
         )
         if self._quantized is None:

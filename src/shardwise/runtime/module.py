@@ -319,16 +319,20 @@ def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
 
 
 def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> None:
-    """Replace parameters that are gathered at the moment, for a unit that computes, by shards."""
+    """Replace parameters that are gathered at the moment, for a unit that computes, by shards.
+
+    Inside `gathered`, copy those of classes with all-gather extensions: their memory is reused.
+    """
     scheduler = handle_of(module).runtime.scheduler
-    if scheduler.in_gathered:
-        return
     by_id = {id(one): p for p in scheduler.parameters for one in (p.dense, p.sharded)}
     for name, shown in module.named_parameters(remove_duplicate=False):
         parameter, value = by_id.get(id(shown)), cast("Tensor | None", found.get(prefix + name))
-        if parameter is None or value is None or isinstance(value, DTensor):
+        if parameter is None or value is None:
             continue
-        if value.untyped_storage() is parameter.dense.untyped_storage():
+        is_sharded = isinstance(value, DTensor)
+        if scheduler.in_gathered:
+            found[prefix + name] = value.clone()
+        elif not is_sharded and value.untyped_storage() is parameter.dense.untyped_storage():
             found[prefix + name] = parameter.sharded.detach()
 
 

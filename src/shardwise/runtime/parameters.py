@@ -292,8 +292,9 @@ def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
                 "for both; tie them before fully_shard"
             )
     shards = {one.local.data_ptr() for one, _ in replaced if type(one.local) is Tensor}
-    for _, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
-        if isinstance(held, DTensor) and _memory_of(held) in shards:
+    for one, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
+        memory = _memory_of(held) if isinstance(held, DTensor) else None
+        if memory in shards and memory != one.local.data_ptr():
             held._local_tensor = local_of(held).detach().clone()
     for one, held in replaced:
         one.adopt(held)

@@ -279,7 +279,7 @@ def sharding_for(
     original: Tensor,
     module: Callable[[], nn.Module | None] | None = None,
 ) -> Sharding:
-    """The Sharding of the parameter at ``extent`` .
+    """The Sharding of the parameter at ``extent``.
 
     ``original`` is the parameter before, and ``module`` a weak reference to the unit.
     """

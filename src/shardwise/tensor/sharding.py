@@ -19,6 +19,7 @@ from shardwise._private import (
     TensorMeta,
     joined_mesh,
     new_dtensor,
+    set_versions,
     strided_shard,
     use_foreach_for,
 )
@@ -98,9 +99,17 @@ class AssignableDTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd history. Assigning a sharded or whole tensor copies it."""
-        data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        if type(data._local_tensor) is Tensor and not torch.compiler.is_compiling():
+        """The tensor without autograd history. Assigning a sharded or whole tensor copies it.
+
+        Writes to it count as changes of this tensor, unlike those of plain tensors: gathered copies
+        of a parameter do not show them.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or torch.is_inference_mode_enabled():
+            data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        else:
+            data = cast("DTensor", self.detach())
+        if type(data._local_tensor) is Tensor and not is_compiling:
             alive = [one for one in vars(self).get(_ALIASES, ()) if one() is not None]
             vars(self)[_ALIASES] = [*alive, weakref.ref(data._local_tensor)]
         return data
@@ -257,14 +266,26 @@ class Sharding(ABC):
         return self.wrap(torch.empty(num_owned, dtype=dtype, device=device))
 
     def take_over(self, replacement: Tensor, local: Tensor) -> Tensor:
-        """Return the local tensor of a parameter that replaces the one with ``local``."""
+        """Return the local tensor of a parameter that replaces the one with ``local``.
+
+        It has the memory of ``local``, which then has its values in memory of its own: other code
+        may hold it, for example in a parameter that was exchanged with one of another model.
+        """
         assert isinstance(replacement, DTensor)
         before = local_of(replacement)
         assert (before.shape, before.dtype) == (local.shape, local.dtype)
-        with torch.no_grad():
-            local.copy_(before)
-        replacement._local_tensor = local
-        return local
+        if before.data_ptr() == local.data_ptr():  # `Module.to` that changes nothing
+            replacement._local_tensor = local
+            return local
+        if BEFORE_USE in vars(local):
+            vars(local).pop(BEFORE_USE)()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            own = local.data
+            set_versions([own], [local._version])
+            local.data = local.clone()
+            own.copy_(before)
+        replacement._local_tensor = own
+        return own
 
     def matches(self, other: "Sharding") -> bool:
         """Whether the same ranks store the same elements in both."""
