@@ -1,11 +1,15 @@
 """Damage is detected and named, and an unfinished save leaves the last checkpoint usable."""
 
+import contextlib
 import os
+import pkgutil
 import resource
 import shutil
 import signal
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +68,64 @@ def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(tmp_path: 
     missing = tmp_path / "step-0" if rank() == 0 else tmp_path / "step-1"
     with pytest.raises(sw.CheckpointError, match=r"but rank \d is not"):
         sw.load(missing, model=training.model)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "publish", "full_tensors"])
+@on_ranks(2)
+def test_an_interrupt_on_one_rank_is_raised_on_all_and_training_continues(
+    call: str, tmp_path: Path
+) -> None:
+    training, state, path = Training("gpt"), _Numbered(), tmp_path / "x"
+    training.step()
+    model = training.model
+    if call == "load":
+        sw.save(path, model=model, state=state)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: sw.save(path, model=model, state=state),
+        "load": lambda: sw.load(path, model=model, state=state),
+        "publish": lambda: sw.publish(model, path),
+        "full_tensors": lambda: list(sw.full_tensors(model, bucket_bytes=1)),
+    }
+    before = training.bits()
+    # The first time, the other rank goes on to connect, the second time to exchange bytes.
+    whole = "shardwise.weights.gather._Flight.outputs"
+    second = whole if call in ("publish", "full_tensors") else f"{__name__}._Numbered.touch"
+    for number, place in enumerate(["shardwise.checkpoint.coordination.across", second]):
+        told = rf"rank 0 gave up in step \d+, sw\.{call}.*KeyboardInterrupt"
+        error, text = (KeyboardInterrupt, "") if rank() == 0 else (sw.PeerAborted, told)
+        with _interrupted(place), pytest.raises(error, match=text):
+            calls[call]()
+        sw.save(tmp_path / f"after {number}", model=model)
+    assert training.bits() == before
+    calls[call]()
+    training.step(1)
+
+
+@contextlib.contextmanager
+def _interrupted(place: str) -> Iterator[None]:
+    """Interrupt rank 0 at the end of its calls of the function at ``place``."""
+    function = pkgutil.resolve_name(place)
+
+    def interrupt(*args: object) -> None:
+        function(*args)
+        raise KeyboardInterrupt
+
+    with mock.patch(place, interrupt if rank() == 0 else function):
+        yield
+
+
+class _Numbered:
+    """A state that is saved and loaded."""
+
+    def touch(self) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, int]:
+        self.touch()
+        return {"number": 1}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        self.touch()
 
 
 @on_ranks(2)

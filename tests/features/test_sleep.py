@@ -109,10 +109,13 @@ def test_two_models_with_one_optimizer_sleep() -> None:
     for model in both:
         train(model, optimizer, 0)
     before = bits_of(both, optimizer)
-    sw.sleep(both, optimizer)
-    assert_same_bits(bits_of(both, optimizer), before)
-    sw.wake(both, optimizer)
-    assert_same_bits(bits_of(both, optimizer), before)
+    for asleep, awake in (([both], [both]), (both, both), (both, reversed(both))):
+        for model in asleep:
+            sw.sleep(model, optimizer)
+        assert_same_bits(bits_of(both, optimizer), before)
+        for model in awake:
+            sw.wake(model, optimizer)
+        assert_same_bits(bits_of(both, optimizer), before)
     train(both[0], optimizer, 1)
 
 

@@ -1,5 +1,6 @@
 """C8: a step runs on every rank or on none, and a retry gives the bits of an undisturbed step."""
 
+import itertools
 import signal
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.api import Work
+from shardwise.features import transaction as transactions
+from shardwise.runtime.scheduler import Scheduler
 from tests.features.training import SECONDS, Training
 from tests.models import WIDTH
 from tests.ranks import on_ranks, run_on
@@ -157,6 +160,51 @@ def test_a_rank_that_is_interrupted_in_the_vote_follows_its_outcome(tmp_path: Pa
             comm_wait.start()  # the vote is all that follows
     assert training.fingerprint() == expected
     training.step()
+
+
+@on_ranks(2)
+def test_an_interrupt_while_a_step_is_undone_does_not_leave_it_half_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    undisturbed = Training()
+    undisturbed.step()
+    expected = undisturbed.fingerprint()
+    training = Training()
+    before = training.fingerprint()
+    # At the third write of the first attempt and the fifth of the second one; then at the begin.
+    for owner, name, numbers in ((transactions, "_write", (3, 8)), (Scheduler, "abandon", (1,))):
+        error, text = (KeyboardInterrupt, "again") if rank() == 0 else (sw.PeerAborted, "")
+        with monkeypatch.context() as patch:
+            if rank() == 0:
+                _interrupt(patch, owner, name, numbers)
+            with pytest.raises(error, match=text):
+                training.step("after step" if rank() == 0 else "")
+        assert training.fingerprint() == before
+    training.step()
+    assert training.fingerprint() == expected
+
+
+def _interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, numbers: Sequence[int]) -> None:
+    """Interrupt the calls of a function of ``owner`` that have these ``numbers``."""
+    calls, function = itertools.count(1), getattr(owner, name)
+
+    def interrupt(*args: object) -> None:
+        if next(calls) in numbers:
+            raise KeyboardInterrupt("again")
+        function(*args)
+
+    patch.setattr(owner, name, interrupt)
+
+
+@on_ranks(2)
+def test_a_step_that_cannot_be_undone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    with monkeypatch.context() as patch:
+        if rank() == 0:
+            patch.setattr(transactions, "_write", mock.Mock(side_effect=MemoryError("too much")))
+        text = r"load a checkpoint \(MemoryError: too much\)" if rank() == 0 else "it hurts"
+        with pytest.raises(sw.StepError, match=text):
+            training.step("after step" if rank() == 0 else "")
 
 
 @on_ranks(2)

@@ -99,6 +99,36 @@ def test_an_optimizer_in_backward_steps_once() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("place", ["loss", "tokens"])
+def test_an_exception_outside_of_the_model_is_raised_on_all_ranks(place: str) -> None:
+    reference, model = sharded_pair("stack")
+    rows, mask = torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double()
+    parts = _cut(*_cut(rows, mask, world_size())[rank()], 2)
+    calls = itertools.count()
+
+    def trip(here: str) -> None:
+        if rank() == 1 and place == here and next(calls) == 1:  # in the second micro-batch
+            raise ArithmeticError("it hurts")
+
+    def losses(part: Part) -> Tensor:
+        loss = _losses(model, *part)
+        trip("loss")
+        return loss
+
+    def num_tokens(part: Part) -> int:
+        trip("tokens")
+        return len(part[1])
+
+    error = ArithmeticError if rank() == 1 else sw.PeerAborted
+    with pytest.raises(error, match="it hurts"):
+        sw.backward(model, parts, losses, num_tokens)
+    model.zero_grad()
+    sw.backward(model, parts, losses, num_tokens)
+    (_losses(reference, rows, mask) / ROWS).backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
 def test_backward_with_a_scaler_and_after_an_exception() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 SEED = 3
+_ERRORS = ZeroDivisionError, KeyboardInterrupt  # the second one in clipping
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -207,7 +208,7 @@ class Training:
             time.sleep(self.pause)
             if step in self.waits:
                 self.seat.wait_for(f"step {step}")
-            with contextlib.suppress(ZeroDivisionError, sw.PeerAborted), self.replicas.step():
+            with contextlib.suppress(*_ERRORS, sw.PeerAborted), self.replicas.step():
                 loss = self._step()
             if self.replicas.is_committed:
                 self._log_step(float(loss) if self.tokens else None)
@@ -247,7 +248,7 @@ class Training:
         raises = self.raises == (self._began, place) and self.seat.rank == 1
         if raises and not self._has_raised:
             self._has_raised = True
-            raise ZeroDivisionError
+            raise _ERRORS[place == "clip"]
 
     def _count(self, own: Tensor) -> list[Tensor] | None:
         self._exchanges += 1

@@ -1,6 +1,7 @@
 """Exchanges between the ranks of a save or load: agreement, bytes and errors."""
 
 import contextlib
+import copy
 import errno
 import logging
 import threading
@@ -15,12 +16,18 @@ from torch import Tensor
 from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise.checkpoint.slices import HostCopies
 from shardwise.comm.api import Work
-from shardwise.comm.communicator import POLL_SECONDS, Communicator, communicator, make_collectives
+from shardwise.comm.communicator import (
+    POLL_SECONDS,
+    Collectives,
+    Communicator,
+    communicator,
+    make_collectives,
+)
 from shardwise.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.reductions import across
 
-__all__ = ["Coordinator", "coordinator_of", "warning_of_absent_ranks"]
+__all__ = ["Coordinator", "coordinated", "coordinator_of"]
 
 PATIENCE_SECONDS = 15.0
 
@@ -32,31 +39,66 @@ _coordinators: "weakref.WeakKeyDictionary[object, dict[str, Coordinator]]" = (
 )
 
 
-def coordinator_of(
-    mesh: DataParallelMesh, model: object | None, queue: str = "checkpoint"
-) -> "Coordinator":
-    """The coordinator of the ranks of ``mesh``. All ranks must make the first call together.
+@contextlib.contextmanager
+def coordinated(
+    mesh: DataParallelMesh,
+    model: object | None,
+    device: torch.device,
+    call: str,
+    action: str,
+    queue: str = "checkpoint",
+) -> Iterator["Coordinator"]:
+    """Run the body on all ranks of ``mesh``, once they have agreed on the ``action``.
+
+    If it raises on one rank alone, the others raise a PeerAborted that names the ``call``.
 
     Exchanges in a ``queue`` must have the same order on all ranks, so those that may run beside a
     save with ``wait=False`` need another one.
+
+    Raises:
+        CheckpointError: on every rank: their actions differ.
+        StepError: another rank raised, or is lost.
     """
+    if mesh.num_ranks == 1:
+        yield coordinator_of(mesh, model, queue)
+        return
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(_warning_of_absent_ranks(mesh, call))
+        device = mesh.accelerator or device
+        comm = communicator(mesh.world, device)
+        comm.place.where = call
+        name = f"{queue}/{comm.gather.name}"
+        ranks = coordinator_of(mesh, model, name)
+        try:
+            ranks.agree(mesh, device, action)
+            ranks = ranks.connected(mesh, comm, name)
+            _coordinators[mesh.group][name] = ranks
+            waiting.close()
+            yield ranks
+        except BaseException as error:
+            if not ranks.has_raised_together:
+                comm.watch.abort(error)
+            raise
+
+
+def coordinator_of(
+    mesh: DataParallelMesh, model: object | None, queue: str = "checkpoint"
+) -> "Coordinator":
+    """The coordinator of the ranks of ``mesh``; see `coordinated`."""
     key = model if mesh.group is None else mesh.group
     if key is None:
-        return Coordinator(mesh, queue)
+        return Coordinator(mesh)
     by_queue = _coordinators.setdefault(key, {})
-    if queue not in by_queue:
-        by_queue[queue] = Coordinator(mesh, queue)
-    return by_queue[queue]
+    return by_queue.setdefault(queue, Coordinator(mesh))
 
 
 @contextlib.contextmanager
-def warning_of_absent_ranks(mesh: DataParallelMesh, call: str) -> Iterator[None]:
+def _warning_of_absent_ranks(mesh: DataParallelMesh, call: str) -> Iterator[None]:
     """Log a warning if the other ranks do not make the same ``call`` in `PATIENCE_SECONDS`."""
     text = f"rank {mesh.group_rank} waits in {call} for the other ranks: every rank must call it"
     timer = threading.Timer(PATIENCE_SECONDS, logging.getLogger("shardwise").warning, (text,))
     timer.daemon = True
-    if mesh.num_ranks > 1:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
@@ -73,28 +115,53 @@ class Waitable(Protocol):
 class Coordinator:
     """Collectives of one process group that run concurrently with those of a training step."""
 
-    def __init__(self, mesh: DataParallelMesh, queue: str) -> None:
+    def __init__(self, mesh: DataParallelMesh) -> None:
         self.size = mesh.num_ranks
         self.rank = mesh.group_rank
         self.pending: Waitable | None = None  # the last save with wait=False
         self.host_copies = HostCopies()  # reused by all saves with wait=False
-        is_alone = mesh.num_ranks == 1
-        self._collectives = None if is_alone else make_collectives(mesh.world, _CPU, queue)
-        self._guard: Communicator | None = None  # detects lost ranks
+        self.has_raised_together = False  # all ranks know the error that leaves `coordinated`
+        # After `connected`, if there are other ranks:
+        self._collectives: Collectives | None = None
+        self._epoch = 0  # of the watch, when the ranks made the queue
+        self._comm: Communicator | None = None  # through which a rank learns of errors on others
+        self._is_in_background = False
 
     def agree(self, mesh: DataParallelMesh, device: torch.device, action: str) -> None:
         """Return when all ranks have called this; a CheckpointError if their ``action`` differs."""
+        self.has_raised_together = False
         if self.size == 1:
             return
         digest = torch.tensor(zlib.crc32(action.encode()), device=device)
-        self._guard = communicator(mesh.world, device)
         by_rank = across([digest], mesh, mesh.world)[:, 0].tolist()
         others = [rank for rank, other in enumerate(by_rank) if other != by_rank[self.rank]]
         if others:
+            self.has_raised_together = True
             raise CheckpointError(
                 f"rank {self.rank} is about to {action}, but rank {others[0]} is not; every rank "
                 "must save or load the same tensors at the same path"
             )
+
+    def connected(self, mesh: DataParallelMesh, comm: Communicator, name: str) -> "Coordinator":
+        """This one, or one with a new queue if the ranks have recovered from an error since.
+
+        Some ranks may have left the last queue in the middle of an exchange; a save with
+        ``wait=False`` goes on in it. All ranks call this together.
+        """
+        if self._collectives is not None and self._epoch == comm.watch.epoch:
+            return self
+        renewed = copy.copy(self)
+        renewed._comm, renewed._epoch = comm, comm.watch.epoch
+        renewed._collectives = make_collectives(
+            mesh.world, _CPU, name, renewed._epoch, comm.wait_until
+        )
+        return renewed
+
+    def in_background(self) -> "Coordinator":
+        """The same queue for a thread, whose waits do not end because a step has failed."""
+        twin = copy.copy(self)
+        twin._is_in_background = True
+        return twin
 
     def finish_pending(self) -> None:
         """Wait for the last save with ``wait=False``, and raise its error unless all ranks have."""
@@ -135,10 +202,14 @@ class Coordinator:
         except OSError as error:
             own_error = CheckpointError(_describe(error))
             own_error.__cause__ = error
-        except Exception as error:  # noqa: BLE001 - raised below, after the exchange
+        except Exception as error:
+            comm = None if self._is_in_background else self._comm
+            if comm is not None and comm.watch.is_broken:
+                raise  # as the other ranks do, where they wait
             own_error = error
         text = "" if own_error is None else f"{type(own_error).__name__}\0{own_error}"
         texts = self.all_gather(text.encode())
+        self.has_raised_together = any(texts)
         if own_error is not None:
             raise own_error
         for rank, encoded in enumerate(texts):
@@ -160,9 +231,13 @@ class Coordinator:
         return rows
 
     def _wait(self, work: Work) -> None:
+        assert self._comm is not None
+        if not self._is_in_background:
+            work.collective = None  # the watch does not know this queue
+            self._comm.wait(work)
+            return
         while not work.wait(POLL_SECONDS):
-            if self._guard is not None:
-                self._guard.watch.check_peers()
+            self._comm.watch.check_peers()
         if work.error is not None:
             raise work.error
 

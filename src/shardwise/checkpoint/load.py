@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.checksums import decode_parts, encode_parts
 from shardwise.checkpoint.collect import check_kinds, checkpoint_mesh
-from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.coordination import coordinated
 from shardwise.checkpoint.foreign import open_foreign
 from shardwise.checkpoint.matching import (
     LoadReport,
@@ -65,8 +65,9 @@ def load(
     """Load a checkpoint that any number of ranks has written. Every rank must call this.
 
     Each rank reads bytes directly into its own shards, and every byte is checked. 16-bit values
-    are converted to float32 masters as they are read. After a `CheckpointDamaged` error the model
-    may contain some values of the checkpoint; after any other error it is unchanged.
+    are converted to float32 masters as they are read. After a `CheckpointError` other than
+    `CheckpointDamaged` the model is unchanged; after any other exception it may contain some values
+    of the checkpoint.
 
     Args:
         path: the directory or URL of a complete checkpoint; `latest` finds the newest one.
@@ -90,6 +91,7 @@ def load(
         CheckpointError: on every rank: there is no complete checkpoint, or it does not match. The
             message lists missing, unexpected, reshaped and re-typed tensors.
         CheckpointDamaged: a byte differs from the saved one; names the tensor.
+        StepError: another rank raised (an interrupt, say), or is lost.
     """
     folder = folder_at(path)
     where = str(folder)
@@ -99,13 +101,14 @@ def load(
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
     mesh = checkpoint_mesh(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    with warning_of_absent_ranks(mesh, f"sw.load({where!r})"):
-        ranks = coordinator_of(mesh, modules[0] if modules else None)
-        ranks.agree(mesh, device, f"load {where}")
-    ranks.finish_pending()
-    ranks.host_copies.clear()
     selection = Selection(None if only is None else tuple(only), strict, cast)
-    with contextlib.ExitStack() as cleanup:
+    first = modules[0] if modules else None
+    with (
+        coordinated(mesh, first, device, f"sw.load({where!r})", f"load {where}") as ranks,
+        contextlib.ExitStack() as cleanup,
+    ):
+        ranks.finish_pending()
+        ranks.host_copies.clear()
         with ranks.raises_together("open the checkpoint"):
             opened = (
                 open_checkpoint(folder, cleanup)
@@ -123,10 +126,10 @@ def load(
         with ranks.raises_together("read"):
             plan.read()
         parts = ranks.all_gather(encode_parts(opened.unchecked))
-        opened.check([part for encoded in parts for part in decode_parts(encoded)])
-    plan.assign_slices()
-    with ranks.raises_together("assign what was read"):
-        plan.finish()
+        with ranks.raises_together("assign what was read"):
+            opened.check([part for encoded in parts for part in decode_parts(encoded)])
+            plan.assign_slices()
+            plan.finish()
     return Loaded(plan.state, plan.report, opened.bytes_read)
 
 

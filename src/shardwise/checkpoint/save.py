@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise._warnings import warn_caller
 from shardwise.checkpoint.collect import WriteJob, check_kinds, checkpoint_mesh, collect
-from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.coordination import Coordinator, coordinated
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import MAX_FILE_BYTES
 from shardwise.checkpoint.manifest import Component, tensor_ids
@@ -69,42 +69,44 @@ def save(
         CheckpointError: on every rank, with the message of the rank that failed: something cannot
             be saved or written, or an earlier save with ``wait=False`` failed. The model is
             unchanged, and training can continue.
+        StepError: another rank raised (an interrupt, say), or is lost.
     """
     folder = folder_at(path)
     check_kinds("save", model, optimizer)
     mesh = checkpoint_mesh([model])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with warning_of_absent_ranks(mesh, f"sw.save({str(folder)!r})"):
-        ranks = coordinator_of(mesh, model)
-        ranks.agree(mesh, device, f"save to {folder}")
-    ranks.finish_pending()
     values = {"model": model, "optimizer": optimizer, **state}
     if optimizer is None:
         del values["optimizer"]
-    with ranks.raises_together("collect its state"):
-        components: dict[str, Component] = {}
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for name, value in sorted(values.items()):
-            components[name], tensors[name] = collect(name, value, model, max_file_bytes)
-        _check_unique(components)
-    files = {name: component.files for name, component in components.items()}
-    ranks.agree(mesh, device, f"save {files}")  # before collectives that cut tensors into runs
-    slices = {
-        number: own
-        for (name, key), number in tensor_ids(components).items()
-        if (own := slice_to_write(tensors[name][key], number, mesh)) is not None
-    }
-    job = WriteJob(folder, components, slices, retention)
-    with ranks.raises_together("copy its state"):
+    call, action = f"sw.save({str(folder)!r})", f"save to {folder}"
+    with coordinated(mesh, model, device, call, action) as ranks:
+        ranks.finish_pending()
+        with ranks.raises_together("collect its state"):
+            components: dict[str, Component] = {}
+            tensors: dict[str, dict[str, Tensor]] = {}
+            for name, value in sorted(values.items()):
+                components[name], tensors[name] = collect(name, value, model, max_file_bytes)
+            _check_unique(components)
+        files = {name: component.files for name, component in components.items()}
+        ranks.agree(mesh, device, f"save {files}")  # before collectives that cut tensors into runs
+        slices = {
+            number: own
+            for (name, key), number in tensor_ids(components).items()
+            if (own := slice_to_write(tensors[name][key], number, mesh)) is not None
+        }
+        job = WriteJob(folder, components, slices, retention)
+        with ranks.raises_together("copy its state"):
+            if wait:
+                ranks.host_copies.clear()
+            else:
+                job = replace(job, slices=ranks.host_copies.copy(job.slices))
         if wait:
-            ranks.host_copies.clear()
-        else:
-            job = replace(job, slices=ranks.host_copies.copy(job.slices))
-    if wait:
-        write(job, ranks)
-        return Save(folder.target)
-    ranks.pending = saved = Save(folder.target, partial(_write_copies, job, ranks))
-    return saved
+            write(job, ranks)
+            return Save(folder.target)
+        ranks.pending = saved = Save(
+            folder.target, partial(_write_copies, job, ranks.in_background())
+        )
+        return saved
 
 
 def _check_unique(components: Mapping[str, Component]) -> None:

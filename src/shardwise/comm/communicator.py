@@ -1,5 +1,6 @@
 """The collectives among the ranks of a mesh: two queues, and what watches them."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.api import RankGroup, SharedMemory, Work
 from shardwise.comm.device import ThreadStream, is_accelerator, make_current
-from shardwise.comm.groups import backend_of
+from shardwise.comm.groups import backend_of, becomes_true
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.comm.queue import Collectives
 from shardwise.errors import PlanError, ShardwiseError
@@ -21,6 +22,7 @@ __all__ = [
     "Collectives",
     "Communicator",
     "Place",
+    "WaitUntil",
     "Watch",
     "communicator",
     "make_collectives",
@@ -98,6 +100,8 @@ class Watch:
         """
 
 
+# Returns when what it is called with is true; see `Communicator.wait_until`.
+WaitUntil = Callable[[Callable[[], bool]], None]
 # (all ranks, device, queues to watch, place of this rank); it must not keep the process group alive
 NewWatch = Callable[[RankGroup, torch.device, Sequence[Collectives], Place], Watch]
 
@@ -106,7 +110,8 @@ NewWatch = Callable[[RankGroup, torch.device, Sequence[Collectives], Place], Wat
 class Parts:
     """What `shardwise.parts` adds to this package, if the package that has it is there."""
 
-    host_queues: type[Collectives] | None = None  # between CPUs, in the place of Gloo
+    # Makes a queue between CPUs, in the place of Gloo: (all ranks, name, how to wait for them).
+    host_queues: Callable[[RankGroup, str, WaitUntil | None], Collectives] | None = None
     # Makes the memory for the gathered parameters of a model, if ranks can share it.
     shared_memory: Callable[[], SharedMemory] | None = None
     new_watch: NewWatch | None = None  # watches new communicators
@@ -126,14 +131,24 @@ def communicator(world: RankGroup, device: torch.device) -> "Communicator":
     return of_group[key]
 
 
-def make_collectives(world: RankGroup, device: torch.device, name: str) -> Collectives:
-    """Create a queue of collectives among the ranks of ``world``. All of them call this."""
+def make_collectives(
+    world: RankGroup,
+    device: torch.device,
+    name: str,
+    number: int | None = None,
+    wait: WaitUntil | None = None,
+) -> Collectives:
+    """Create a queue of collectives among the ranks of ``world``. All of them call this.
+
+    No other queue has the same ``name`` and ``number``, which is by default that of the queues that
+    these ranks have created before. Between CPUs, ``wait`` waits for the other ranks.
+    """
     backend = backend_of(world.parent, device.type)
     is_on_host = device.type == "cpu" and backend in (None, "gloo", "hostccl")
     if is_on_host and backend is None:
         backend = "gloo"  # the group is for accelerators only
-    # The number of queues that these ranks have created before.
-    number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
+    if number is None:
+        number = 0 if world.parent is None else next(_queues.setdefault(world.parent, count()))
     name = f"shardwise/{device.type}/{name}/{number}"
     if world.size > 1 and device.type != "cpu" and backend in ("gloo", None):
         raise PlanError(
@@ -142,7 +157,7 @@ def make_collectives(world: RankGroup, device: torch.device, name: str) -> Colle
             "move the model to the CPU"
         )
     if world.size > 1 and is_on_host and parts.host_queues is not None:
-        return parts.host_queues(world, name)
+        return parts.host_queues(world, name, wait)
     return ProcessGroupCollectives(world, device, backend, name)
 
 
@@ -151,6 +166,17 @@ def new_shared_memory(device: torch.device) -> SharedMemory | None:
     if is_accelerator(device) or parts.shared_memory is None:
         return None
     return parts.shared_memory()
+
+
+class _Condition(Work):
+    """A condition to wait for, which reads the store."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        super().__init__()
+        self._condition = condition
+
+    def wait(self, timeout_seconds: float = -1) -> bool:
+        return becomes_true(self._condition, math.inf if timeout_seconds < 0 else timeout_seconds)
 
 
 class Communicator:
@@ -205,6 +231,10 @@ class Communicator:
             note_place(work.error, f"step {self.place.step}, {self.place.where}, {awaited}")
             self.watch.abort(work.error)
             raise work.error
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return when ``condition``, which reads the store, is true; raise as `wait` does."""
+        self.wait(_Condition(condition))
 
 
 def note_place(error: BaseException, place: str) -> None:

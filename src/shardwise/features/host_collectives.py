@@ -25,6 +25,7 @@ from shardwise.comm.api import (
     Step,
     Work,
 )
+from shardwise.comm.communicator import WaitUntil
 from shardwise.comm.device import ThreadStream, copy_scaled_
 from shardwise.comm.queue import Collectives, QueueState
 from shardwise.errors import PeerAborted, PeerLost, StepError
@@ -46,19 +47,19 @@ class HostCollectives(Collectives):
 
     stream: ThreadStream
 
-    def __init__(self, world: RankGroup, name: str) -> None:
+    def __init__(self, world: RankGroup, name: str, wait: WaitUntil | None = None) -> None:
         super().__init__(world, name)
         assert world.parent is not None
         self._store, self._time_limit = world.parent.get_group_store(), group_timeout(world.parent)
-        self._connect()
+        self._connect(wait)
         self.stream = ThreadStream(f"shardwise-{name}")
         self._begun = 0
         self._running: CollectiveId | None = None
 
-    def _connect(self) -> None:
+    def _connect(self, wait: WaitUntil | None = None) -> None:
         store = PrefixStore(f"{self.name}/{self._epoch}", self._store)
         size = len(self._ranks)
-        self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit)
+        self.point_to_point = PointToPoint(store, self._own_rank, size, self._time_limit, wait)
 
     def all_gather(
         self,

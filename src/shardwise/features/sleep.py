@@ -227,8 +227,8 @@ def _put_to_sleep(runtime: Runtime, sleeper: _Sleeper, state: Sleep) -> int:
     for index in range(len(runtime.units)):  # some may be kept from the last forward
         runtime.scheduler.request(EventKind.FREE, index)
     tensors = {id(x): x for x in _tensors(runtime, sleeper.optimizer) if x.device == device}
-    for one in sleeper.moved:  # states that were moved with another model
-        tensors.pop(id(one.tensor), None)
+    for one in chain.from_iterable(each.moved for each in _sleepers.values()):
+        tensors.pop(id(one.tensor), None)  # a state that was moved with another model
     moved = _with_storages([one for one in tensors.values() if one.untyped_storage().nbytes()])
     storages = {storage_id(one.whole): one.whole for one in moved}
     keeps_values = state is Sleep.ON_HOST

@@ -6,7 +6,8 @@ state or buffer remains the same tensor, so other references to it stay valid.
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         PeerAborted: another rank raised.
         PeerLost: another rank is gone; this rank has undone the step nevertheless.
         StepError: the block is inside another transaction of the model, a forward, a backward or
-            `gathered`; or something other than ``optimizers`` changed a parameter.
+            `gathered`; or something other than ``optimizers`` changed a parameter; or the step
+            could not be undone.
     """
     with undoable(model, *optimizers) as step:
         yield
@@ -108,15 +110,38 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
         step.begin(model, optimizers)
         yield step
     except DiscardedError:
-        step.restore()
+        _to_its_end(step.restore)
         raise
     except BaseException as error:
         if not step.is_decided:
-            step.undo(error)
+            _to_its_end(partial(step.undo, error))
         raise
     finally:
         step.forget()
         del runtime.scheduler.forbids_conversion[TRANSACTION]
+
+
+def _to_its_end(undo: Callable[[], None]) -> None:
+    """Call ``undo``, which may be repeated, again if it is interrupted, and then raise that.
+
+    Raises:
+        StepError: it failed.
+    """
+    interrupt: BaseException | None = None
+    is_done = False
+    while not is_done:
+        try:
+            undo()
+            is_done = True
+        except Exception as error:
+            raise StepError(
+                "a transaction could not be undone, so this rank has some values of the failed "
+                f"step; load a checkpoint ({type(error).__name__}: {error})"
+            ) from error
+        except BaseException as error:  # noqa: BLE001 - raised when the step is undone
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _check_idle(scheduler: Scheduler) -> None:

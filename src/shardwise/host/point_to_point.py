@@ -48,16 +48,30 @@ class RankLostError(ConnectionError, RuntimeError):
 
 
 class PointToPoint:
-    """Exchanges among ``num_ranks`` ranks, which create it together with a store of their own."""
+    """Exchanges among ``num_ranks`` ranks, which create it together with a store of their own.
 
-    def __init__(self, store: Store, own_rank: int, num_ranks: int, timeout: timedelta) -> None:
+    ``wait`` returns when its argument is true, or raises. Without it, this rank waits for the
+    others as long as the store allows.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        own_rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        wait: Callable[[Callable[[], bool]], None] | None = None,
+    ) -> None:
         self.own_rank = own_rank
         self._num_ranks = num_ranks
         self.timeout = timeout
 
         def share(key: str, content: bytes) -> list[bytes]:
             store.set(f"{key}/{own_rank}", content)  # type: ignore[arg-type] # bytes do
-            return store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])
+            keys = [f"{key}/{rank}" for rank in range(num_ranks)]
+            if wait is not None:
+                wait(lambda: store.check(keys))
+            return store.multi_get(keys)
 
         self.host = find_peers(own_rank, num_ranks, share, timeout)
         self._window = torch.empty(0, dtype=torch.uint8, device="cpu")  # of sums

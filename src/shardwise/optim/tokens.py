@@ -64,6 +64,7 @@ def backward(
         PlanError: the model is not sharded, or an optimizer in backward would step after each
             micro-batch.
         ValueError: there is no micro-batch, or ``accumulate`` is not valid.
+        PeerAborted: another rank raised, for instance in ``loss_sum``.
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
@@ -76,16 +77,17 @@ def backward(
     runtime = runtime_of_root(model)
     is_reproducible = runtime.mesh.leaves is not None  # then the engine reduces gradients once
     _check_number(runtime, len(batches), accumulate)
-    weight = _weight(runtime, [num_tokens(batch) for batch in batches])
     losses = []
     try:
-        for number, batch in enumerate(batches, start=1):
-            if accumulate == "whole" and not is_reproducible:
-                model.set_requires_gradient_sync(number == len(batches))
-            loss = loss_sum(batch)
-            loss = (loss * weight).to(loss.dtype)
-            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach().to(runtime.pools.device, torch.float64))
+        with runtime.scheduler.guarded():  # the functions may raise outside of the model
+            weight = _weight(runtime, [num_tokens(batch) for batch in batches])
+            for number, batch in enumerate(batches, start=1):
+                if accumulate == "whole" and not is_reproducible:
+                    model.set_requires_gradient_sync(number == len(batches))
+                loss = loss_sum(batch)
+                loss = (loss * weight).to(loss.dtype)
+                (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach().to(runtime.pools.device, torch.float64))
     finally:
         if accumulate == "whole" and not is_reproducible:
             model.set_requires_gradient_sync(True)

@@ -155,7 +155,7 @@ class Elastic:
                 yield
         except DiscardedError:
             pass
-        except Exception as error:
+        except BaseException as error:
             if not (self.group.has_voted or isinstance(error, PeerLost)):
                 self.group.vote_against()
             raise

@@ -293,8 +293,7 @@ def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
             )
     shards = {one.local.data_ptr() for one, _ in replaced if type(one.local) is Tensor}
     for one, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
-        memory = _memory_of(held) if isinstance(held, DTensor) else None
-        if memory in shards and memory != one.local.data_ptr():
+        if isinstance(held, DTensor) and one.local.data_ptr() != _memory_of(held) in shards:
             held._local_tensor = local_of(held).detach().clone()
     for one, held in replaced:
         one.adopt(held)

@@ -156,7 +156,7 @@ class RankWatch(Watch):
     def wait(self, work: Work) -> None:
         self.raise_found()
         collective = work.collective
-        awaited = "" if collective is None else collective.label
+        awaited = "an exchange" if collective is None else collective.label
         looks: LookCounter | None = None
         wait = SlowWait()
         while not work.wait(self.patience.poll_seconds):

@@ -19,7 +19,7 @@ from shardwise.checkpoint.collect import (
     checkpoint_mesh,
     tensors_of,
 )
-from shardwise.checkpoint.coordination import coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.coordination import coordinated
 from shardwise.checkpoint.matching import without_adapter_names
 from shardwise.errors import PlanError
 from shardwise.runtime.engine import HANDLE, Handle
@@ -80,12 +80,10 @@ def full_tensors(
     """
     check_kinds("full_tensors", model, None)
     ranks = ranks_of(model, to)
-    with warning_of_absent_ranks(ranks.mesh, "sw.full_tensors"):
-        agreement = coordinator_of(ranks.mesh, model)
-        outputs = outputs_of(model, dtype, names, adapters)
-        described = describe(outputs)
-        action = f"gather {described} to {to} by {bucket_bytes} bytes"
-        agreement.agree(ranks.mesh, ranks.device, action)
+    outputs = outputs_of(model, dtype, names, adapters)
+    action = f"gather {describe(outputs)} to {to} by {bucket_bytes} bytes"
+    with coordinated(ranks.mesh, model, ranks.device, "sw.full_tensors", action):
+        pass
     return _one_by_one(gather_buckets(outputs, ranks, bucket_bytes))
 
 

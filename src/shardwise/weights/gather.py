@@ -118,12 +118,12 @@ def gather_buckets(
     buckets = list(in_groups(outputs, lambda output: output.peak_bytes, most_bytes // 3))
     ranks.comm.watch.recover()
     queue = _Queue(buckets, ranks)
-    if not ranks.is_receiver:
-        queue.drain()
-        return
     held_bytes = 0
     sizes = [sum(output.peak_bytes for output in bucket) for bucket in buckets]
     try:
+        if not ranks.is_receiver:
+            queue.drain()
+            return
         for number, num_bytes in enumerate(sizes):
             arrived = queue.take(number)
             if held_bytes + num_bytes + sum(sizes[number + 1 : number + 2]) <= most_bytes:
@@ -133,6 +133,9 @@ def gather_buckets(
     except GeneratorExit:
         if not sys.is_finalizing():
             queue.drain(stopped=True)
+        raise
+    except BaseException as error:  # an interrupt, or there is no memory for a bucket
+        ranks.comm.watch.abort(error)
         raise
 
 

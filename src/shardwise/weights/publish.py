@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.collect import check_kinds
-from shardwise.checkpoint.coordination import Coordinator, coordinator_of, warning_of_absent_ranks
+from shardwise.checkpoint.coordination import Coordinator, coordinated
 from shardwise.checkpoint.format import in_groups
 from shardwise.weights.changes import Baseline, Counts, count_changes, gather_runs
 from shardwise.weights.directory import Directory
@@ -80,12 +80,12 @@ def publish(
             del known[other]
     if baseline is not None and (not only_changed or baseline.settings != settings):
         baseline = None
-    with warning_of_absent_ranks(ranks.mesh, "sw.publish"):
-        coordinator = coordinator_of(ranks.mesh, model, "publish")
-        action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
-        coordinator.agree(ranks.mesh, ranks.device, action)
-    publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
-    version, sent = publication.run(baseline)
+    action = f"publish {settings} by {bucket_bytes} bytes after {baseline and baseline.version}"
+    with coordinated(
+        ranks.mesh, model, ranks.device, "sw.publish", action, queue="publish"
+    ) as coordinator:
+        publication = _Publication(target, outputs, ranks, coordinator, bucket_bytes)
+        version, sent = publication.run(baseline)
     if only_changed:
         baseline = baseline or Baseline(version, settings)
         baseline.version = version
