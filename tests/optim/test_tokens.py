@@ -1,6 +1,7 @@
 """Every token has the same weight, regardless of its rank and micro-batch."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -159,3 +160,40 @@ def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
     bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
     cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     return [(rows[cut], mask[cut]) for cut in cuts]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", ["micro_batches", "num_tokens", "loss_sum", "after forward"])
+def test_an_error_of_one_rank_is_raised_by_all(place: str) -> None:
+    reference, model = sharded_pair("stack")
+    rows, mask = torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double()
+    own = _cut(rows, mask, world_size())[rank()]
+
+    def step(failing: str) -> None:
+        def at(where: str) -> None:
+            if where == failing:
+                raise ArithmeticError(where)
+
+        def micro_batches() -> Iterator[slice]:
+            yield slice(None, 2)
+            at("micro_batches")
+            yield slice(2, None)
+
+        def num_tokens(part: slice) -> Tensor:
+            at("num_tokens")
+            return own[1][part].sum()
+
+        def loss_sum(part: slice) -> Tensor:
+            at("loss_sum")
+            loss = _losses(model, own[0][part], own[1][part])
+            at("after forward")
+            return loss
+
+        sw.backward(model, micro_batches(), loss_sum, num_tokens)
+
+    with pytest.raises(sw.PeerAborted if rank() else ArithmeticError, match=place):
+        step("" if rank() else place)
+    model.zero_grad()
+    step("")
+    (_losses(reference, rows, mask) / ROWS).backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 0)
