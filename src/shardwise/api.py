@@ -43,7 +43,7 @@ from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.leaves import Leaves
 from shardwise.features.padding import padding_report
-from shardwise.features.pretrained import saving_methods
+from shardwise.features.pretrained import wrapped_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
@@ -291,7 +291,7 @@ class ShardingRequest:
         for index, unit in enumerate(plan.units):
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
-            become_unit(unit_module, handle, FSDPModule, saving_methods(unit_module))
+            become_unit(unit_module, handle, FSDPModule, wrapped_methods(unit_module))
         set_managed(module)
         apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)

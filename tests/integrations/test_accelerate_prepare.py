@@ -20,8 +20,9 @@ ROWS = torch.arange(12, dtype=torch.float64).view(3, 4) / 12
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    yield Accelerator(cpu=True, fully_shard={"units": nn.Linear})
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+    options = getattr(request, "param", {})
+    yield Accelerator(cpu=True, fully_shard={"units": nn.Linear}, **options)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -108,3 +109,14 @@ def test_an_optimizer_that_has_taken_a_step_before_is_refused(accelerator: Accel
     model = accelerator.prepare(model)
     with pytest.raises(sw.PlanError, match="has taken steps before its parameters were sharded"):
         accelerator.prepare(optimizer)
+
+
+@pytest.mark.parametrize("accelerator", [{"mixed_precision": "bf16"}], indirect=True)
+def test_outputs_in_mixed_precision_are_in_float32(accelerator: Accelerator) -> None:
+    """As accelerate itself does, so that a loss outside of the model is not in bfloat16."""
+    model = accelerator.prepare(build()[0].float())
+    outputs = []
+    for layer in (model[0], model[2], model):
+        layer.register_forward_hook(lambda _module, _args, output: outputs.append(output.dtype))
+    assert model(ROWS.float()).dtype == torch.float32
+    assert outputs[:2] == [torch.bfloat16, torch.bfloat16]

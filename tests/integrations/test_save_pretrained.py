@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import shardwise as sw
 from shardwise import fsdp
 from shardwise.errors import CheckpointError, ShardedTensorError
+from shardwise.integrations.state import full_state_dict
 from tests.models import llama
 from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
@@ -105,6 +106,23 @@ def test_only_adapters_are_saved_including_frozen_ones(tmp_path: Path) -> None:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in found)
             assert len(found) == (4 if part == "." else 7)
+
+
+@on_ranks(2)
+def test_ranks_with_an_empty_state_dict_write_nothing(tmp_path: Path) -> None:
+    """accelerate's ``get_state_dict`` returns one on all ranks but the first."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    torch.manual_seed(1)
+    model = peft.get_peft_model(llama(), config)
+    if rank() == 0:
+        model.save_pretrained(tmp_path / "whole")
+    sw.fully_shard(model)
+    state = full_state_dict(model)
+    is_first = rank() == 0
+    model.save_pretrained(tmp_path / "sharded", is_main_process=is_first, state_dict=state)
+    if is_first:
+        assert_same_files(tmp_path / "sharded", tmp_path / "whole")
 
 
 @on_ranks(2)

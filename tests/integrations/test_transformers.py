@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
+from transformers import Adafactor, AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 
+import shardwise as sw
 from shardwise.integrations.transformers import Trainer
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun, torchrun_environment
@@ -44,6 +45,15 @@ def test_trainer_logs_saves_and_generates_what_it_does_with_ddp(tmp_path: Path) 
         assert isinstance(opened, LlamaForCausalLM)
         for one, other in zip(opened.parameters(), expected_model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@on_ranks(2)
+def test_adafactor_is_refused() -> None:
+    model = sw.fully_shard(torch.nn.Linear(4, 4))
+    optimizer = Adafactor(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(sw.PlanError, match=r"transformers\.Adafactor needs whole.*Adam8bit"):
+        optimizer.step()
 
 
 @on_ranks(1, deadline=150.0)

@@ -1,6 +1,7 @@
 """Every token has the same weight, regardless of its rank and micro-batch."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -99,36 +100,6 @@ def test_an_optimizer_in_backward_steps_once() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("place", ["loss", "tokens"])
-def test_an_exception_outside_of_the_model_is_raised_on_all_ranks(place: str) -> None:
-    reference, model = sharded_pair("stack")
-    rows, mask = torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double()
-    parts = _cut(*_cut(rows, mask, world_size())[rank()], 2)
-    calls = itertools.count()
-
-    def trip(here: str) -> None:
-        if rank() == 1 and place == here and next(calls) == 1:  # in the second micro-batch
-            raise ArithmeticError("it hurts")
-
-    def losses(part: Part) -> Tensor:
-        loss = _losses(model, *part)
-        trip("loss")
-        return loss
-
-    def num_tokens(part: Part) -> int:
-        trip("tokens")
-        return len(part[1])
-
-    error = ArithmeticError if rank() == 1 else sw.PeerAborted
-    with pytest.raises(error, match="it hurts"):
-        sw.backward(model, parts, losses, num_tokens)
-    model.zero_grad()
-    sw.backward(model, parts, losses, num_tokens)
-    (_losses(reference, rows, mask) / ROWS).backward()  # type: ignore[no-untyped-call]
-    assert_equal_models(model, reference, 0)
-
-
-@on_ranks(2)
 def test_backward_with_a_scaler_and_after_an_exception() -> None:
     model = sw.fully_shard(build("stack"), units=Block)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -191,3 +162,40 @@ def _cut(rows: Tensor, mask: Tensor, num_parts: int) -> list[Part]:
     bounds = [round(len(rows) * (n / num_parts) ** 2) for n in range(num_parts + 1)]
     cuts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     return [(rows[cut], mask[cut]) for cut in cuts]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", ["micro_batches", "num_tokens", "loss_sum", "after forward"])
+def test_an_error_of_one_rank_is_raised_by_all(place: str) -> None:
+    reference, model = sharded_pair("stack")
+    rows, mask = torch.randn(ROWS, WIDTH).double(), torch.ones(ROWS).double()
+    own = _cut(rows, mask, world_size())[rank()]
+
+    def step(failing: str) -> None:
+        def at(where: str) -> None:
+            if where == failing:
+                raise ArithmeticError(where)
+
+        def micro_batches() -> Iterator[slice]:
+            yield slice(None, 2)
+            at("micro_batches")
+            yield slice(2, None)
+
+        def num_tokens(part: slice) -> Tensor:
+            at("num_tokens")
+            return own[1][part].sum()
+
+        def loss_sum(part: slice) -> Tensor:
+            at("loss_sum")
+            loss = _losses(model, own[0][part], own[1][part])
+            at("after forward")
+            return loss
+
+        sw.backward(model, micro_batches(), loss_sum, num_tokens)
+
+    with pytest.raises(sw.PeerAborted if rank() else ArithmeticError, match=place):
+        step("" if rank() else place)
+    model.zero_grad()
+    step("")
+    (_losses(reference, rows, mask) / ROWS).backward()  # type: ignore[no-untyped-call]
+    assert_equal_models(model, reference, 0)

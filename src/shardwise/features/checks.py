@@ -331,8 +331,9 @@ def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         )
 
 
-# torch's optimizers that need whole parameters, and what to use instead.
 _PIECE = 1 << 24  # elements
+_LIBRARIES = ("torch.optim", "transformers")
+# Their optimizers that need whole parameters, and what to use instead.
 _NEED_WHOLE_PARAMETERS = {
     "Muon": "use shardwise.optim.Muon, which has its options and numbers",
     "Adafactor": "use shardwise.optim.Adam8bit, which saves memory, too",
@@ -343,8 +344,8 @@ _NEED_WHOLE_PARAMETERS = {
 def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Refuse an optimizer that needs whole parameters, and say what to use instead."""
     kind = type(optimizer)
-    is_torch = kind.__module__.startswith("torch.optim")
-    if not is_torch or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
+    library = next((one for one in _LIBRARIES if kind.__module__.startswith(f"{one}.")), None)
+    if library is None or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -353,6 +354,6 @@ def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
             if sharding is not None and is_refused:
                 raise PlanError(
-                    f"{sharding.name}: torch.optim.{kind.__name__} needs whole parameters, and "
+                    f"{sharding.name}: {library}.{kind.__name__} needs whole parameters, and "
                     f"each rank has a part; {_NEED_WHOLE_PARAMETERS[kind.__name__]}"
                 )

@@ -1,6 +1,10 @@
-"""``save_pretrained`` of transformers and peft for sharded models; every rank must call it."""
+"""``save_pretrained`` and ``generate`` of transformers and peft for sharded models.
+
+Every rank must call them.
+"""
 
 import functools
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,22 +16,66 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import CheckpointError, RanksDiverged
+from shardwise.errors import CheckpointError, RanksDiverged, StepError
 from shardwise.features.fsdp_module import FSDPModule
-from shardwise.runtime.module import MethodWrappers, handle_of
+from shardwise.features.joined_ranks import JoinedRanks
+from shardwise.runtime.module import MethodWrappers, as_forward, handle_of
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["saving_methods"]
-
-_NAME = "save_pretrained"
+__all__ = ["wrapped_methods"]
 
 
-def saving_methods(module: nn.Module) -> MethodWrappers:
-    """The replacement for ``save_pretrained`` of ``module``, if its class has that method."""
-    has_method = callable(getattr(type(module), _NAME, None))
-    return frozenset({(_NAME, _saving_whole_tensors)} if has_method else ())
+def wrapped_methods(module: nn.Module) -> MethodWrappers:
+    """The methods of ``module`` that need more than the shards of this rank, with replacements."""
+    wrappers = {"save_pretrained": _saving_whole_tensors}
+    if _generates_without_forward(module):
+        wrappers["generate"] = _gathering_the_root
+    methods = ((name, getattr(type(module), name, None)) for name in wrappers)
+    return frozenset((name, wrappers[name]) for name, method in methods if callable(method))
+
+
+# -- generate --------------------------------------------------------------------------------------
+
+
+def _generates_without_forward(model: nn.Module) -> bool:
+    """Whether ``generate`` of ``model`` calls modules inside it, and not only ``model`` itself.
+
+    It calls the encoder, the towers of other modalities, or, in a model of peft, the base model.
+    """
+    if hasattr(model, "peft_config") and "base_model" in model._modules:
+        return True
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return True
+    text_config_of = getattr(config, "get_text_config", None)
+    return callable(text_config_of) and text_config_of(decoder=True) is not config
+
+
+def _gathering_the_root(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``plain`` so that the unit of the model stays gathered until it returns."""
+    as_call = as_forward(plain)
+    synced = inspect.signature(plain).parameters.get("synced_gpus")
+    is_unsynced = synced is not None and synced.default is False  # of Whisper; elsewhere None
+
+    @functools.wraps(plain)
+    def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
+        if isinstance(handle_of(self).runtime.scheduler.call_observer, JoinedRanks):
+            raise StepError(
+                f"generate of {type(self).__bases__[1].__name__} inside sw.join: it calls modules "
+                "inside the model, such as the encoder, which ranks that have finished cannot "
+                "follow; give every rank as many texts, outside the block, or generate in "
+                "`with sw.gathered(model):`"
+            )
+        if is_unsynced:
+            options.setdefault("synced_gpus", getattr(self, "_is_fsdp_managed_module", False))
+        return as_call(self, *args, **options)
+
+    return generate
+
+
+# -- save_pretrained -------------------------------------------------------------------------------
 
 
 def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
@@ -42,6 +90,8 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
     def save_pretrained(
         self: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **options: Any
     ) -> None:
+        if options.get("state_dict") == {} and not options.get("is_main_process", True):
+            return  # accelerate's `get_state_dict` returns nothing on ranks that write nothing
         if _works_unchanged(self, options):
             plain(self, save_directory, *args, **options)
             return

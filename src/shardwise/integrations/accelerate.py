@@ -60,7 +60,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Args:
         fully_shard: arguments of `sw.fully_shard`. Without ``mp_policy``, units compute in the
-            dtype of accelerate's ``mixed_precision``, and reduce in float32.
+            dtype of accelerate's ``mixed_precision``, and reduce in float32; outputs of the model
+            are in float32, as in accelerate.
         options: arguments of `accelerate.Accelerator`, without another plugin that shards.
     """
 
@@ -73,7 +74,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._before: dict[nn.Module, list[_Named]] = {}  # parameters before they were sharded
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is not None:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
             self.shard_options.setdefault("mp_policy", policy)
         self.loaded_from = Path()
         self.register_load_state_pre_hook(self._load_models)

@@ -64,36 +64,41 @@ def backward(
         PlanError: the model is not sharded, or an optimizer in backward would step after each
             micro-batch.
         ValueError: there is no micro-batch, or ``accumulate`` is not valid.
-        PeerAborted: another rank raised, for instance in ``loss_sum``.
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
-    batches = list(micro_batches)
-    if not batches:
-        raise ValueError(
-            "no micro_batches: a rank without tokens must run one without tokens that count"
-        )
     assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
-    is_reproducible = runtime.mesh.leaves is not None  # then the engine reduces gradients once
-    _check_number(runtime, len(batches), accumulate)
-    losses = []
-    try:
-        with runtime.scheduler.guarded():  # the functions may raise outside of the model
-            weight = _weight(runtime, [num_tokens(batch) for batch in batches])
+    with runtime.scheduler.guarded():  # for errors of the arguments, which the units do not see
+        batches = list(micro_batches)
+        if not batches:
+            raise ValueError(
+                "no micro_batches: a rank without tokens must run one without tokens that count"
+            )
+        _check_number(runtime, len(batches), accumulate)
+        weight = _weight(runtime, [num_tokens(batch) for batch in batches])
+        losses = []
+        # A reproducible model reduces gradients once in any case.
+        accumulates = accumulate == "whole" and runtime.mesh.leaves is None
+        try:
             for number, batch in enumerate(batches, start=1):
-                if accumulate == "whole" and not is_reproducible:
+                if accumulates:
                     model.set_requires_gradient_sync(number == len(batches))
                 loss = loss_sum(batch)
                 loss = (loss * weight).to(loss.dtype)
                 (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach().to(runtime.pools.device, torch.float64))
-    finally:
-        if accumulate == "whole" and not is_reproducible:
-            model.set_requires_gradient_sync(True)
-    if is_reproducible:
+        finally:
+            if accumulates:
+                model.set_requires_gradient_sync(True)
+        return _mean_loss(model, runtime, losses)
+
+
+def _mean_loss(model: FSDPModule, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
+    """The mean loss over all tokens, from the parts of this rank's micro-batches."""
+    if runtime.mesh.leaves is not None:
         return leaf_mean(model, losses)
-    total = torch.stack(losses).sum()
+    total = torch.stack(list(losses)).sum()
     joined = runtime.scheduler.call_observer
     if isinstance(joined, JoinedRanks):
         agreed = joined.announce(Action.SUM_LOSSES, amount=float(total))

@@ -26,6 +26,7 @@ from shardwise.tensor.sharding import AssignableDTensor, sharding_of
 __all__ = [
     "MethodWrappers",
     "UnitModule",
+    "as_forward",
     "become_unit",
     "handle_of",
     "keeping_gradients",
@@ -101,12 +102,23 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if callable(own):
         is_bound = isinstance(own, MethodType) and own.__self__ is module
         method = own.__func__ if is_bound else lambda _module, *args, **kwargs: own(*args, **kwargs)
-        vars(module)[name] = MethodType(_as_forward(method), module)
+        vars(module)[name] = MethodType(as_forward(method), module)
         return
     if not callable(getattr(plain, name, None)):
         raise PlanError(f"{plain.__name__} has no method {name!r}")
     methods: MethodWrappers = getattr(type(module), _METHODS)
-    module.__class__ = _unit_class(kind, plain, methods | {(name, _as_forward)})
+    if all(name != wrapped for wrapped, _ in methods):
+        module.__class__ = _unit_class(kind, plain, methods | {(name, as_forward)})
+
+
+def as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``method`` of a unit so that it gathers the unit like its call."""
+
+    @wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _call_unit(self, partial(method, self), args, kwargs)
+
+    return _break_graph(call)
 
 
 def _break_graph(function: F) -> F:
@@ -288,14 +300,6 @@ def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> 
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
     return type(f"FSDP{plain.__name__}", (kind, plain), contents)
-
-
-def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _call_unit(self, partial(method, self), args, kwargs)
-
-    return _break_graph(call)
 
 
 @_break_graph
