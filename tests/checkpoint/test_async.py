@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.checkpoint import save as save_module
 from shardwise.checkpoint.collect import WriteJob, checkpoint_mesh
 from shardwise.checkpoint.coordination import Coordinator, coordinator_of
+from shardwise.checkpoint.offline import examine
 from shardwise.checkpoint.save import Save
 from shardwise.checkpoint.slices import HostCopies, TensorSlice
 from shardwise.checkpoint.write import write
@@ -120,6 +121,31 @@ def test_a_save_that_was_not_waited_for_keeps_its_memory(
 
 
 @on_ranks(2)
+def test_a_pending_save_goes_on_after_a_step_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save has connections of its own, since ranks may have left an exchange."""
+    training, gate = Training("gpt"), threading.Event()
+
+    def write_later(job: WriteJob, ranks: Coordinator) -> None:
+        _pass(gate)
+        write(job, ranks)
+
+    with monkeypatch.context() as context:
+        context.setattr(save_module, "write", write_later)
+        pending = sw.save(tmp_path / "1", model=training.model, wait=False)
+    error = ArithmeticError if rank() == 0 else sw.PeerAborted
+    with pytest.raises(error, match="it hurts"), sw.transaction(training.model):
+        _raise_if(rank() == 0)
+    training.step()
+    assert not pending.is_done
+    gate.set()
+    sw.save(tmp_path / "2", model=training.model)
+    assert examine(tmp_path / "1") == examine(tmp_path / "2") == []
+    pending.wait()
+
+
+@on_ranks(2)
 def test_the_next_call_waits_for_the_pending_save(tmp_path: Path) -> None:
     training = Training("gpt")
     for number in range(4):
@@ -179,6 +205,11 @@ def _start_and_drop(job: Callable[[], None]) -> None:
     dropped = Save(Path("somewhere"), job)
     while not dropped.is_done:
         time.sleep(0.01)
+
+
+def _raise_if(is_true: bool) -> None:
+    if is_true:
+        raise ArithmeticError("it hurts")
 
 
 def _pass(gate: threading.Event) -> None:

@@ -347,6 +347,15 @@ class _Monitor:
     def publish(self, _report: Any) -> None:
         pass
 
+    def check_reports(self, _epoch: int) -> None:
+        pass
+
+    def check_heartbeats(self, _where: str = "") -> None:
+        pass
+
+    def is_first(self, *_what: Any) -> bool:
+        return False
+
 
 class _Distributed:
     """`torch.distributed`, with NCCL as the backend of the device."""

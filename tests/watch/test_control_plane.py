@@ -169,6 +169,19 @@ def test_a_rank_recovers_with_a_constant_number_of_calls(size: int) -> None:
     assert num_bytes - 60 * polls < 800
 
 
+def test_the_ranks_that_others_wait_for_after_an_error_are_found() -> None:
+    """Rank 4 is below 1, so ranks 0 and 1 wait for it; 6 is below 2."""
+    store = HashStore()
+    monitor = monitor_of(store, 0, 7)
+    for rank in (3, 5):
+        store.set(f"shardwise/group/came/0/{rank}", "")
+    assert sorted(monitor.absent(0, 8)) == [4, 6]
+    assert len(monitor.absent(0, 1)) == 1
+    for name in ("came/0/4", "came/0/6", "came/0/1", "came/0/2", "met/0"):
+        store.set(f"shardwise/group/{name}", "")
+    assert monitor.absent(0, 8) == []
+
+
 def test_ranks_recover_after_a_call_that_was_given_up_has_had_an_effect() -> None:
     store = HashStore()
     store.set("shardwise/group/came/0/1", "")  # the answer was lost

@@ -217,6 +217,26 @@ def test_a_rank_that_is_elsewhere_is_logged(tmp_path: Path, patience: Patience) 
     assert all(re.match(pattern, message) for message in waits)
 
 
+@on_ranks(2)
+def test_a_rank_that_does_not_go_on_after_an_error_is_logged(tmp_path: Path) -> None:
+    job, texts = Job(HURRIED), [tmp_path / str(rank) for rank in range(2)]
+    if job.is_odd:
+        job.error(job.step, sw.PeerAborted)
+    else:
+        job.comm.watch.abort(ValueError("it hurts"))
+    with logged("shardwise", texts[dist.get_rank()]) as said:
+        for _ in load_slowly(texts[0]) if job.is_odd else range(1):
+            job.step()
+    if job.is_odd:
+        assert not said
+        return
+    pattern = (
+        rf"rank 0 has waited for .* s to go on after an error; waits for rank {ODD}, "
+        r"which is alive in step .*, Python at .*test_stalls\.py:\d+ in load_slowly"
+    )
+    assert all(re.match(pattern, message) for message in said)
+
+
 def load_slowly(said: Path) -> Iterator[int]:
     """Return when the other rank has logged twice that it waits."""
     while not said.exists() or said.read_text().count(WAITED) < 2:

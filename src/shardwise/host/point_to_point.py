@@ -68,10 +68,11 @@ class PointToPoint:
 
         def share(key: str, content: bytes) -> list[bytes]:
             store.set(f"{key}/{own_rank}", content)  # type: ignore[arg-type] # bytes do
-            keys = [f"{key}/{rank}" for rank in range(num_ranks)]
-            if wait is not None:
-                wait(lambda: store.check(keys))
-            return store.multi_get(keys)
+            if wait is not None:  # for one key, because it may look often
+                if store.add(f"{key}/number", 1) == num_ranks:
+                    store.set(f"{key}/all", "")
+                wait(lambda: store.check([f"{key}/all"]))
+            return store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])
 
         self.host = find_peers(own_rank, num_ranks, share, timeout)
         self._window = torch.empty(0, dtype=torch.uint8, device="cpu")  # of sums

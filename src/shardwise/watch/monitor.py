@@ -324,11 +324,32 @@ class Monitor:
     def meet(self, epoch: int) -> None:
         """Return when all ranks have called this in ``epoch``."""
         # Up a binary tree of ranks, then to all. A call whose answer was lost can be repeated.
-        met, below = self._key("met", epoch), (2 * self._rank + 1, 2 * self._rank + 2)
-        came = [self._key("came", epoch, rank) for rank in below if rank < self._size]
+        came = [self._came(epoch, rank) for rank in self._below(self._rank)]
         becomes_true(lambda: not came or self._store.has(*came))
-        self._store.set(self._key("came", epoch, self._rank) if self._rank else met, "")
-        becomes_true(lambda: self._store.has(met))
+        self._store.set(self._came(epoch, self._rank), "")
+        becomes_true(lambda: self._store.has(self._came(epoch, 0)))
+
+    def absent(self, epoch: int, at_most: int) -> list[int]:
+        """Return some of the ranks that have not called `meet` in ``epoch``."""
+        found: list[int] = []
+        rest = self._missing(epoch, [0])
+        while rest and len(found) < at_most:
+            rank = rest.pop()
+            below = self._missing(epoch, self._below(rank))
+            rest += below
+            if not below:
+                found.append(rank)
+        return found
+
+    def _missing(self, epoch: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.has(self._came(epoch, rank))]
+
+    def _below(self, rank: int) -> list[int]:
+        return [one for one in (2 * rank + 1, 2 * rank + 2) if one < self._size]
+
+    def _came(self, epoch: int, rank: int) -> str:
+        """The key that says that ``rank`` and all ranks below it have called `meet`."""
+        return self._key("came", epoch, rank) if rank else self._key("met", epoch)
 
     def _set(self, key: str, value: Any) -> None:
         self._store.set(key, encode(value))

@@ -204,8 +204,10 @@ class RankWatch(Watch):
             raise PeerLost(str(self._lost))
         if self._recovery is None:
             self._recovery = ThreadStream("shardwise-recovery").submit(self._synchronize)
+        wait = SlowWait()
         while not self._recovery.wait(self.patience.poll_seconds):
             self.check_peers()
+            self._log_slow_recovery(wait)
         recovery, self._recovery = self._recovery, None
         if recovery.error is not None:
             if isinstance(recovery.error, PeerLost) and not isinstance(recovery.error, PeerSilent):
@@ -279,6 +281,18 @@ class RankWatch(Watch):
             beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
             others = describe_elsewhere(elsewhere, beats)
         _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, wait.seconds, place, others)
+
+    def _log_slow_recovery(self, wait: SlowWait) -> None:
+        """Log a long wait for ranks that have not called anything since an error; one rank does."""
+        if wait.is_due(self.patience.log_seconds) and self._monitor.is_first(
+            "recovery", wait.num_logged, self.epoch
+        ):
+            absent = self._monitor.absent(self.epoch, _MAX_LOGGED_RANKS)
+            others = describe_elsewhere(
+                absent, {one: self._monitor.heartbeat(one) for one in absent}
+            )
+            text = "rank %d has waited for %.1f s to go on after an error%s"
+            _log.warning(text, self._rank, wait.seconds, others)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
