@@ -63,8 +63,8 @@ def _gathering_the_root(plain: Callable[..., Any]) -> Callable[..., Any]:
             raise StepError(
                 f"generate of {type(self).__bases__[1].__name__} inside sw.join: it calls modules "
                 "inside the model, such as the encoder, which ranks that have finished cannot "
-                "follow; give every rank as many texts, outside the block, or generate in "
-                "`with sw.gathered(model):`"
+                "follow; call it outside of the block, as often on every rank, or in `with "
+                "sw.gathered(model):`"
             )
         if is_unsynced:
             options.setdefault("synced_gpus", getattr(self, "_is_fsdp_managed_module", False))
