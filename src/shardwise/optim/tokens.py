@@ -64,6 +64,7 @@ def backward(
         PlanError: the model is not sharded, or an optimizer in backward would step after each
             micro-batch.
         ValueError: there is no micro-batch, or ``accumulate`` is not valid.
+        PeerAborted: another rank raised, in the model or in one of the arguments.
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
