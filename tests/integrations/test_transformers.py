@@ -12,6 +12,7 @@ from transformers import Adafactor, AutoModelForCausalLM, LlamaForCausalLM, Trai
 
 import shardwise as sw
 from shardwise.integrations.transformers import Trainer
+from tests.models import llama
 from tests.ranks import on_ranks
 from tests.torchrun import torchrun, torchrun_environment
 
@@ -54,6 +55,25 @@ def test_adafactor_is_refused() -> None:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(sw.PlanError, match=r"transformers\.Adafactor needs whole.*Adam8bit"):
         optimizer.step()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+@on_ranks(2)
+def test_the_trainer_reads_prompts(kind: str, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), config)
+    torch.manual_seed(1)
+    saved = torch.nn.init.normal_(model.prompt_encoder.default.embedding.weight).detach().clone()
+    with torchrun_environment():
+        trainer = Trainer(model=model, args=TrainingArguments(str(tmp_path)), fully_shard={})
+    model.save_pretrained(tmp_path)
+    dist.barrier()
+    with torch.no_grad():
+        model.prompt_encoder.default.embedding.weight.zero_()
+    trainer.model.load_adapter(str(tmp_path), "default", is_trainable=True)
+    assert torch.equal(model.prompt_encoder.default.embedding.weight.full_tensor(), saved)
 
 
 @on_ranks(1, deadline=150.0)

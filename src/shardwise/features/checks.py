@@ -344,7 +344,7 @@ _NEED_WHOLE_PARAMETERS = {
 def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Refuse an optimizer that needs whole parameters, and say what to use instead."""
     kind = type(optimizer)
-    library = next((one for one in _LIBRARIES if kind.__module__.startswith(f"{one}.")), None)
+    library = next((one for one in _LIBRARIES if kind.__module__.startswith(one)), None)
     if library is None or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
         return
     for group in optimizer.param_groups:

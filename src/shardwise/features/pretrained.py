@@ -28,29 +28,27 @@ __all__ = ["wrapped_methods"]
 
 
 def wrapped_methods(module: nn.Module) -> MethodWrappers:
-    """The methods of ``module`` that need more than the shards of this rank, with replacements."""
-    wrappers = {"save_pretrained": _saving_whole_tensors}
-    if _generates_without_forward(module):
-        wrappers["generate"] = _gathering_the_root
-    methods = ((name, getattr(type(module), name, None)) for name in wrappers)
-    return frozenset((name, wrappers[name]) for name, method in methods if callable(method))
+    """The methods of ``module`` that need more than its shards, with functions that wrap them."""
+    found = [name for name in _WRAPPERS if callable(getattr(type(module), name, None))]
+    return frozenset((name, _WRAPPERS[name]) for name in found if _is_wrapped(name, module))
 
 
-# -- generate --------------------------------------------------------------------------------------
+def _is_wrapped(name: str, model: nn.Module) -> bool:
+    """Whether the method ``name`` of ``model`` is wrapped.
 
-
-def _generates_without_forward(model: nn.Module) -> bool:
-    """Whether ``generate`` of ``model`` calls modules inside it, and not only ``model`` itself.
-
-    It calls the encoder, the towers of other modalities, or, in a model of peft, the base model.
+    ``generate`` is if it calls modules inside ``model``, and not only ``model`` itself: the
+    encoder, the towers of other modalities, or, in a model of peft, the base model.
     """
-    if hasattr(model, "peft_config") and "base_model" in model._modules:
+    if name != "generate" or (hasattr(model, "peft_config") and "base_model" in model._modules):
         return True
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return True
     text_config_of = getattr(config, "get_text_config", None)
     return callable(text_config_of) and text_config_of(decoder=True) is not config
+
+
+# -- generate --------------------------------------------------------------------------------------
 
 
 def _gathering_the_root(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,8 +63,8 @@ def _gathering_the_root(plain: Callable[..., Any]) -> Callable[..., Any]:
             raise StepError(
                 f"generate of {type(self).__bases__[1].__name__} inside sw.join: it calls modules "
                 "inside the model, such as the encoder, which ranks that have finished cannot "
-                "follow; give every rank as many texts, outside the block, or generate in "
-                "`with sw.gathered(model):`"
+                "follow; call it outside of the block, as often on every rank, or in `with "
+                "sw.gathered(model):`"
             )
         if is_unsynced:
             options.setdefault("synced_gpus", getattr(self, "_is_fsdp_managed_module", False))
@@ -224,3 +222,6 @@ def _raising_together(mesh: DataParallelMesh, directory: str | os.PathLike[str])
         raise error
     if failed.any():
         raise CheckpointError(f"save_pretrained({os.fspath(directory)!r}) failed on the first rank")
+
+
+_WRAPPERS = {"save_pretrained": _saving_whole_tensors, "generate": _gathering_the_root}

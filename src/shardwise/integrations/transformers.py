@@ -146,7 +146,10 @@ def _load_adapter(
     if adapter_name not in model.peft_config:
         return type(model).load_adapter(model, directory, adapter_name, *args, **kwargs)
     weights = peft.load_peft_weights(directory, device="cpu")
-    adapter = peft.get_peft_model_state_dict(model, adapter_name=adapter_name)
+    if model.peft_config[adapter_name].is_prompt_learning:  # its state dict is computed
+        adapter = {"prompt_embeddings": model.prompt_encoder[adapter_name].embedding.weight}
+    else:
+        adapter = peft.get_peft_model_state_dict(model, adapter_name=adapter_name)
     with torch.no_grad():
         for name, shard in adapter.items():
             shard.copy_(weights[name])

@@ -64,6 +64,7 @@ def backward(
         PlanError: the model is not sharded, or an optimizer in backward would step after each
             micro-batch.
         ValueError: there is no micro-batch, or ``accumulate`` is not valid.
+        PeerAborted: another rank raised, in the model or in one of the arguments.
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
@@ -79,26 +80,26 @@ def backward(
         weight = _weight(runtime, [num_tokens(batch) for batch in batches])
         losses = []
         # A reproducible model reduces gradients once in any case.
-        accumulates = accumulate == "whole" and runtime.mesh.leaves is None
+        is_whole = accumulate == "whole" and runtime.mesh.leaves is None
         try:
             for number, batch in enumerate(batches, start=1):
-                if accumulates:
+                if is_whole:
                     model.set_requires_gradient_sync(number == len(batches))
                 loss = loss_sum(batch)
                 loss = (loss * weight).to(loss.dtype)
                 (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach().to(runtime.pools.device, torch.float64))
         finally:
-            if accumulates:
+            if is_whole:
                 model.set_requires_gradient_sync(True)
         return _mean_loss(model, runtime, losses)
 
 
-def _mean_loss(model: FSDPModule, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
+def _mean_loss(model: FSDPModule, runtime: Runtime, losses: list[Tensor]) -> Tensor:
     """The mean loss over all tokens, from the parts of this rank's micro-batches."""
     if runtime.mesh.leaves is not None:
         return leaf_mean(model, losses)
-    total = torch.stack(list(losses)).sum()
+    total = torch.stack(losses).sum()
     joined = runtime.scheduler.call_observer
     if isinstance(joined, JoinedRanks):
         agreed = joined.announce(Action.SUM_LOSSES, amount=float(total))
