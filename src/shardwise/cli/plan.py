@@ -2,9 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 WIDTH = 100  # in characters, which the tables need
 QUIET_SECONDS = 2.0  # minimum time before the first line of progress, and between lines
 _DTYPES = ("bfloat16", "float16", "float32")
+_SEQUENCE = 4096  # tokens
+_DEFAULT = "default: that of the TOML file, otherwise"
 _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try several.")
 
 
@@ -42,9 +44,11 @@ def plan(
             help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs per node:Gbit/s).",
         ),
     ] = "8xH100",
-    seq: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
+    seq: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens per sequence ({_DEFAULT} {_SEQUENCE}).")
+    ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences per step (default: 8 per GPU).")
+        int | None, typer.Option(metavar="N", help=f"Sequences per step ({_DEFAULT} 8 per GPU).")
     ] = None,
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
@@ -67,7 +71,7 @@ def plan(
     offload: Annotated[
         bool, typer.Option(help="Offload to host memory if nothing fits otherwise.")
     ] = True,
-    tensor: Annotated[str, _DEGREE] = "1",
+    tensor: Annotated[str | None, _DEGREE] = None,
     pipeline: Annotated[str, _DEGREE] = "1",
     chunks: Annotated[
         str,
@@ -78,12 +82,22 @@ def plan(
     context: Annotated[str, _DEGREE] = "1",
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class.")
-    ] = "adamw",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"One of {', '.join(OPTIMIZERS)}, or module:Class ({_DEFAULT} adamw).",
+        ),
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
-    ] = "bfloat16",
-    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Compute dtype: bfloat16, float16 or float32 ({_DEFAULT} bfloat16).",
+        ),
+    ] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
+    ] = None,
     lora: Annotated[
         str | None,
         typer.Option(
@@ -173,26 +187,32 @@ def plan(
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
-    files = ModelFiles.of(model, config)
+    files = ModelFiles.of(model, config, _changes(seq, dtype))
+    own: dict[str, Any] = {}
+    if files.settings is None:
+        own["sequence"] = _SEQUENCE if seq is None else seq
+        own["compute_dtype"] = _dtype("bfloat16" if dtype is None else dtype)
+    # shardwise train divides layers as transformers does.
+    is_whole = config is None and files.settings is None
     settings = settings_of(
         files.model,
+        files.settings,
         optimizer=optimizer,
         wire=wire,
         outer=outer,
         lora=lora,
         qlora=qlora,
-        sequence=seq,
-        compute_dtype=_dtype(dtype),
         compiled=compiled,
-        reproducible=0 if files.base is None else files.base.train.reproducible,
-        # shardwise train divides layers as transformers does.
-        sequence_parallel=config is None,
-        split_vocabulary=config is None,
+        sequence_parallel=is_whole,
+        split_vocabulary=is_whole,
         float8=float8,
         float8_gather=float8_gather,
+        **own,
     )
     goal = Goal(
-        global_batch=8 * machine.cluster.num_devices if global_batch is None else global_batch,
+        global_batch=files.global_batch or 8 * machine.cluster.num_devices
+        if global_batch is None
+        else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
         strategies=split_names(strategy),
@@ -201,7 +221,7 @@ def plan(
         ),
         checkpointing=split_names(checkpointing),  # type: ignore[arg-type]
         offload=("none", "optimizer", "parameters") if offload else ("none",),
-        tensor=_degree("tensor", tensor),
+        tensor=files.tensor if tensor is None else _degree("tensor", tensor),
         pipeline=_degree("pipeline", pipeline),
         chunks=_degree("chunks", chunks),
         context=_degree("context", context),
@@ -230,9 +250,17 @@ def plan(
     if config is not None:
         if planned.config_problem:
             raise ConfigError(f"--config {config}: {planned.config_problem}")
-        files.write_model(seq)
+        files.write_model(settings.sequence)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
+
+
+def _changes(seq: int | None, dtype: str | None) -> Iterator[str]:
+    """Yield the changes of a TOML file by options, as of ``--set``."""
+    if seq is not None:
+        yield f"model.context={seq}"
+    if dtype is not None:
+        yield f"precision.compute={dtype}"
 
 
 def _dtype(name: str) -> "torch.dtype":

@@ -68,6 +68,15 @@ class ModelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.lora_rank and not self.path:
+            raise ValueError(
+                f"lora_rank={self.lora_rank}: expected the model of model.path to adapt, and the "
+                "GPT is trained from its initial values; set model.path, or lora_rank=0"
+            )
+        return self
+
 
 class TokenizerConfig(Section):
     """[tokenizer]: how text is converted to tokens. Without a tokenizer, each byte is a token."""

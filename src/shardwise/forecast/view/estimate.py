@@ -1,7 +1,7 @@
 """``sw.estimate``: what `shardwise plan` prints, as an object."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -253,25 +253,35 @@ def _several(given: Any) -> tuple[Any, ...]:
 
 def settings_of(
     model: Model,
+    base: Configuration | None = None,
     *,
-    optimizer: str,
-    wire: str | None,
-    outer: str | None,
-    lora: Any,
-    qlora: bool,
+    optimizer: str | None = None,
+    wire: str | None = None,
+    outer: str | None = None,
+    lora: Any = None,
+    qlora: bool = False,
     **settings: Any,
 ) -> Configuration:
-    """Return what all candidates share; arguments as of `estimate`, or of `Configuration`."""
-    spec, (outer_row, outer_replicas) = optimizer_spec(optimizer), parse_outer(outer)
-    return Configuration(
-        master_dtype=model.master_dtype,
-        units=model.units,
-        wire=parse_wire(wire),
-        outer=outer_row,
-        outer_replicas=outer_replicas,
-        adapters=adapters_of(lora, qlora=qlora),
-        optimizer=optimizer,
-        optimizer_options=spec.options,
-        optimizer_loop=spec.loop,
-        **settings,
-    )
+    """Return what all candidates share: ``base``, changed by all that is not None.
+
+    Args:
+        model: gives the units and the dtype of shards if there is no ``base``.
+        base: how a run trains that is planned; None: the defaults of `Configuration`.
+        optimizer: as of `estimate`, as are the others.
+        settings: fields of `Configuration`.
+    """
+    base = base or Configuration(master_dtype=model.master_dtype)
+    changes = {name: value for name, value in settings.items() if value is not None}
+    if base.units == "auto":
+        changes["units"] = model.units
+    if optimizer is not None and optimizer != base.optimizer:
+        spec = optimizer_spec(optimizer)
+        changes |= {"optimizer": optimizer, "optimizer_loop": spec.loop}
+        changes["optimizer_options"] = spec.options
+    if wire is not None:
+        changes["wire"] = parse_wire(wire)
+    if outer is not None:
+        changes["outer"], changes["outer_replicas"] = parse_outer(outer)
+    if lora is not None or qlora:
+        changes["adapters"] = adapters_of(base.adapters if lora is None else lora, qlora=qlora)
+    return replace(base, **changes)
