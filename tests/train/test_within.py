@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.train.build import build_model, forecast_model
@@ -59,10 +60,13 @@ def test_adapters_are_counted_once_and_blocks_are_not_compiled(tmp_path: Path) -
     tokenizer = {"vocabulary": 300}
     base = Config.model_validate({"model": model, "tokenizer": tokenizer, "train": train})
     built = forecast_model(base).build(shared_settings(base))
-    of = lambda module: sum(one.numel() for one in module.parameters() if one.requires_grad)  # noqa: E731
-    assert of(built) == of(build_model(base))
+    assert num_trained(built) == num_trained(build_model(base))
     compiled = [one for one in built.modules() if one._compiled_call_impl is not None]
     assert compiled == []
+
+
+def num_trained(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters() if one.requires_grad)
 
 
 def test_the_batch_of_a_run_is_that_of_all_its_replicas() -> None:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,20 +55,21 @@ def plan(
         str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
     ] = "tokens/s",
     strategy: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
-    ] = "",
+        str | None, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
+    ] = None,
     micro_batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two).")
-    ] = "",
+        str | None,
+        typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two)."),
+    ] = None,
     checkpointing: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME,NAME",
             help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
             "matrix products and attention) or selective (keeps every second product); by default "
             "the first three.",
         ),
-    ] = "",
+    ] = None,
     offload: Annotated[
         bool, typer.Option(help="Offload to host memory if nothing fits otherwise.")
     ] = True,
@@ -147,11 +149,13 @@ def plan(
         bool, typer.Option("--checkpoint", help="Show what ranks write and read for a checkpoint.")
     ] = False,
     storage: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="GB/S", min=0, help="Speed of a node's file system, for --checkpoint."
+            metavar="GB/S",
+            min=0,
+            help="Speed of a node's file system, for --checkpoint (default: 2).",
         ),
-    ] = 2.0,
+    ] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also predict the throughput on up to 16,384 GPUs.")
     ] = True,
@@ -173,6 +177,10 @@ def plan(
     the others lack, and prints the call of fully_shard for the best one.
     """
     check_outputs(html, trace, config)
+    if price is not None and (tokens is None or not isfinite(price)):
+        raise ConfigError(f"--price {price:g}: expected a number, with --tokens N")
+    if storage is not None and not checkpoint:
+        raise ConfigError(f"--storage {storage:g}: expected --checkpoint")
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
@@ -215,11 +223,11 @@ def plan(
         else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
-        strategies=split_names(strategy),
+        strategies=_names("strategy", strategy),
         micro_batches=tuple(
-            _positive_int("micro-batch", text) for text in split_names(micro_batch)
+            _positive_int("micro-batch", text) for text in _names("micro-batch", micro_batch)
         ),
-        checkpointing=split_names(checkpointing),  # type: ignore[arg-type]
+        checkpointing=_names("checkpointing", checkpointing),  # type: ignore[arg-type]
         offload=("none", "optimizer", "parameters") if offload else ("none",),
         tensor=files.tensor if tensor is None else _degree("tensor", tensor),
         pipeline=_degree("pipeline", pipeline),
@@ -241,7 +249,8 @@ def plan(
     if explain:
         terminal.explain(console, planned)
     if checkpoint:
-        nodes = Storage(per_node=storage * 1e9, ranks_per_node=machine.cluster.devices_per_node)
+        speed = 2.0 if storage is None else storage
+        nodes = Storage(per_node=speed * 1e9, ranks_per_node=machine.cluster.devices_per_node)
         configuration = planned.winner.configuration
         saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
@@ -261,6 +270,14 @@ def _changes(seq: int | None, dtype: str | None) -> Iterator[str]:
         yield f"model.context={seq}"
     if dtype is not None:
         yield f"precision.compute={dtype}"
+
+
+def _names(option: str, text: str | None) -> tuple[str, ...]:
+    """Split at commas; return () if the option is not given."""
+    names = () if text is None else split_names(text)
+    if text is not None and not names:
+        raise ConfigError(f"--{option} {text!r}: expected one or more names")
+    return names
 
 
 def _dtype(name: str) -> "torch.dtype":

@@ -41,7 +41,7 @@ def within(config: Config, budget: str) -> Config:
         local_machine(config.shard.nproc),
         on_cpu=not torch.cuda.is_available(),
     )
-    found = choose(search, configuration_of(plain), bytes_of(budget), whole=True)
+    found = choose(search, configuration_of(plain), bytes_of(budget, "--memory "), whole=True)
     modes = set(found.checkpointing)
     uniform = replace(found.configuration, checkpointing=modes.pop() if modes else "none")
     return config_of(uniform, plain)
