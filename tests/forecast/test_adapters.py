@@ -113,6 +113,8 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
         config = peft.LoraConfig(target_modules=["up"], layers_to_transform=layers)
         with pytest.raises(ConfigError, match=r"layers_to_transform=.* is not modelled"):
             adapters_of(config, qlora=False)
+    with pytest.raises(ConfigError, match="target_modules=5: expected names of layers"):
+        adapters_of({"target_modules": 5}, qlora=False)
     with pytest.raises(ConfigError, match="lora=3: expected options such as 'r=16'"):
         adapters_of(3, qlora=False)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))

@@ -22,6 +22,7 @@ from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.search.applying import apply_to
+from shardwise.forecast.search.candidates import Goal
 from shardwise.runtime.module import handle_of
 from tests.forecast.calibrations import calibration
 from tests.models import llama_config
@@ -136,6 +137,8 @@ def test_a_model_without_blocks_is_one_unit() -> None:
     assert found.configuration.units is None
     assert found.configuration.checkpointing == "none"
     assert "units=" not in found.code
+    with pytest.raises(ConfigError, match="checkpointing=full: the model has no repeated blocks"):
+        Goal(global_batch=4, settings=found.configuration, checkpointing=("full",))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -179,6 +182,7 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
         ({"dtype": torch.float64}, r"dtype=torch\.float64: expected one of torch\.bfloat16"),
         ({"inputs": 5}, "inputs=5: expected a function"),
         ({"loss": torch.mean}, "loss=.*: model 'gpt2' computes its own; leave it out"),
+        ({"configuration": Configuration(shard_size=4)}, "it is for 4 ranks, but .* has 2 devices"),
         ({"configuration": 5}, "configuration=5: expected that of another estimate"),
         ({"chunks": 2}, "chunks=2: expected pipeline to be 2 or more, got 1"),
     ],

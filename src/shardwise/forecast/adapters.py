@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ def of_peft(fields: Mapping[str, Any], *, quantized: bool = False) -> Adapters:
     if str(fields.get("peft_type", "LORA")).rpartition(".")[2] != "LORA":
         raise ConfigError(f"peft_type={fields['peft_type']}: expected LORA")
     targets = fields.get("target_modules") or ALL_LINEAR
+    if not isinstance(targets, Collection):
+        raise ConfigError(f"target_modules={targets!r}: expected names of layers")
     return Adapters(
         rank=fields.get("r", 8),
         alpha=fields.get("lora_alpha", 8),

@@ -11,7 +11,7 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.hugging_face import settings_of
 from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.train.build import check_combinations, forecast_model
-from shardwise.train.config import Config, ModelConfig, TokenizerConfig, read_config
+from shardwise.train.config import Config, ModelConfig, TokenizerConfig, check_batch, read_config
 from shardwise.train.huggingface import HuggingFace, settings_from
 from shardwise.train.planned import averaged_replicas, config_of, shared_settings, toml_of
 from shardwise.train.source import source_of
@@ -62,7 +62,9 @@ class ModelFiles:
         """Sequences per step of a run, over all GPUs of a plan; None: there is no run."""
         if self.base is None or self.settings is None:
             return None
-        return self.base.train.global_batch // averaged_replicas(self.base)
+        replicas, train = averaged_replicas(self.base), self.base.train
+        check_batch(train.model_copy(update={"micro_batch": 0}), replicas)
+        return train.global_batch // replicas
 
     @property
     def tensor(self) -> int:

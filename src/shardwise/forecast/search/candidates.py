@@ -71,6 +71,10 @@ class Goal:
                 raise ConfigError(f"{name}={count!r}: expected an integer of 1 or more{auto}")
         if self.chunks != "auto" and self.chunks > 1 and self.pipeline == 1:
             raise ConfigError(f"chunks={self.chunks}: expected pipeline to be 2 or more, got 1")
+        if self.settings.units is None and set(self.checkpointing) - {"none"}:
+            raise ConfigError(
+                f"checkpointing={', '.join(self.checkpointing)}: the model has no repeated blocks"
+            )
         for kind in self.offload:
             if kind not in get_args(Offload):
                 raise ConfigError(

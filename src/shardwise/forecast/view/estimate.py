@@ -25,6 +25,7 @@ from shardwise.forecast.time.step import StepTime
 from shardwise.forecast.view.text import describe, reasons
 from shardwise.page.formatting import bytes_text, seconds_text
 from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
+from shardwise.plan.spelling import counted
 
 __all__ = ["Estimate", "estimate", "settings_of"]
 
@@ -222,6 +223,11 @@ def estimate(
             raise ConfigError(
                 f"configuration={configuration!r}: expected that of another estimate, or a changed "
                 "one"
+            )
+        if configuration.world_size != machine.cluster.num_devices:
+            raise ConfigError(
+                f"configuration: it is for {counted(configuration.world_size, 'rank')}, but "
+                f"cluster={cluster!r} has {machine.cluster.num_devices:,} devices"
             )
         found = forecaster.forecast(configuration)
         goal = Goal(global_batch=configuration.global_batch, settings=configuration)
