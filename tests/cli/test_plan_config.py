@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.find import typical_cpu
 from shardwise.forecast.models.hugging_face import read_hugging_face, settings_of
@@ -116,6 +117,23 @@ def test_what_the_trainer_cannot_do_is_named(options: dict[str, Any]) -> None:
     [name] = options
     with pytest.raises(ConfigError, match=rf"shardwise train cannot train with .*{name}="):
         config_of(replace(SMALL, **options), BASE)
+
+
+@pytest.mark.parametrize(
+    ("path", "adapters", "message"),
+    [
+        ("", {}, "lora_rank=16: expected the model of model.path to adapt"),
+        ("llama", {"alpha": 0.5}, "model.lora_alpha: expected a valid integer, got 0.5"),
+        ("llama", {"dora": True}, "cannot train with adapters=DoRA"),
+        ("llama", {"quantized": True}, "cannot train with adapters=QLoRA"),
+    ],
+)
+def test_adapters_that_the_trainer_cannot_train_are_named(
+    path: str, adapters: dict[str, Any], message: str
+) -> None:
+    base = BASE.model_copy(update={"model": BASE.model.model_copy(update={"path": path})})
+    with pytest.raises(ConfigError, match=message):
+        config_of(replace(SMALL, adapters=Adapters(**adapters)), base)
 
 
 def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
@@ -253,6 +271,15 @@ def _sizes_are_kept(name: str, tmp_path: Path) -> None:
     expected = Model(name, shape=replace(shape, positions=read.positions))
     assert built.num_parameters == expected.num_parameters
     assert replace(read, positions=shape.positions) == shape
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"model_type": "no"}, {"model_type": "llama", "vocab_size": "x"}]
+)
+def test_fields_that_transformers_refuses_are_one_error(fields: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: \w+Error: "):
+        read_hugging_face(tmp_path)
 
 
 def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:

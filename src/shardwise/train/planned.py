@@ -12,7 +12,7 @@ from shardwise.forecast.configuration import Checkpointing, Configuration, Offlo
 from shardwise.optim.outer import Outer
 from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.train.config import Config, MemoryConfig, ShardConfig
+from shardwise.train.config import Config, MemoryConfig, ShardConfig, changed_config
 from shardwise.train.model import modes_of
 from shardwise.train.optimizer import spec_of
 from shardwise.train.source import source_of
@@ -84,8 +84,8 @@ def config_of(configuration: Configuration, base: Config) -> Config:
     """
     if configuration.tensor == 1:  # these two say nothing
         configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)
-    config = _changed(configuration, base)
     try:
+        config = _changed(configuration, base)
         check_tensor_parallel(config)
         found = configuration_of(config)
     except ShardwiseError as error:
@@ -145,10 +145,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
             "accumulate": configuration.accumulate,
         },
     }
-    sections = {
-        name: getattr(base, name).model_copy(update=values) for name, values in changes.items()
-    }
-    return Config.model_validate(base.model_copy(update=sections).model_dump())
+    return changed_config(base, changes)
 
 
 def averaged_replicas(config: Config) -> int:

@@ -24,7 +24,7 @@ def find_function(wanted: str) -> Callable[..., Any]:
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
     function = getattr(module, name, None)
     if not callable(function):
-        hint = did_you_mean(name, vars(module))
+        hint = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
         raise ConfigError(f"{wanted}: {source} has no function {name!r}{hint}")
     return cast("Callable[..., Any]", function)
 

@@ -48,7 +48,10 @@ def read_hugging_face(path: Path) -> tuple[str, Shape | None, Callable[[], nn.Mo
     # On fake tensors, the default attention makes a mask and repeats key heads. Ours does not.
     transformers.AttentionInterface.register(_ATTENTION, _attention)
     transformers.AttentionMaskInterface.register(_ATTENTION, lambda *_args, **_options: None)
-    config = transformers.AutoConfig.for_model(**fields)
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+    except Exception as error:  # transformers checks each field in its own way
+        raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
     options: dict[str, Any] = {"dtype": torch.float32}
     if config.is_encoder_decoder:
         automatic = transformers.AutoModelForSeq2SeqLM
