@@ -29,6 +29,8 @@ COMMAND_LINES = {
     "{tiny} --set train.steps=few": "train.steps: expected a valid integer, got 'few'",
     "{tiny} --set train.steps=0": "train.steps: expected a number greater than or equal to 1",
     "{tiny} --set shard.nproc=0": "shard.nproc: expected a number greater than or equal to 1",
+    "{tiny} --set model.lora_rank=8": "lora_rank=8: expected the model of model.path to adapt",
+    "{tiny} --memory nan": "--memory 'nan': expected bytes, such as '24 GB'",
     "{tiny} --set shard.units=Blok": "units='Blok': expected a module class of the model or "
     "its name, a set of them, 'auto', a size in parameters, or a policy; did you mean 'Block'?",
     "{tiny} --set shard.units=0": "units=0",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.find import typical_cpu
 from shardwise.forecast.models.hugging_face import read_hugging_face, settings_of
@@ -23,8 +24,13 @@ from shardwise.plan.optimizers import OPTIMIZERS, optimizer_spec
 from shardwise.plan.strategy import PRESETS
 from shardwise.train.build import build_model, check
 from shardwise.train.config import Config, DataConfig, ModelConfig, read_config
-from shardwise.train.model_files import ModelFiles
-from shardwise.train.planned import config_of, configuration_of, toml_of
+from shardwise.train.planned import (
+    averaged_replicas,
+    config_of,
+    configuration_of,
+    shared_settings,
+    toml_of,
+)
 from tests.cli import commands
 from tests.cli.planning import run
 from tests.models import llama_config
@@ -113,6 +119,23 @@ def test_what_the_trainer_cannot_do_is_named(options: dict[str, Any]) -> None:
         config_of(replace(SMALL, **options), BASE)
 
 
+@pytest.mark.parametrize(
+    ("path", "adapters", "message"),
+    [
+        ("", {}, "lora_rank=16: expected the model of model.path to adapt"),
+        ("llama", {"alpha": 0.5}, "model.lora_alpha: expected a valid integer, got 0.5"),
+        ("llama", {"dora": True}, "cannot train with adapters=DoRA"),
+        ("llama", {"quantized": True}, "cannot train with adapters=QLoRA"),
+    ],
+)
+def test_adapters_that_the_trainer_cannot_train_are_named(
+    path: str, adapters: dict[str, Any], message: str
+) -> None:
+    base = BASE.model_copy(update={"model": BASE.model.model_copy(update={"path": path})})
+    with pytest.raises(ConfigError, match=message):
+        config_of(replace(SMALL, adapters=Adapters(**adapters)), base)
+
+
 def test_blocks_are_compiled_as_planned(tmp_path: Path) -> None:
     configuration = replace(SMALL, compiled=True, checkpointing="full")
     config = trained_as(configuration, tmp_path / "train.toml")
@@ -146,6 +169,87 @@ def test_a_checkpoint_of_every_second_block_is_kept() -> None:
     assert configuration_of(config).checkpointing == ("none", "products")
 
 
+# Keys that a search chooses, and values of all others that are not their defaults.
+CHOSEN = {
+    "train": {"micro_batch"},
+    "shard": {"nproc", "strategy", "replicas", "prefetch"},
+    "memory": {"checkpoint_every", "offload", "offload_step", "activations"},
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "run": {
+        "name": "own", "directory": "here", "overwrite": True, "log_every": 3,
+        "sinks": ("wandb",), "callbacks": ("a.b:C",), "export": False,
+    },
+    "model": MODEL,
+    "tokenizer": {"path": "there"},
+    "data": {
+        "path": "texts", "glob": "*.txt", "format": "jsonl", "column": "body", "validation": "v",
+        "cache": "c", "validation_share": 0.1, "workers": 2,
+    },
+    "train": {
+        "steps": 9, "global_batch": 32, "optimizer": "sgd", "compile": True, "grad_clip": 0.5,
+        "optimizer_options": {"momentum": 0.8, "nesterov": True}, "schedule": "wsd", "lr": 0.1,
+        "final_lr_share": 0.1, "warmup_share": 0.2, "weight_decay": 0.0, "betas": (0.8, 0.9),
+        "seed": 5, "validate_every": 2, "validation_batches": 4, "patience": 2,
+    },
+    "checkpoint": {"every": 5, "keep": 1, "best": True, "directory": "d", "wait": False},
+    "record": {"enabled": False, "steps": (1, 2)},
+    "sample": {"prompt": "a", "bytes": 5, "temperature": 1.0, "top_k": 4},
+    "shard": {"units": "Block", "tensor": 1},
+    "precision": {"compute": "bfloat16", "reduce": "bfloat16", "norms": "compute"},
+    "memory": {"accumulate": "whole", "checkpoint_every": 1, "checkpoint": "reentrant"},
+    "replicas": {
+        "lighthouse": "http://a:1", "number": 1, "count": 2, "minimum": 2, "timeout": 6.0,
+        "quorum_timeout": 7.0, "retries": 3,
+    },
+    "outer": {
+        "every": 0, "fragments": 2, "delay": 1, "dtype": "int8", "block": 64, "mixing": 0.5,
+        "lr": 0.6, "momentum": 0.8,
+    },
+}  # fmt: skip
+ADAPTED: dict[str, dict[str, Any]] = {
+    "model": {
+        "path": "llama", "from_scratch": True, "lora_rank": 4, "lora_alpha": 8,
+        "lora_targets": ("q_proj",),
+    },
+    "tokenizer": {"vocabulary": 300},
+    "outer": {"every": 4},
+    "replicas": {"lighthouse": "http://a:1", "count": 2},
+}  # fmt: skip
+REPRODUCIBLE: dict[str, dict[str, Any]] = {
+    "train": {"reproducible": 8, "grad_clip": 0.0},
+    "memory": {"step_in_backward": True},
+}
+DIVIDED: dict[str, dict[str, Any]] = {"model": {"path": "llama"}, "shard": {"tensor": 2}}
+RUNS = {"plain": PLAIN, "adapted": ADAPTED, "reproducible": REPRODUCIBLE, "divided": DIVIDED}
+
+
+@pytest.mark.parametrize("document", RUNS.values(), ids=RUNS)
+def test_a_plan_of_a_run_changes_only_what_a_search_chooses(
+    document: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(toml_of(Config.model_validate(document)), "utf-8")
+    base = read_config(tmp_path / "run.toml")
+    settings = shared_settings(base)
+    goal = Goal(
+        global_batch=base.train.global_batch // averaged_replicas(base),
+        settings=replace(settings, sequence_parallel=False, split_vocabulary=False),
+        tensor=base.shard.tensor,
+        micro_batches=() if settings.reproducible else (2,),
+        checkpointing=("full",),
+    )
+    [found, *_] = configurations(goal, num_ranks=4, ranks_per_node=4)
+    written = trained_as(found, tmp_path / "plan.toml", base).model_dump(exclude=CHOSEN)
+    assert written == base.model_dump(exclude=CHOSEN)
+
+
+def test_every_key_of_a_run_that_a_search_does_not_choose_is_in_a_test_above() -> None:
+    for section, default in Config().model_dump(exclude=CHOSEN).items():
+        for key, value in default.items():
+            given = [one.get(section, {}).get(key, value) for one in RUNS.values()]
+            assert any(one != value for one in given), f"{section}.{key}"
+
+
 @pytest.mark.parametrize("name", [n for n in known_models() if not n.startswith("t5")])
 @pytest.mark.thorough
 def test_a_built_in_model_is_written_with_its_sizes(name: str, tmp_path: Path) -> None:
@@ -167,6 +271,15 @@ def _sizes_are_kept(name: str, tmp_path: Path) -> None:
     expected = Model(name, shape=replace(shape, positions=read.positions))
     assert built.num_parameters == expected.num_parameters
     assert replace(read, positions=shape.positions) == shape
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"model_type": "no"}, {"model_type": "llama", "vocab_size": "x"}]
+)
+def test_fields_that_transformers_refuses_are_one_error(fields: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: \w+Error: "):
+        read_hugging_face(tmp_path)
 
 
 def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
@@ -278,18 +391,34 @@ def _plan_and_train(model: str, options: list[str], path: Path) -> None:
     assert len(metrics) == 2
 
 
-def test_a_plan_of_a_run_keeps_its_other_settings(tmp_path: Path) -> None:
+def test_a_run_is_planned_and_written_with_the_settings_of_its_file(tmp_path: Path) -> None:
+    llama_config(vocab_size=300, intermediate_size=64).save_pretrained(str(tmp_path / "llama"))
     document = {
-        "model": MODEL,
-        "data": {"glob": "**/*.pyi"},
-        "train": {"lr": 0.5, "optimizer": "muon", "optimizer_options": {"split": {"qkv": 3}}},
+        "model": {"path": str(tmp_path / "llama"), "lora_rank": 4, "context": 32},
+        "tokenizer": {"vocabulary": 300},
+        "train": {"global_batch": 4, "optimizer": "sgd", "optimizer_options": {"momentum": 0.8}},
+        "precision": {"reduce": "bfloat16"},
     }
     base = Config.model_validate(document)
     (tmp_path / "run.toml").write_text(toml_of(base), "utf-8")
-    files = ModelFiles.of(str(tmp_path / "run.toml"), None)
-    muon = replace(SMALL, optimizer="muon")
-    (tmp_path / "plan.toml").write_text(files.toml_of(muon), "utf-8")
+    planned = [str(tmp_path / "run.toml"), "--cluster=2xH100", "--no-scaling", "--strategy=fsdp"]
+    planned += ["--checkpointing=none", "--micro-batch=2", f"--config={tmp_path}/plan.toml"]
+    found = run(*planned)
+    assert found.code == 0, found.errors
+    title = " ".join(found.output.split("\n\n")[0].split())
+    assert "LoRA of rank 4 on all-linear" in title
+    assert "of them trained" in title
+    assert "4 sequences of 32 tokens per step; sgd;" in title
     config = read_config(tmp_path / "plan.toml")
-    assert (config.data.glob, config.train.lr) == ("**/*.pyi", 0.5)
-    assert config.train.optimizer_options == {"split": {"qkv": 3}}
-    assert config_of(SMALL, base).train.optimizer_options == {}, "those of another optimizer"
+    assert config == base.model_copy(
+        update={"train": base.train.model_copy(update={"micro_batch": 2})}
+    )
+    given = ["--seq=16", "--optimizer=adamw", "--dtype=bfloat16", "--lora=r=2", "--compile"]
+    assert run(*planned, *given, "--global-batch=8").code == 0
+    config = read_config(tmp_path / "plan.toml")
+    assert (config.model.context, config.model.lora_rank) == (16, 2)
+    assert (config.train.optimizer, config.train.optimizer_options) == ("adamw", {})
+    assert (config.train.compile, config.train.global_batch) == (True, 8)
+    assert (config.precision.compute, config.precision.reduce) == ("bfloat16", "bfloat16")
+    assert config.precision.norms == "float32"
+    assert run(*planned, "--seq=100000").errors.count("max_position_embeddings=") == 1

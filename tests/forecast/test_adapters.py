@@ -84,7 +84,7 @@ def test_an_adapter_computes_what_peft_computes(dora: bool) -> None:
 
 
 def test_options_and_files_are_read(tmp_path: Path) -> None:
-    assert parse_adapters("") == Adapters()
+    assert adapters_of(None, qlora=True) == Adapters(quantized=True)
     found = parse_adapters("r=8, alpha=32,targets=q_proj+v_proj,dropout=0.1,dora=true")
     assert found == Adapters(rank=8, alpha=32, targets=("q_proj", "v_proj"), dropout=0.1, dora=True)
     assert parse_adapters("targets=q_proj").targets == ("q_proj",)
@@ -100,6 +100,8 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
         "r=0": "r=0: expected a rank of 1 or more",
         "modules_to_save": "expected one or more of r=",
         "dora=yes": "dora=yes: expected true or false",
+        "alpha=nan": "alpha=nan: expected a number",
+        "": "expected one or more of r=",
         str(tmp_path / "no.json"): "No such file",
     }.items():
         with pytest.raises(ConfigError, match=message):
@@ -111,6 +113,8 @@ def test_options_and_files_are_read(tmp_path: Path) -> None:
         config = peft.LoraConfig(target_modules=["up"], layers_to_transform=layers)
         with pytest.raises(ConfigError, match=r"layers_to_transform=.* is not modelled"):
             adapters_of(config, qlora=False)
+    with pytest.raises(ConfigError, match="target_modules=5: expected names of layers"):
+        adapters_of({"target_modules": 5}, qlora=False)
     with pytest.raises(ConfigError, match="lora=3: expected options such as 'r=16'"):
         adapters_of(3, qlora=False)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))

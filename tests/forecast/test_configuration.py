@@ -3,6 +3,7 @@
 import pytest
 
 from shardwise.errors import PlanError
+from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 
 
@@ -33,6 +34,10 @@ ON_DEVICE = {"offload": "optimizer", "offload_step": "device"}
         ({"shard_size": 4, "expert": 3}, r"expert=3: expected a divisor of the 4"),
         ({"offload_step": "device"}, r"offload_step='device' without offload"),
         (ON_DEVICE | {"optimizer": "muon"}, r"muon works on whole matrices"),
+        (
+            {"float8": "rowwise", "adapters": Adapters(quantized=True)},
+            r"float8='rowwise': products",
+        ),
         (ON_DEVICE | {"tensor": 2}, r"offload_step='device' with tensor=2"),
     ],
 )

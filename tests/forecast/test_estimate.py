@@ -1,8 +1,10 @@
 """``sw.estimate``: names, functions, modules and models of peft; and what it returns."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import shardwise as sw
+from shardwise._private import FakeTensorMode
 from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
@@ -19,6 +22,7 @@ from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.search.applying import apply_to
+from shardwise.forecast.search.candidates import Goal
 from shardwise.runtime.module import handle_of
 from tests.forecast.calibrations import calibration
 from tests.models import llama_config
@@ -133,6 +137,8 @@ def test_a_model_without_blocks_is_one_unit() -> None:
     assert found.configuration.units is None
     assert found.configuration.checkpointing == "none"
     assert "units=" not in found.code
+    with pytest.raises(ConfigError, match="checkpointing=full: the model has no repeated blocks"):
+        Goal(global_batch=4, settings=found.configuration, checkpointing=("full",))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -166,6 +172,19 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
         ({"tensor": "aut"}, "tensor='aut': expected an integer of 1 or more, or \"auto\""),
         ({"offload": ["disk"]}, "offload='disk': expected one of none, optimizer, parameters"),
         ({"wire": "gathr=int8"}, "--wire gathr=int8: .* did you mean 'gather'"),
+        ({"wire": 5}, "wire=5: expected a text, such as 'gather=int8"),
+        ({"global_batch": "8"}, "global_batch='8': expected 1 or more sequences"),
+        ({"global_batch": 8.0}, r"global_batch=8\.0: expected 1 or more sequences"),
+        ({"micro_batches": 3}, "micro_batch=3: expected a divisor of the 2 sequences per rank"),
+        ({"strategies": 5}, "strategy=5: expected one of ddp"),
+        ({"optimizer": 5}, "optimizer=5: expected one of adamw"),
+        ({"optimizer": "torch.optim:AdamX"}, "torch.optim has no function 'AdamX'"),
+        ({"dtype": torch.float64}, r"dtype=torch\.float64: expected one of torch\.bfloat16"),
+        ({"inputs": 5}, "inputs=5: expected a function"),
+        ({"loss": torch.mean}, "loss=.*: model 'gpt2' computes its own; leave it out"),
+        ({"configuration": Configuration(shard_size=4)}, "it is for 4 ranks, but .* has 2 devices"),
+        ({"configuration": 5}, "configuration=5: expected that of another estimate"),
+        ({"chunks": 2}, "chunks=2: expected pipeline to be 2 or more, got 1"),
     ],
 )
 def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
@@ -176,8 +195,12 @@ def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
 
 def test_a_model_that_cannot_be_traced_is_an_error_with_the_way_out() -> None:
     options: dict[str, Any] = {**SMALL, "strategies": "fsdp", "checkpointing": ["none"]}
-    with pytest.raises(sw.PlanError, match=r"forward of Images failed .*; pass inputs="):
-        sw.estimate(Images, **options)
+    with (
+        mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "callHandlers") as logged,
+        pytest.raises(sw.PlanError, match=r"forward of Linear failed .*; pass inputs="),
+    ):
+        sw.estimate(nn.Linear(2, 2), **options)
+    logged.assert_not_called()
     with pytest.raises(sw.PlanError, match="the loss of Images depends on no trained parameter"):
         sw.estimate(
             Images().requires_grad_(requires_grad=False),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,9 @@ def test_bytes(text: int | str, num_bytes: int) -> None:
     assert bytes_of(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["lots", "1.2.3 GB", "."])
-def test_bytes_are_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=f"budget='{text}': expected bytes"):
+@pytest.mark.parametrize("text", ["lots", "1.2.3 GB", ".", float("nan"), None])
+def test_bytes_are_refused(text: Any) -> None:
+    with pytest.raises(PlanError, match=rf"budget={text!r}: expected bytes"):
         bytes_of(text)
 
 

@@ -1,10 +1,16 @@
 """``--memory``: settings that fit a budget."""
 
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 from shardwise.errors import ConfigError, PlanError
-from shardwise.train.config import Config, ModelConfig, TrainConfig
+from shardwise.train.build import build_model, forecast_model
+from shardwise.train.config import Config, ModelConfig, ReplicasConfig, TrainConfig
+from shardwise.train.planned import shared_settings
 from shardwise.train.within import within
+from tests.models import llama_config
 
 
 def config_of(**train: object) -> Config:
@@ -45,6 +51,29 @@ def smallest(config: Config) -> int:
     with pytest.raises(PlanError, match="no configuration fits; the smallest needs") as raised:
         within(config, "1kB")
     return int(str(raised.value).split("smallest needs ")[1].split(" bytes")[0].replace(",", ""))
+
+
+def test_adapters_are_counted_once_and_blocks_are_not_compiled(tmp_path: Path) -> None:
+    llama_config(vocab_size=300).save_pretrained(str(tmp_path))
+    model = {"path": str(tmp_path), "context": 16, "lora_rank": 4}
+    train = {"global_batch": 4, "compile": True}
+    tokenizer = {"vocabulary": 300}
+    base = Config.model_validate({"model": model, "tokenizer": tokenizer, "train": train})
+    built = forecast_model(base).build(shared_settings(base))
+    assert num_trained(built) == num_trained(build_model(base))
+    compiled = [one for one in built.modules() if one._compiled_call_impl is not None]
+    assert compiled == []
+
+
+def num_trained(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters() if one.requires_grad)
+
+
+def test_the_batch_of_a_run_is_that_of_all_its_replicas() -> None:
+    replicas = ReplicasConfig(lighthouse="http://localhost:1", count=2)
+    found = within(config_of().model_copy(update={"replicas": replicas}), "1GB")
+    assert found.train.global_batch == 4
+    assert found.micro_batch * found.num_micro_batches == 1
 
 
 def test_divided_layers_are_refused() -> None:

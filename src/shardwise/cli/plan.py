@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 WIDTH = 100  # in characters, which the tables need
 QUIET_SECONDS = 2.0  # minimum time before the first line of progress, and between lines
 _DTYPES = ("bfloat16", "float16", "float32")
+_SEQUENCE = 4096  # tokens
+_DEFAULT = "default: that of the TOML file, otherwise"
 _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try several.")
 
 
@@ -42,32 +45,35 @@ def plan(
             help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs per node:Gbit/s).",
         ),
     ] = "8xH100",
-    seq: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
+    seq: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens per sequence ({_DEFAULT} {_SEQUENCE}).")
+    ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences per step (default: 8 per GPU).")
+        int | None, typer.Option(metavar="N", help=f"Sequences per step ({_DEFAULT} 8 per GPU).")
     ] = None,
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
     ] = "tokens/s",
     strategy: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
-    ] = "",
+        str | None, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
+    ] = None,
     micro_batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two).")
-    ] = "",
+        str | None,
+        typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two)."),
+    ] = None,
     checkpointing: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME,NAME",
             help="Kinds of activation checkpointing to try: none, full, products (keeps results of "
             "matrix products and attention) or selective (keeps every second product); by default "
             "the first three.",
         ),
-    ] = "",
+    ] = None,
     offload: Annotated[
         bool, typer.Option(help="Offload to host memory if nothing fits otherwise.")
     ] = True,
-    tensor: Annotated[str, _DEGREE] = "1",
+    tensor: Annotated[str | None, _DEGREE] = None,
     pipeline: Annotated[str, _DEGREE] = "1",
     chunks: Annotated[
         str,
@@ -78,12 +84,22 @@ def plan(
     context: Annotated[str, _DEGREE] = "1",
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class.")
-    ] = "adamw",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"One of {', '.join(OPTIMIZERS)}, or module:Class ({_DEFAULT} adamw).",
+        ),
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
-    ] = "bfloat16",
-    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Compute dtype: bfloat16, float16 or float32 ({_DEFAULT} bfloat16).",
+        ),
+    ] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
+    ] = None,
     lora: Annotated[
         str | None,
         typer.Option(
@@ -133,11 +149,13 @@ def plan(
         bool, typer.Option("--checkpoint", help="Show what ranks write and read for a checkpoint.")
     ] = False,
     storage: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="GB/S", min=0, help="Speed of a node's file system, for --checkpoint."
+            metavar="GB/S",
+            min=0,
+            help="Speed of a node's file system, for --checkpoint (default: 2).",
         ),
-    ] = 2.0,
+    ] = None,
     scaling: Annotated[
         bool, typer.Option(help="Also predict the throughput on up to 16,384 GPUs.")
     ] = True,
@@ -159,6 +177,10 @@ def plan(
     the others lack, and prints the call of fully_shard for the best one.
     """
     check_outputs(html, trace, config)
+    if price is not None and (tokens is None or not isfinite(price)):
+        raise ConfigError(f"--price {price:g}: expected a number, with --tokens N")
+    if storage is not None and not checkpoint:
+        raise ConfigError(f"--storage {storage:g}: expected --checkpoint")
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
@@ -173,35 +195,41 @@ def plan(
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
-    files = ModelFiles.of(model, config)
+    files = ModelFiles.of(model, config, _changes(seq, dtype))
+    own: dict[str, Any] = {}
+    if files.settings is None:
+        own["sequence"] = _SEQUENCE if seq is None else seq
+        own["compute_dtype"] = _dtype("bfloat16" if dtype is None else dtype)
+    # shardwise train divides layers as transformers does.
+    is_whole = config is None and files.settings is None
     settings = settings_of(
         files.model,
+        files.settings,
         optimizer=optimizer,
         wire=wire,
         outer=outer,
         lora=lora,
         qlora=qlora,
-        sequence=seq,
-        compute_dtype=_dtype(dtype),
         compiled=compiled,
-        reproducible=0 if files.base is None else files.base.train.reproducible,
-        # shardwise train divides layers as transformers does.
-        sequence_parallel=config is None,
-        split_vocabulary=config is None,
+        sequence_parallel=is_whole,
+        split_vocabulary=is_whole,
         float8=float8,
         float8_gather=float8_gather,
+        **own,
     )
     goal = Goal(
-        global_batch=8 * machine.cluster.num_devices if global_batch is None else global_batch,
+        global_batch=files.global_batch or 8 * machine.cluster.num_devices
+        if global_batch is None
+        else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
-        strategies=split_names(strategy),
+        strategies=_names("strategy", strategy),
         micro_batches=tuple(
-            _positive_int("micro-batch", text) for text in split_names(micro_batch)
+            _positive_int("micro-batch", text) for text in _names("micro-batch", micro_batch)
         ),
-        checkpointing=split_names(checkpointing),  # type: ignore[arg-type]
+        checkpointing=_names("checkpointing", checkpointing),  # type: ignore[arg-type]
         offload=("none", "optimizer", "parameters") if offload else ("none",),
-        tensor=_degree("tensor", tensor),
+        tensor=files.tensor if tensor is None else _degree("tensor", tensor),
         pipeline=_degree("pipeline", pipeline),
         chunks=_degree("chunks", chunks),
         context=_degree("context", context),
@@ -221,7 +249,8 @@ def plan(
     if explain:
         terminal.explain(console, planned)
     if checkpoint:
-        nodes = Storage(per_node=storage * 1e9, ranks_per_node=machine.cluster.devices_per_node)
+        speed = 2.0 if storage is None else storage
+        nodes = Storage(per_node=speed * 1e9, ranks_per_node=machine.cluster.devices_per_node)
         configuration = planned.winner.configuration
         saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
@@ -230,9 +259,25 @@ def plan(
     if config is not None:
         if planned.config_problem:
             raise ConfigError(f"--config {config}: {planned.config_problem}")
-        files.write_model(seq)
+        files.write_model(settings.sequence)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
+
+
+def _changes(seq: int | None, dtype: str | None) -> Iterator[str]:
+    """Yield the changes of a TOML file by options, as of ``--set``."""
+    if seq is not None:
+        yield f"model.context={seq}"
+    if dtype is not None:
+        yield f"precision.compute={dtype}"
+
+
+def _names(option: str, text: str | None) -> tuple[str, ...]:
+    """Split at commas; return () if the option is not given."""
+    names = () if text is None else split_names(text)
+    if text is not None and not names:
+        raise ConfigError(f"--{option} {text!r}: expected one or more names")
+    return names
 
 
 def _dtype(name: str) -> "torch.dtype":

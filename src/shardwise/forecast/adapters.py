@@ -1,8 +1,9 @@
 """Options of adapters on a frozen model (LoRA, DoRA, QLoRA), as text or from peft."""
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Adapters:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigError(f"r={self.rank}: expected a rank of 1 or more")
-        if not isinstance(self.alpha, int | float):
+        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
             raise ConfigError(f"alpha={self.alpha}: expected a number")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}: expected 0 or more, and less than 1")
@@ -68,18 +69,17 @@ def parse_adapters(text: str, *, quantized: bool = False) -> Adapters:
 
     Args:
         text: options separated by commas, names of targets by "+" (other texts are regular
-            expressions), a file, or a directory with an adapter_config.json; "": the defaults of
-            `Adapters`.
+            expressions), a file, or a directory with an adapter_config.json.
         quantized: whether the base has 4-bit weights.
 
     Raises:
         ConfigError: an option is not known, or a value is malformed.
     """
     path = Path(text)
-    if text and (path.suffix == ".json" or path.is_dir()):
+    if path.suffix == ".json" or (text and path.is_dir()):
         return _read(path / "adapter_config.json" if path.is_dir() else path, quantized=quantized)
     example = "r=16,targets=q_proj+v_proj, or a file of peft"
-    found = options_of("lora", text, _OPTIONS, example) if text else {}
+    found = options_of("lora", text, _OPTIONS, example)
     targets, rank = str(found.pop("targets", ALL_LINEAR)), found.pop("r", 16)
     names = tuple(targets.split("+"))
     are_names = all(re.fullmatch(r"[\w.]*\w", name) for name in names)
@@ -99,8 +99,10 @@ def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
         return None
     if isinstance(lora, Adapters):
         return replace(lora, quantized=lora.quantized or qlora)
-    if lora is None or isinstance(lora, str):
-        return parse_adapters(lora or "", quantized=qlora)
+    if lora is None:
+        return Adapters(quantized=True)
+    if isinstance(lora, str):
+        return parse_adapters(lora, quantized=qlora)
     if not isinstance(lora, Mapping) and not hasattr(lora, "to_dict"):
         raise ConfigError(f"lora={lora!r}: expected options such as 'r=16', or peft's LoraConfig")
     return of_peft(lora if isinstance(lora, Mapping) else lora.to_dict(), quantized=qlora)
@@ -109,8 +111,15 @@ def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
 def _read(path: Path, *, quantized: bool) -> Adapters:
     try:
         fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"--lora {path}: {error.strerror}; expected options such as r=16, or the "
+            "adapter_config.json of peft"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"--lora {path}: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--lora {path}: expected the fields of peft's LoraConfig")
     return of_peft(fields, quantized=quantized)
 
 
@@ -138,6 +147,8 @@ def of_peft(fields: Mapping[str, Any], *, quantized: bool = False) -> Adapters:
     if str(fields.get("peft_type", "LORA")).rpartition(".")[2] != "LORA":
         raise ConfigError(f"peft_type={fields['peft_type']}: expected LORA")
     targets = fields.get("target_modules") or ALL_LINEAR
+    if not isinstance(targets, Collection):
+        raise ConfigError(f"target_modules={targets!r}: expected names of layers")
     return Adapters(
         rank=fields.get("r", 8),
         alpha=fields.get("lora_alpha", 8),

@@ -202,6 +202,11 @@ class Configuration:
                 )
         if self.float8_gather and self.float8 not in ("tensorwise", "delayed"):
             yield f"float8_gather=True: expected scales per tensor, got float8={self.float8!r}"
+        if self.float8 != "none" and self.adapters is not None and self.adapters.quantized:
+            yield (
+                f"float8={self.float8!r}: products with 4-bit weights are in {self.compute_dtype}; "
+                "expected 'none'"
+            )
         if self.adapters is not None and self.tensor > 1:
             yield f"tensor={self.tensor}: adapters of divided layers are not modelled"
 

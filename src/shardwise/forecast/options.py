@@ -50,9 +50,11 @@ def options_of(option: str, text: str, known: Collection[str], example: str) -> 
     """Parse "name=value,name=value"; values are numbers, booleans or other texts.
 
     Raises:
-        ConfigError: a name is not in ``known``, or has no value, or there is none. The message has
-            the ``example``.
+        ConfigError: a name is not in ``known``, is given twice, or has no value, or there is none.
+            The message has the ``example``.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"{option}={text!r}: expected a text, such as {example!r}")
     found: dict[str, Any] = {}
     # Not at the commas of a regular expression, such as "{1,2}".
     parts = [part.strip() for part in re.split(r",(?![^{[(]*[}\])])", text)]
@@ -63,6 +65,8 @@ def options_of(option: str, text: str, known: Collection[str], example: str) -> 
                 f"--{option} {text}: expected one or more of {'=, '.join(known)}=, such as "
                 f"{example}; got {part!r}{did_you_mean(name, known)}"
             )
+        if name in found:
+            raise ConfigError(f"--{option} {text}: {name} is given twice")
         found[name] = _value(value)
     return found
 
@@ -76,17 +80,17 @@ def _value(text: str) -> Any:
         return _BOOLEANS.get(text, text)
 
 
-def bytes_of(text: int | str) -> int:
-    """Parse bytes such as "24 GB", "24GiB" or a number.
+def bytes_of(text: int | str, option: str = "budget=") -> int:
+    """Parse bytes such as "24 GB", "24GiB" or a number, given as ``option``.
 
     Raises:
         PlanError: ``text`` does not have this form.
     """
     if isinstance(text, int):
         return text
-    found = re.fullmatch(r"\s*(\d+|\d*\.\d+)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d+|\d*\.\d+)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
     if found is None:
-        raise PlanError(f"budget={text!r}: expected bytes, such as '24 GB' or '24 GiB'")
+        raise PlanError(f"{option}{text!r}: expected bytes, such as '24 GB' or '24 GiB'")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]])
 
 

@@ -168,7 +168,7 @@ def optimizer_spec(
     Raises:
         PlanError: no optimizer has this name.
     """
-    if name not in OPTIMIZERS and ":" not in name:
+    if name not in OPTIMIZERS and ":" not in str(name):
         raise PlanError(
             f"optimizer={name!r}: {expected_one_of(OPTIMIZERS, name)}, or package.module:Class"
         )

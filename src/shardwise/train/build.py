@@ -4,15 +4,18 @@ Only `shard_model` needs a process group.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.forecast.memory.step import memory_certificate
+from shardwise.forecast.models.model import Model
+from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of, sharding_of
 from shardwise.plan.plan import Plan
-from shardwise.train.config import Config
+from shardwise.train.config import Config, MemoryConfig
 from shardwise.train.data import open_corpus
 from shardwise.train.optimizer import check_optimizer
 from shardwise.train.planned import configuration_of
@@ -21,19 +24,32 @@ from shardwise.train.sinks import check_trackers
 from shardwise.train.source import Source, source_of
 from shardwise.train.tensor_parallel import TensorRanks, check_tensor_parallel, part_of_rank
 
-__all__ = ["build_model", "check", "memory_of", "plan_of_rank", "shard_model"]
+__all__ = [
+    "build_model",
+    "check",
+    "check_combinations",
+    "forecast_model",
+    "memory_of",
+    "plan_of_rank",
+    "shard_model",
+]
 
 
 def check(config: Config) -> None:
     """Raise a ConfigError or a PlanError if the run cannot start, before any rank is started."""
     check_trackers(config)
+    check_combinations(config)
+    open_corpus(config).check_length(config.model.context)
+    plan_of_rank(config)
+
+
+def check_combinations(config: Config) -> None:
+    """Raise a ConfigError if settings contradict each other; data and model are not looked at."""
     check_optimizer(config.train)
     check_tensor_parallel(config)
-    open_corpus(config).check_length(config.model.context)
     check_replicas(config)
     if config.memory.step_in_backward:
         _check_step_in_backward(config)
-    plan_of_rank(config)
 
 
 def _check_step_in_backward(config: Config) -> None:
@@ -52,6 +68,18 @@ def _check_step_in_backward(config: Config) -> None:
 
 def build_model(config: Config) -> nn.Module:
     return source_of(config).build()
+
+
+def forecast_model(config: Config, shape: Shape | None = None) -> Model:
+    """The model of a run for forecasts, whose `Configuration` says how it is trained.
+
+    Its blocks are neither recomputed nor compiled, and it has no adapters. With a ``shape``, ranks
+    can divide it.
+    """
+    model = config.model.model_copy(update={"lora_rank": 0})
+    train = config.train.model_copy(update={"compile": False})
+    plain = config.model_copy(update={"model": model, "train": train, "memory": MemoryConfig()})
+    return Model(config.run.name, shape, factory=partial(build_model, plain))
 
 
 def plan_of_rank(config: Config) -> Plan:

@@ -7,7 +7,7 @@ library with two local ranks.
 import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shardwise.errors import ConfigError
 from shardwise.plan.spelling import did_you_mean, divisors
 
-__all__ = ["Config", "read_config", "to_toml"]
+__all__ = ["Config", "changed_config", "read_config", "to_toml"]
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -65,6 +65,15 @@ class ModelConfig(Section):
             raise ValueError(
                 f"width={self.width}: expected a multiple of 2 * heads = {multiple} "
                 f"(rotary embeddings rotate pairs), such as {_multiples_near(self.width, multiple)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if self.lora_rank and not self.path:
+            raise ValueError(
+                f"lora_rank={self.lora_rank}: expected the model of model.path to adapt, and the "
+                "GPT is trained from its initial values; set model.path, or lora_rank=0"
             )
         return self
 
@@ -388,6 +397,15 @@ def read_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(_explain(error, path, given)) from None
 
 
+def changed_config(base: Config, changes: Mapping[str, dict[str, Any]]) -> Config:
+    """Return ``base`` with other values, by section and key; a ConfigError if they are invalid."""
+    values = {name: keys | changes.get(name, {}) for name, keys in base.model_dump().items()}
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, None, changes)) from None
+
+
 def to_toml(config: Config) -> str:
     """The configuration as TOML, from which `read_config` restores an equal one."""
     return tomli_w.dumps(config.model_dump())
@@ -417,7 +435,7 @@ def _parse_value(raw: str, *, is_text: bool) -> object:
 
 
 def _explain(
-    error: ValidationError, path: Path | None, overrides: dict[str, dict[str, Any]]
+    error: ValidationError, path: Path | None, overrides: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """All errors in one line; errors in the file start with its name."""
     problems: dict[str, str] = {}

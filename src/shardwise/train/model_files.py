@@ -1,8 +1,8 @@
 """The model of `shardwise plan`, in the files from which `shardwise train` builds it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.hugging_face import settings_of
 from shardwise.forecast.models.model import Model, resolve_model
-from shardwise.train.build import build_model
-from shardwise.train.config import Config, MemoryConfig, ModelConfig, TokenizerConfig, read_config
+from shardwise.train.build import check_combinations, forecast_model
+from shardwise.train.config import Config, ModelConfig, TokenizerConfig, check_batch, read_config
 from shardwise.train.huggingface import HuggingFace, settings_from
-from shardwise.train.planned import config_of, toml_of
+from shardwise.train.planned import averaged_replicas, config_of, shared_settings, toml_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_settings
 
@@ -30,21 +30,22 @@ class ModelFiles:
     model: Model
     base: Config | None = None  # None: the trainer cannot build the model
     directory: Path | None = None  # where `write_model` writes a config.json, if it does
+    settings: Configuration | None = None  # how the TOML of a run trains; None: there is none
 
     @classmethod
-    def of(cls, name: str, config: Path | None) -> "ModelFiles":
+    def of(cls, name: str, config: Path | None, changes: Iterable[str] = ()) -> "ModelFiles":
         """Find the model that ``name`` stands for: as in `resolve_model`, or the TOML of a run.
 
-        A built-in model will be written beside the file ``config``.
+        A built-in model will be written beside the file ``config``. ``changes`` override values of
+        the TOML, as in `read_config`.
         """
         path = Path(name)
         if path.suffix == ".toml":
-            base = read_config(path)
-            plain = base.model_copy(update={"memory": MemoryConfig()})
+            base = read_config(path, changes)
             # Tensor parallelism is forecast from the shape.
             is_divisible = base.model.path and not base.model.lora_rank
             shape = resolve_model(base.model.path).shape if is_divisible else None
-            return cls(Model(base.run.name, shape, factory=partial(build_model, plain)), base)
+            return cls(forecast_model(base, shape), base, settings=shared_settings(base))
         model = resolve_model(name)
         if path.is_dir() or path.suffix == ".json":
             directory = path if path.is_dir() else path.parent
@@ -55,6 +56,20 @@ class ModelFiles:
             return cls(model)
         directory = config.with_name(f"{config.stem}-model")
         return cls(model, _base(directory, model, has_tokenizer=False), directory)
+
+    @property
+    def global_batch(self) -> int | None:
+        """Sequences per step of a run, over all GPUs of a plan; None: there is no run."""
+        if self.base is None or self.settings is None:
+            return None
+        replicas, train = averaged_replicas(self.base), self.base.train
+        check_batch(train.model_copy(update={"micro_batch": 0}), replicas)
+        return train.global_batch // replicas
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that compute a layer of a run together."""
+        return 1 if self.base is None else self.base.shard.tensor
 
     def toml_of(self, configuration: Configuration) -> str:
         """The file with which `shardwise train` trains in this way; a ConfigError if it cannot."""
@@ -76,6 +91,7 @@ class ModelFiles:
             settings = source.settings
         if config.shard.tensor > 1:
             check_settings(settings, config.shard.tensor)
+        check_combinations(config)
         return toml_of(config)
 
     def write_model(self, sequence: int) -> None:

@@ -12,13 +12,13 @@ from shardwise.forecast.configuration import Checkpointing, Configuration, Offlo
 from shardwise.optim.outer import Outer
 from shardwise.plan.optimizers import plain_options
 from shardwise.plan.strategy import resolve_strategy
-from shardwise.train.config import Config, MemoryConfig
+from shardwise.train.config import Config, MemoryConfig, ShardConfig, changed_config
 from shardwise.train.model import modes_of
 from shardwise.train.optimizer import spec_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_tensor_parallel
 
-__all__ = ["config_of", "configuration_of", "toml_of"]
+__all__ = ["averaged_replicas", "config_of", "configuration_of", "shared_settings", "toml_of"]
 
 _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
 
@@ -61,6 +61,22 @@ def configuration_of(config: Config) -> Configuration:
     )
 
 
+def shared_settings(config: Config) -> Configuration:
+    """Return how ``config`` trains, on one rank and with the defaults of all that a search varies.
+
+    It varies the ranks, the strategy, the prefetch, the batch of a rank, checkpointing and offload.
+    """
+    varied = {"strategy", "replicas", "tensor", "prefetch"}
+    shard = ShardConfig.model_validate(config.shard.model_dump(exclude=varied) | {"nproc": 1})
+    memory = MemoryConfig.model_validate(
+        config.memory.model_dump(include={"step_in_backward", "accumulate"})
+    )
+    train = config.train.model_copy(update={"micro_batch": 0})
+    changes = {"shard": shard, "train": train, "memory": memory}
+    found = configuration_of(config.model_copy(update=changes))
+    return replace(found, micro_batch=1, accumulation=1)
+
+
 def config_of(configuration: Configuration, base: Config) -> Config:
     """Return ``base`` changed so that it trains as ``configuration``.
 
@@ -68,8 +84,8 @@ def config_of(configuration: Configuration, base: Config) -> Config:
     """
     if configuration.tensor == 1:  # these two say nothing
         configuration = replace(configuration, sequence_parallel=True, split_vocabulary=True)
-    config = _changed(configuration, base)
     try:
+        config = _changed(configuration, base)
         check_tensor_parallel(config)
         found = configuration_of(config)
     except ShardwiseError as error:
@@ -98,7 +114,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
     changes: dict[str, dict[str, Any]] = {
         "model": {"context": configuration.sequence, **_lora(configuration.adapters)},
         "train": {
-            "global_batch": configuration.global_batch,
+            "global_batch": configuration.global_batch * averaged_replicas(base),
             "micro_batch": configuration.micro_batch,
             "reproducible": configuration.reproducible,
             "compile": configuration.compiled,
@@ -121,7 +137,7 @@ def _changed(configuration: Configuration, base: Config) -> Config:
         },
         "memory": {
             "checkpoint_every": int(mode != "none"),
-            "checkpoint": MemoryConfig().checkpoint if mode == "none" else mode,
+            "checkpoint": _checkpoint(mode, base.memory),
             "activations": "host" if configuration.activation_offload else "device",
             "offload": offload,
             "offload_step": configuration.offload_step,
@@ -129,10 +145,20 @@ def _changed(configuration: Configuration, base: Config) -> Config:
             "accumulate": configuration.accumulate,
         },
     }
-    sections = {
-        name: getattr(base, name).model_copy(update=values) for name, values in changes.items()
-    }
-    return Config.model_validate(base.model_copy(update=sections).model_dump())
+    return changed_config(base, changes)
+
+
+def averaged_replicas(config: Config) -> int:
+    """The number of replicas that average gradients, of which a `Configuration` is one."""
+    return 1 if config.outer.every else config.replicas.count
+
+
+def _checkpoint(mode: str, base: MemoryConfig) -> str:
+    """Return the name of a mode, in the implementation of ``base`` if that recomputes blocks."""
+    if mode == "none":
+        return MemoryConfig().checkpoint
+    is_reentrant = base.checkpoint_every and base.checkpoint == "reentrant"
+    return "reentrant" if mode == "full" and is_reentrant else mode
 
 
 def _outer(config: Config) -> Outer | None:

@@ -1,16 +1,14 @@
 """``shardwise train --memory``: finds the fastest settings of a run within a memory budget."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.machines.find import local_machine
-from shardwise.forecast.models.model import Model
 from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.fit import Search, choose
-from shardwise.train.build import build_model
+from shardwise.train.build import forecast_model
 from shardwise.train.config import Config
 from shardwise.train.planned import config_of, configuration_of
 
@@ -39,11 +37,11 @@ def within(config: Config, budget: str) -> Config:
         }
     )
     search = Search(
-        Model(config.run.name, factory=partial(build_model, plain)),
+        forecast_model(plain),
         local_machine(config.shard.nproc),
         on_cpu=not torch.cuda.is_available(),
     )
-    found = choose(search, configuration_of(plain), bytes_of(budget), whole=True)
+    found = choose(search, configuration_of(plain), bytes_of(budget, "--memory "), whole=True)
     modes = set(found.checkpointing)
     uniform = replace(found.configuration, checkpointing=modes.pop() if modes else "none")
     return config_of(uniform, plain)

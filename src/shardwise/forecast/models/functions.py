@@ -9,12 +9,13 @@ from types import ModuleType
 from typing import Any, cast
 
 from shardwise.errors import ConfigError
+from shardwise.plan.spelling import did_you_mean
 
 __all__ = ["find_function"]
 
 
 def find_function(wanted: str) -> Callable[..., Any]:
-    """Import a function. Modules in the current directory and in that of the file are found.
+    """Import a function or class. Modules in the current directory and that of the file are found.
 
     Raises:
         ConfigError: the file, module or function does not exist.
@@ -23,7 +24,8 @@ def find_function(wanted: str) -> Callable[..., Any]:
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{wanted}: {source} has no function {name!r}")
+        hint = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{wanted}: {source} has no function {name!r}{hint}")
     return cast("Callable[..., Any]", function)
 
 

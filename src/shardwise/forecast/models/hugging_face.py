@@ -31,8 +31,15 @@ def read_hugging_face(path: Path) -> tuple[str, Shape | None, Callable[[], nn.Mo
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"model {str(path)!r}: {file}: {error.strerror}; expected a directory with the "
+            "config.json of a Hugging Face model, or that file"
+        ) from error
+    except ValueError as error:
         raise ConfigError(f"model {str(path)!r}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model {str(path)!r}: expected the fields of a model, got {fields!r}")
     name = str(fields.get("_name_or_path") or path)
     try:
         import transformers  # noqa: PLC0415 (takes seconds to import)
@@ -41,7 +48,10 @@ def read_hugging_face(path: Path) -> tuple[str, Shape | None, Callable[[], nn.Mo
     # On fake tensors, the default attention makes a mask and repeats key heads. Ours does not.
     transformers.AttentionInterface.register(_ATTENTION, _attention)
     transformers.AttentionMaskInterface.register(_ATTENTION, lambda *_args, **_options: None)
-    config = transformers.AutoConfig.for_model(**fields)
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+    except Exception as error:  # transformers checks each field in its own way
+        raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
     options: dict[str, Any] = {"dtype": torch.float32}
     if config.is_encoder_decoder:
         automatic = transformers.AutoModelForSeq2SeqLM

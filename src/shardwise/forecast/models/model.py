@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.adapted import adapt
@@ -64,6 +64,10 @@ class Model:
             ConfigError: the model cannot be divided in this way.
         """
         part = ModelPart(configuration, stage)
+        if configuration.expert > 1 and self.shape is not None and not self.shape.experts:
+            raise ConfigError(
+                f"expert={configuration.expert}: model {self.name!r} has no experts; use expert=1"
+            )
         if not self.is_built_in(configuration):
             module = self._from_factory(part)
         else:
@@ -85,8 +89,16 @@ class Model:
                 "built-in model or a Hugging Face model like GPT-2 or Llama"
             )
         assert self.factory is not None
-        with torch.device("meta"):
-            module = self.factory()
+        try:
+            with torch.device("meta"):
+                module = self.factory()
+        except ShardwiseError:
+            raise
+        except Exception as error:  # any error of the user's function
+            raise ConfigError(
+                f"model {self.name!r}: the function failed: {type(error).__name__}: {error}; "
+                "expected one that needs no arguments and returns a torch.nn.Module"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"model {self.name!r}: expected the function to return a torch.nn.Module, got "
@@ -249,8 +261,14 @@ def model_of(
     Raises:
         ConfigError: there is no such model.
     """
+    for name, function in {"inputs": inputs, "loss": loss}.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name}={function!r}: expected a function")
     if isinstance(given, str):
-        return replace(resolve_model(given), inputs=inputs, loss=loss)
+        found = resolve_model(given)
+        if loss is not None and found.factory is None:
+            raise ConfigError(f"loss={loss!r}: model {found.name!r} computes its own; leave it out")
+        return replace(found, inputs=inputs, loss=loss)
     if not callable(given):
         raise ConfigError(
             f"model {given!r}: expected a name, a torch.nn.Module or a function that returns one"

@@ -59,8 +59,8 @@ class Goal:
             raise ConfigError(
                 f"objective={self.objective!r}: expected one of {', '.join(OBJECTIVES)}"
             )
-        if self.global_batch < 1:
-            raise ConfigError(f"global_batch={self.global_batch}: expected 1 or more sequences")
+        if not isinstance(self.global_batch, int) or self.global_batch < 1:
+            raise ConfigError(f"global_batch={self.global_batch!r}: expected 1 or more sequences")
         degrees = {name: getattr(self, name) for name in (*MODEL_AXES, "chunks")}
         counts = degrees | {f"micro_batches[{n}]": one for n, one in enumerate(self.micro_batches)}
         for name, count in counts.items():
@@ -69,6 +69,12 @@ class Goal:
             ):
                 auto = ', or "auto"' if name in degrees else ""
                 raise ConfigError(f"{name}={count!r}: expected an integer of 1 or more{auto}")
+        if self.chunks != "auto" and self.chunks > 1 and self.pipeline == 1:
+            raise ConfigError(f"chunks={self.chunks}: expected pipeline to be 2 or more, got 1")
+        if self.settings.units is None and set(self.checkpointing) - {"none"}:
+            raise ConfigError(
+                f"checkpointing={', '.join(self.checkpointing)}: the model has no repeated blocks"
+            )
         for kind in self.offload:
             if kind not in get_args(Offload):
                 raise ConfigError(

@@ -11,6 +11,7 @@ cannot inspect its values.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -112,6 +113,8 @@ def _run(calls: "_Calls", model: nn.Module, inputs: list[Any], loss: Loss | None
 
 def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
     recorder.exclude(tensor for tensor in tensors_in(batch) if not tensor.requires_grad)
+    log = logging.getLogger(FakeTensorMode.__module__)
+    log.addFilter(_drop)  # it prints tracebacks of errors, which are raised as well
     try:
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     except ShardwiseError:
@@ -119,9 +122,12 @@ def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -
     except Exception as error:  # any error of the user's forward
         raise PlanError(
             f"forward of {type(model).__name__} failed on tensors without values: "
-            f"{type(error).__name__}: {str(error).strip()}; pass inputs=, a function of the number "
-            "of sequences and their length that returns its arguments"
+            f"{type(error).__name__}: {str(error).strip()}; pass inputs= to sw.estimate, a "
+            "function of the number of sequences and their length that returns its arguments, or "
+            "use a sequence length that it supports"
         ) from error
+    finally:
+        log.removeFilter(_drop)
     value = output if loss is None else loss(output)
     value = getattr(value, "loss", value)
     if isinstance(value, Tensor) and (loss is _as_is or value.dim() == 0):
@@ -135,6 +141,10 @@ def _loss(recorder: Recorder, model: nn.Module, batch: Any, loss: Loss | None) -
         f"the module returned {type(value).__name__}, not a scalar loss; pass "
         "loss=function_of_its_output"
     )
+
+
+def _drop(_record: logging.LogRecord) -> bool:
+    return False
 
 
 def _as_is(output: Any) -> Any:

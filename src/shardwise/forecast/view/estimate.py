@@ -1,18 +1,20 @@
 """``sw.estimate``: what `shardwise plan` prints, as an object."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import adapters_of
 from shardwise.forecast.configuration import Checkpointing, Configuration, Float8, Offload
 from shardwise.forecast.forecast import Forecast, Forecaster, Verdict
 from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.memory.step import Certificate
+from shardwise.forecast.models.functions import find_function
 from shardwise.forecast.models.model import Model, model_of
 from shardwise.forecast.options import parse_outer, parse_wire
 from shardwise.forecast.planned import call_of
@@ -22,9 +24,12 @@ from shardwise.forecast.search.search import Ranking, search
 from shardwise.forecast.time.step import StepTime
 from shardwise.forecast.view.text import describe, reasons
 from shardwise.page.formatting import bytes_text, seconds_text
-from shardwise.plan.optimizers import optimizer_spec
+from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
+from shardwise.plan.spelling import counted
 
 __all__ = ["Estimate", "estimate", "settings_of"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,7 @@ def estimate(
     offload: Sequence[Offload] = ("none", "optimizer", "parameters"),
     tensor: Degree = 1,
     pipeline: Degree = 1,
+    chunks: Degree = 1,
     context: Degree = 1,
     expert: Degree = 1,
     configuration: Configuration | None = None,
@@ -194,6 +200,7 @@ def estimate(
         offload: what may be on the host if nothing fits otherwise.
         tensor: ranks that compute a layer together, or "auto".
         pipeline: stages, or "auto".
+        chunks: parts of the model on each stage of a pipeline, or "auto".
         context: ranks that share a sequence, or "auto".
         expert: data-parallel ranks that share the experts, or "auto".
         configuration: forecast exactly this instead of searching; the other settings are ignored.
@@ -212,10 +219,22 @@ def estimate(
     resolved = model_of(model, inputs=inputs, loss=loss)
     forecaster = Forecaster(resolved, machine)
     if configuration is not None:
+        if not isinstance(configuration, Configuration):
+            raise ConfigError(
+                f"configuration={configuration!r}: expected that of another estimate, or a changed "
+                "one"
+            )
+        if configuration.world_size != machine.cluster.num_devices:
+            raise ConfigError(
+                f"configuration: it is for {counted(configuration.world_size, 'rank')}, but "
+                f"cluster={cluster!r} has {machine.cluster.num_devices:,} devices"
+            )
         found = forecaster.forecast(configuration)
         goal = Goal(global_batch=configuration.global_batch, settings=configuration)
         fitting, too_large = ((found,), ()) if found.fits else ((), (found,))
         return Estimate(resolved.name, Ranking(goal, fitting, too_large), found)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(map(str, _DTYPES))}")
     settings = settings_of(
         resolved,
         optimizer=optimizer,
@@ -235,11 +254,12 @@ def estimate(
         settings=settings,
         objective=objective,
         strategies=_several(strategies),
-        micro_batches=tuple(micro_batches),
+        micro_batches=_several(micro_batches),
         checkpointing=_several(checkpointing),
-        offload=_several(offload),
+        offload=_several(offload) or ("none",),
         tensor=tensor,
         pipeline=pipeline,
+        chunks=chunks,
         context=context,
         expert=expert,
     )
@@ -248,30 +268,53 @@ def estimate(
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return (given,) if is_one else tuple(given)
+
+
+def _known_optimizer(name: str) -> OptimizerSpec:
+    """Return the optimizer of this name, and import its class if that is not one of the table."""
+    spec = optimizer_spec(name)
+    if name not in OPTIMIZERS:
+        find_function(name)
+    return spec
 
 
 def settings_of(
     model: Model,
+    base: Configuration | None = None,
     *,
-    optimizer: str,
-    wire: str | None,
-    outer: str | None,
-    lora: Any,
-    qlora: bool,
+    optimizer: str | None = None,
+    wire: str | None = None,
+    outer: str | None = None,
+    lora: Any = None,
+    qlora: bool = False,
     **settings: Any,
 ) -> Configuration:
-    """Return what all candidates share; arguments as of `estimate`, or of `Configuration`."""
-    spec, (outer_row, outer_replicas) = optimizer_spec(optimizer), parse_outer(outer)
-    return Configuration(
-        master_dtype=model.master_dtype,
-        units=model.units,
-        wire=parse_wire(wire),
-        outer=outer_row,
-        outer_replicas=outer_replicas,
-        adapters=adapters_of(lora, qlora=qlora),
-        optimizer=optimizer,
-        optimizer_options=spec.options,
-        optimizer_loop=spec.loop,
-        **settings,
-    )
+    """Return what all candidates share: ``base``, changed by all that is not None.
+
+    Args:
+        model: gives the units and the dtype of shards if there is no ``base``.
+        base: how a run trains that is planned; None: the defaults of `Configuration`.
+        optimizer: as of `estimate`, as are the others.
+        settings: fields of `Configuration`.
+
+    Raises:
+        ConfigError: an option is malformed, or there is no such optimizer.
+        PlanError: a value is out of range, or contradicts another.
+    """
+    base = base or Configuration(master_dtype=model.master_dtype)
+    changes = {name: value for name, value in settings.items() if value is not None}
+    if base.units == "auto":
+        changes["units"] = model.units
+    if optimizer is not None and optimizer != base.optimizer:
+        spec = _known_optimizer(optimizer)
+        changes |= {"optimizer": optimizer, "optimizer_loop": spec.loop}
+        changes["optimizer_options"] = spec.options
+    if wire is not None:
+        changes["wire"] = parse_wire(wire)
+    if outer is not None:
+        changes["outer"], changes["outer_replicas"] = parse_outer(outer)
+    if lora is not None or qlora:
+        changes["adapters"] = adapters_of(base.adapters if lora is None else lora, qlora=qlora)
+    return replace(base, **changes)
