@@ -53,7 +53,7 @@ def plan(
         str, typer.Option(metavar="NAME,NAME", help="Strategies to try (default: all).")
     ] = "",
     micro_batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two).")
+        str, typer.Option(metavar="N,N", help="Sequences per forward (default: divisors up to 64).")
     ] = "",
     checkpointing: Annotated[
         str,
