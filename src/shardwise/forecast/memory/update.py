@@ -4,7 +4,8 @@ Fused kernels need none. Other updates of torch's allocate tensors like the shar
 second moments: with ``foreach`` those of all parameters at once, in a for-loop those of one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
@@ -86,41 +87,46 @@ def _is_quantized(parameter: ParameterSpec, spec: OptimizerSpec) -> bool:
 def _owner_bytes(plan: Plan, spec: OptimizerSpec, *, on_cpu: bool) -> int:
     """Return the most memory that an owner of hidden matrices needs for its batches of matrices.
 
-    While it works on one batch, it holds the updates of the batch before and what it exchanges for
-    them, and what it exchanges for the next batch (`MatrixExchange` in ``optim/exchange.py``). All
-    batches count as the largest one. AdamW is fused.
+    While it works on a batch, it holds the updates of the batch before, and what it exchanges for
+    all three: the one before, this one, and the next (`MatrixExchange` in ``optim/exchange.py``).
+    AdamW, which steps the other parameters, is fused.
     """
     is_muon = not spec.side_states
     itemsize = 2 if is_muon and not on_cpu else _FLOAT_BYTES
     found = list(hidden_matrices(plan))
-    matrices = [Matrices(one.parameter.name, one.parameter.shape) for _, one in found]
-    sizes = [extent.parameter.num_elements for _, extent in found]
+    sizes = sorted((extent.parameter.num_elements for _, extent in found), reverse=True)
     if not any(sizes):
         return 0
     # Elements that an owner receives of others, and sends back, relative to those of its matrices.
     held = sum(largest_part(layout, extent) for layout, extent in found) / sum(sizes)
     replicas = plan.replicas if not plan.strategy.is_two_level else 1
     collected, returned = 1 - held, replicas - held
+    matrices = (Matrices(one.parameter.name, one.parameter.shape) for _, one in found)
     work = itemsize * max(_work_elements(one, is_muon=is_muon) for one in matrices)
     if collected or itemsize != _FLOAT_BYTES:  # the owner puts the parts of a matrix together
-        work += itemsize * max(sizes)
+        work += itemsize * sizes[0]
     contributed = _FLOAT_BYTES * is_muon  # the direction, while SOAP sends the gradient
     if plan.num_ranks == 1:
-        return (contributed + itemsize) * max(sizes) + work
-    num_owners = min(len(sizes), plan.num_ranks)
-    num_jobs = -(-len(sizes) // num_owners)
-    elements = max(sum(sizes) // num_owners, *sizes)
-    num_batches = Load(num_jobs=num_jobs, elements=elements).num_batches(itemsize)
-    batch = min(elements, -(-num_jobs // num_batches) * max(sizes))
-    has_next = num_batches > 1
-    updates = batch * itemsize * (1 + 2 * returned)  # with what is sent and received of them
-    arrived = batch * itemsize * collected
-    message = 2 * arrived
-    waiting = has_next * (message + batch * contributed * held)
-    collecting = has_next * (updates + arrived) + batch * contributed + message
-    working = has_next * updates + arrived + batch * itemsize + work + waiting
-    returning = (1 + has_next) * updates + waiting
-    return round(max(collecting, working, returning))
+        return (contributed + itemsize) * sizes[0] + work
+    peak = 0.0
+    before = 0  # elements of the last batch
+    batches = [*_batches(sizes[:: plan.num_ranks], itemsize), 0]
+    for batch, following in pairwise(batches):
+        parts = (batch + following) * (2 * collected * itemsize + contributed * held)
+        updates = before * itemsize * (1 + 2 * returned)  # with what is sent and received of them
+        own = max(batch * itemsize + work, batch * itemsize * (1 + 2 * returned))
+        peak = max(peak, parts + updates + own)
+        before = batch
+    return round(peak)
+
+
+def _batches(sizes: Sequence[int], itemsize: int) -> list[int]:
+    """Return the elements of an owner's batches, of matrices in descending order of their sizes."""
+    num_batches = Load(num_jobs=len(sizes), elements=sum(sizes)).num_batches(itemsize)
+    batches = [0] * num_batches
+    for position, size in enumerate(sizes):
+        batches[position * num_batches // len(sizes)] += size
+    return batches
 
 
 def _work_elements(matrices: Matrices, *, is_muon: bool) -> int:
