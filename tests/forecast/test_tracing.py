@@ -192,7 +192,8 @@ class _Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x).tanh()
-        return (self.layers[1](y) + self.layers[2](y)).sum()
+        loss: Tensor = (self.layers[1](y) + self.layers[2](y)).sum()
+        return loss
 
 
 def test_autograd_adds_gradients_that_are_views_out_of_place() -> None:
