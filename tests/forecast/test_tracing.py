@@ -192,8 +192,7 @@ class _Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x).tanh()
-        loss: Tensor = (self.layers[1](y) + self.layers[2](y)).sum()
-        return loss
+        return (self.layers[1](y) + self.layers[2](y)).sum()
 
 
 def test_autograd_adds_gradients_that_are_views_out_of_place() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.adapted import adapt
@@ -85,16 +85,8 @@ class Model:
                 "built-in model or a Hugging Face model like GPT-2 or Llama"
             )
         assert self.factory is not None
-        try:
-            with torch.device("meta"):
-                module = self.factory()
-        except ShardwiseError:
-            raise
-        except Exception as error:  # a user's function
-            raise ConfigError(
-                f"model {self.name!r}: expected a function that builds a torch.nn.Module without "
-                f"arguments, but it failed: {type(error).__name__}: {error}"
-            ) from error
+        with torch.device("meta"):
+            module = self.factory()
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"model {self.name!r}: expected the function to return a torch.nn.Module, got "

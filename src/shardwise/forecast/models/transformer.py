@@ -76,8 +76,6 @@ def build(shape: Shape, part: ModelPart = _WHOLE) -> nn.Module:
     """
     if shape.arch == "t5" and not part.is_whole:
         raise ConfigError(f"a T5 cannot be divided: {part}; use 1 for each of these")
-    if part.configuration.expert > 1 and not shape.experts:
-        raise ConfigError(f"expert={part.configuration.expert}: the model has no experts")
     with torch.device("meta"):
         return T5(shape) if shape.arch == "t5" else Transformer(shape, part)
 

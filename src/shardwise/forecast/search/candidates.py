@@ -69,10 +69,6 @@ class Goal:
             ):
                 auto = ', or "auto"' if name in degrees else ""
                 raise ConfigError(f"{name}={count!r}: expected an integer of 1 or more{auto}")
-        if self.pipeline == 1 and self.chunks not in (1, "auto"):
-            raise ConfigError(
-                f"chunks={self.chunks}: expected pipeline to be 2 or more, got pipeline=1"
-            )
         for kind in self.offload:
             if kind not in get_args(Offload):
                 raise ConfigError(

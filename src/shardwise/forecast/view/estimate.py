@@ -155,7 +155,6 @@ def estimate(
     offload: Sequence[Offload] = ("none", "optimizer", "parameters"),
     tensor: Degree = 1,
     pipeline: Degree = 1,
-    chunks: Degree = 1,
     context: Degree = 1,
     expert: Degree = 1,
     configuration: Configuration | None = None,
@@ -196,7 +195,6 @@ def estimate(
         offload: what may be on the host if nothing fits otherwise.
         tensor: ranks that compute a layer together, or "auto".
         pipeline: stages, or "auto".
-        chunks: parts of the model on each stage (the interleaved schedule), or "auto".
         context: ranks that share a sequence, or "auto".
         expert: data-parallel ranks that share the experts, or "auto".
         configuration: forecast exactly this instead of searching; the other settings are ignored.
@@ -243,7 +241,6 @@ def estimate(
         offload=_several(offload),
         tensor=tensor,
         pipeline=pipeline,
-        chunks=chunks,
         context=context,
         expert=expert,
     )
