@@ -278,44 +278,6 @@ def _plan_and_train(model: str, options: list[str], path: Path) -> None:
     assert len(metrics) == 2
 
 
-def test_a_plan_keeps_the_settings_of_a_run_that_no_option_replaces(tmp_path: Path) -> None:
-    llama_config(vocab_size=300, intermediate_size=64).save_pretrained(str(tmp_path / "llama"))
-    document: dict[str, Any] = {
-        "model": {"path": str(tmp_path / "llama"), "context": 32, "lora_rank": 8},
-        "tokenizer": {"vocabulary": 300},
-        "train": {
-            "global_batch": 6,
-            "micro_batch": 4,  # the search chooses it
-            "optimizer": "sgd",
-            "optimizer_options": {"momentum": 0.9},
-            "compile": True,
-            "grad_clip": 0.0,
-        },
-        "precision": {"compute": "float16", "reduce": "float16"},
-        "memory": {"accumulate": "whole"},
-    }
-    base = Config.model_validate(document)
-    (tmp_path / "run.toml").write_text(toml_of(base), "utf-8")
-    path = tmp_path / "plan.toml"
-    options = ["--cluster=2xH100", "--no-scaling", "--strategy=fsdp", "--checkpointing=none"]
-    assert run(str(tmp_path / "run.toml"), *options, f"--config={path}").code == 0
-    written = read_config(path)
-    expected = {"train": {"micro_batch": 3}, "shard": base.shard.model_dump() | {"nproc": 2}}
-    assert written == Config.model_validate(_merged(base.model_dump(), expected))
-    options += ["--seq=16", "--optimizer=adamw", "--dtype=bfloat16", "--no-compile", "--lora=r=4"]
-    assert run(str(tmp_path / "run.toml"), *options, f"--config={path}").code == 0
-    other = configuration_of(read_config(path))
-    assert (other.sequence, other.optimizer, other.compiled) == (16, "adamw", False)
-    assert other.compute_dtype == torch.bfloat16
-    assert other.adapters is not None
-    assert other.adapters.rank == 4
-    assert other.accumulate == "whole"
-
-
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    return old | {name: old[name] | values for name, values in new.items()}
-
-
 def test_a_plan_of_a_run_keeps_its_other_settings(tmp_path: Path) -> None:
     document = {
         "model": MODEL,

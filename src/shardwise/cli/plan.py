@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
-from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS
+from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # in characters, which the tables need
 QUIET_SECONDS = 2.0  # minimum time before the first line of progress, and between lines
-_RUN = ", or that of the TOML file"
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEGREE = typer.Option(metavar="N", help="Ranks on this axis, or auto to try several.")
 
@@ -43,12 +42,9 @@ def plan(
             help="Such as 64xH100, or 64xA100-40GB/8:1600 (GPUs per node:Gbit/s).",
         ),
     ] = "8xH100",
-    seq: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Tokens per sequence (default: 4,096{_RUN}).")
-    ] = None,
+    seq: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 4096,
     global_batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", help=f"Sequences per step (default: 8 per GPU{_RUN})."),
+        int | None, typer.Option(metavar="N", help="Sequences per step (default: 8 per GPU).")
     ] = None,
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="tokens/s, memory or cost.")
@@ -82,22 +78,12 @@ def plan(
     context: Annotated[str, _DEGREE] = "1",
     expert: Annotated[str, _DEGREE] = "1",
     optimizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"One of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw{_RUN}).",
-        ),
-    ] = None,
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}, or module:Class.")
+    ] = "adamw",
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help=f"Compute dtype: bfloat16, float16 or float32 (default: bfloat16{_RUN}).",
-        ),
-    ] = None,
-    compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile.")
-    ] = None,
+        str, typer.Option(metavar="DTYPE", help="Compute dtype: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     lora: Annotated[
         str | None,
         typer.Option(
@@ -187,37 +173,26 @@ def plan(
     from shardwise.train.model_files import ModelFiles  # noqa: PLC0415
 
     machine = machine_of(cluster)
-    files = ModelFiles.of(model, config, seq)
+    files = ModelFiles.of(model, config)
     settings = settings_of(
         files.model,
-        optimizer=optimizer or ASSUMED,
+        optimizer=optimizer,
         wire=wire,
         outer=outer,
         lora=lora,
         qlora=qlora,
-        sequence=4096 if seq is None else seq,
-        compute_dtype=_dtype(dtype or "bfloat16"),
-        compiled=bool(compiled),
+        sequence=seq,
+        compute_dtype=_dtype(dtype),
+        compiled=compiled,
+        reproducible=0 if files.base is None else files.base.train.reproducible,
         # shardwise train divides layers as transformers does.
         sequence_parallel=config is None,
         split_vocabulary=config is None,
         float8=float8,
         float8_gather=float8_gather,
     )
-    options = {
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "compile": compiled,
-        "lora": lora or qlora or None,
-        "outer": outer,
-    }
-    settings = files.with_run(settings, [name for name, one in options.items() if one is not None])
-    if global_batch is None:
-        global_batch = 8 * machine.cluster.num_devices
-        if files.base is not None and files.is_run:
-            global_batch = files.base.train.global_batch
     goal = Goal(
-        global_batch=global_batch,
+        global_batch=8 * machine.cluster.num_devices if global_batch is None else global_batch,
         settings=settings,
         objective=objective,  # type: ignore[arg-type]
         strategies=split_names(strategy),
@@ -255,7 +230,7 @@ def plan(
     if config is not None:
         if planned.config_problem:
             raise ConfigError(f"--config {config}: {planned.config_problem}")
-        files.write_model(settings.sequence)
+        files.write_model(seq)
     if not planned.winner.fits:
         raise ConfigError(planned.shortage)
 

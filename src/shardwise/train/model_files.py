@@ -1,29 +1,19 @@
 """The model of `shardwise plan`, in the files from which `shardwise train` builds it."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.hugging_face import settings_of
 from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.train.build import build_model
-from shardwise.train.config import (
-    Config,
-    MemoryConfig,
-    ModelConfig,
-    ShardConfig,
-    TokenizerConfig,
-    read_config,
-)
+from shardwise.train.config import Config, MemoryConfig, ModelConfig, TokenizerConfig, read_config
 from shardwise.train.huggingface import HuggingFace, settings_from
-from shardwise.train.planned import config_of, configuration_of, toml_of
+from shardwise.train.planned import config_of, toml_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_settings
 
@@ -40,29 +30,21 @@ class ModelFiles:
     model: Model
     base: Config | None = None  # None: the trainer cannot build the model
     directory: Path | None = None  # where `write_model` writes a config.json, if it does
-    is_run: bool = False  # whether ``base`` is the file of a run
 
     @classmethod
-    def of(cls, name: str, config: Path | None, sequence: int | None = None) -> "ModelFiles":
+    def of(cls, name: str, config: Path | None) -> "ModelFiles":
         """Find the model that ``name`` stands for: as in `resolve_model`, or the TOML of a run.
 
-        A built-in model will be written beside the file ``config``. ``sequence`` replaces the
-        length of sequences of a run.
+        A built-in model will be written beside the file ``config``.
         """
         path = Path(name)
         if path.suffix == ".toml":
             base = read_config(path)
-            if sequence is not None:
-                longer = base.model.model_copy(update={"context": sequence})
-                base = base.model_copy(update={"model": longer})
-            # The forecast adds adapters and checkpointing.
-            alone = base.model.model_copy(update={"lora_rank": 0})
-            plain = base.model_copy(update={"memory": MemoryConfig(), "model": alone})
+            plain = base.model_copy(update={"memory": MemoryConfig()})
             # Tensor parallelism is forecast from the shape.
             is_divisible = base.model.path and not base.model.lora_rank
             shape = resolve_model(base.model.path).shape if is_divisible else None
-            model = Model(base.run.name, shape, factory=partial(build_model, plain))
-            return cls(model, base, is_run=True)
+            return cls(Model(base.run.name, shape, factory=partial(build_model, plain)), base)
         model = resolve_model(name)
         if path.is_dir() or path.suffix == ".json":
             directory = path if path.is_dir() else path.parent
@@ -73,27 +55,6 @@ class ModelFiles:
             return cls(model)
         directory = config.with_name(f"{config.stem}-model")
         return cls(model, _base(directory, model, has_tokenizer=False), directory)
-
-    def with_run(self, settings: Configuration, given: Iterable[str]) -> Configuration:
-        """Replace ``settings`` by those of the file of a run, if it is one.
-
-        Those of the options ``given`` on the command line remain: names in `_SETTINGS`.
-        """
-        if self.base is None or not self.is_run:
-            return settings
-        given = set(given)
-        kept = [
-            name for option, names in _SETTINGS.items() if option not in given for name in names
-        ]
-        own = configuration_of(_undivided(self.base))
-        settings = replace(settings, **{name: getattr(own, name) for name in kept})
-        is_cast = settings.compute_dtype != torch.float32
-        return replace(
-            settings,
-            reproducible=self.base.train.reproducible,
-            units=settings.units if own.units == "auto" else own.units,
-            full_norms=is_cast and self.base.precision.norms == "float32",
-        )
 
     def toml_of(self, configuration: Configuration) -> str:
         """The file with which `shardwise train` trains in this way; a ConfigError if it cannot."""
@@ -123,29 +84,6 @@ class ModelFiles:
             self.directory.mkdir(exist_ok=True)
             fields = json.dumps(settings_of(self.model.shape, sequence), indent=2)
             (self.directory / "config.json").write_text(f"{fields}\n", "utf-8")
-
-
-# Settings of a run that a search does not choose, by the option of `shardwise plan` for them.
-_SETTINGS = {
-    "": ("sequence", "reduce_dtype", "accumulate", "step_in_backward", "clips"),
-    "optimizer": ("optimizer", "optimizer_options", "optimizer_loop"),
-    "dtype": ("compute_dtype",),
-    "compile": ("compiled",),
-    "lora": ("adapters",),
-    "outer": ("outer", "outer_replicas"),
-}
-
-
-def _undivided(config: Config) -> Config:
-    """Return ``config`` with one micro-batch on one rank, which is always possible."""
-    replicas = config.replicas.count
-    train = {"global_batch": replicas, "micro_batch": 1, "reproducible": 0}
-    changes = {
-        "train": config.train.model_copy(update=train),
-        "shard": ShardConfig(nproc=1, units=config.shard.units),
-        "memory": config.memory.model_copy(update={"checkpoint_every": 0}),
-    }
-    return config.model_copy(update=changes)
 
 
 def _base(directory: Path, model: Model, *, has_tokenizer: bool) -> Config:
