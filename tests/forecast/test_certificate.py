@@ -1,21 +1,28 @@
 """Tests of the memory certificate with handmade activations."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import profile
 
+import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory import step
 from shardwise.forecast.memory.step import CATEGORIES, Certificate, memory_certificate
+from shardwise.forecast.memory.update import update_bytes
 from shardwise.forecast.planned import plan_of
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.wire import Wire
 from shardwise.schedule.events import EventKind
+from tests.forecast.peaks import peak_of
 
 BLOCK = 16 * 16  # elements of one block
 UNIT = 4 * BLOCK  # its bytes
@@ -125,6 +132,35 @@ def test_a_foreach_update_allocates_roots_of_all_second_moments() -> None:
     assert certificate.timeline[-1].label == "update"
     assert certificate.timeline[-1].temporaries == 4 * BLOCK * 5 // 4
     assert certificate_of(CONFIGURATION).timeline[-1].temporaries == 0
+
+
+UPDATES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "nadam": partial(torch.optim.NAdam, foreach=True),
+    "adagrad": partial(torch.optim.Adagrad, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, foreach=True),
+    "adam8bit": sw.optim.Adam8bit,
+    "muon": sw.optim.Muon,
+    "soap": partial(sw.optim.SOAP, precondition_frequency=1),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_temporaries_are_those_of_the_optimizer(name: str) -> None:
+    options: dict[str, Any] = {"optimizer": name, "optimizer_loop": "foreach"}
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(256, 256) for _ in range(3))})
+    parameters = list(model.parameters())
+    matrices = [one for one in parameters if name not in ("muon", "soap") or one.ndim > 1]
+    optimizer = UPDATES[name](matrices)
+    for parameter in matrices:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.step()
+    with profile(profile_memory=True) as profiled:
+        optimizer.step()
+    configuration = replace(CONFIGURATION, shard_size=1, **options)
+    plan = plan_of(model.to("meta"), configuration)
+    found = update_bytes(plan, configuration, on_cpu=True)
+    assert found == pytest.approx(peak_of(profiled), rel=0.05)
 
 
 def test_offload_moves_shards_and_states_to_the_host() -> None:

@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.step import Certificate, memory_certificate
+from shardwise.forecast.memory.update import update_bytes
 from shardwise.forecast.models.adapted import adapt
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape, build
@@ -99,6 +100,7 @@ def forecast_peak(certificate: Certificate) -> int:
         pytest.param(LLAMA, "full", {"compute_dtype": torch.bfloat16}, marks=thorough),
         pytest.param(LLAMA, "none", DORA, marks=thorough),
         pytest.param(LLAMA, "full", QLORA, marks=thorough),
+        pytest.param(GPT, "full", LORA, marks=thorough),
         pytest.param(MIDDLE, "none", LORA, marks=thorough),
         pytest.param(MIDDLE, "full", QLORA, marks=thorough),
     ],
@@ -162,3 +164,6 @@ def test_states_take_what_is_certified(name: str) -> None:
     total = torch.tensor(float(sum(states)))
     dist.all_reduce(total)
     assert predicted == pytest.approx(total.item() / 2, rel=0.02)
+    with profile(profile_memory=True) as profiled:
+        optimizer.step()
+    assert peak_of(profiled) <= 1.1 * update_bytes(plan, configuration, on_cpu=True)

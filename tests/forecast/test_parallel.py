@@ -9,6 +9,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.forecast import Forecaster
+from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.work import Kind, Operation
@@ -121,6 +123,14 @@ def test_pipeline_stages_add_up_to_the_model() -> None:
     assert middle.sent_bytes == 2 * BATCH * TIME * HIDDEN
     divided = workload_of(Model("", shape), replace(ONE, pipeline=3, tensor=2, context=2), 1)
     assert divided.sent_bytes == middle.sent_bytes // 4
+
+
+def test_flops_of_a_pipeline_are_a_mean_over_its_stages() -> None:
+    forecaster = Forecaster(Model("", LLAMA), machine_of("8xA100"))
+    whole = forecaster.forecast(replace(ONE, shard_size=8, checkpointing="full")).step
+    divided = replace(ONE, pipeline=2, accumulation=2, checkpointing="full")
+    found = forecaster.forecast(divided).step
+    assert (found.model_flops, found.hardware_flops) == (whole.model_flops, whole.hardware_flops)
 
 
 def test_selective_checkpointing_keeps_results_of_reduce_scatters() -> None:

@@ -98,6 +98,16 @@ def test_larger_micro_batches_than_the_first_misfit_are_skipped() -> None:
     assert [one.configuration.micro_batch for one in ranking.too_large] == [8]
 
 
+def test_larger_micro_batches_than_the_first_misfit_are_tried_with_offload() -> None:
+    """One sequence takes 43 GB of 42; one and two fit with states on the host."""
+    goal = Goal(global_batch=64, strategies=("fsdp",), checkpointing=("none",))
+    ranking = rank(goal, Fake(parse_cluster("8xA100-40GB")))
+    assert [one.configuration.micro_batch for one in ranking.too_large] == [1]
+    assert {one.configuration.micro_batch for one in ranking.fitting} == {1, 2}
+    best = ranking.winner.configuration
+    assert (best.micro_batch, best.offload) == (2, "optimizer")
+
+
 def test_offload_is_tried_only_if_it_may_suffice() -> None:
     ranking = rank(Goal(global_batch=64, strategies=("ddp",)), Fake())
     assert not ranking.fitting  # 90 GB of parameters
@@ -201,6 +211,8 @@ def test_configurations_divide_ranks_and_batch() -> None:
     for one in configurations(Goal(global_batch=512, tensor="auto", context=2), 64, 8):
         assert one.world_size == 64
         assert one.global_batch == 512
+    uneven = configurations(Goal(global_batch=64 * 12), 64, 8)
+    assert {one.micro_batch for one in uneven} == {1, 2, 3, 4, 6, 12}
     chunked = configurations(Goal(global_batch=512, pipeline=4, chunks="auto"), 64, 8)
     assert {one.chunks for one in chunked} == {1, 2, 4}
     assert all(one.chunks == 1 or one.accumulation % 4 == 0 for one in chunked)

@@ -183,6 +183,28 @@ def test_autograd_adds_gradients_in_place() -> None:
     assert 2.0 <= backward.peak_bytes / model.weight.nbytes < 2.1
 
 
+class _Branches(nn.Module):
+    """Uses the output of a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x).tanh()
+        total: Tensor = (self.layers[1](y) + self.layers[2](y)).sum()
+        return total
+
+
+def test_autograd_adds_gradients_that_are_views_out_of_place() -> None:
+    """Linear layers view their inputs as matrices, unless these are matrices."""
+    sizes = (1024, 64), (32, 32, 64)
+    matrix, views = (
+        trace(_Branches(), [torch.zeros(size)], units=[]).segments[-1].peak_bytes for size in sizes
+    )
+    assert views - matrix == 4 * 1024 * 64
+
+
 def test_a_tied_embedding_adds_rows_to_the_gradient_of_its_head() -> None:
     shape = trained.gpt_shape(vocabulary=4096, context=8, width=16, layers=1, heads=1)
     with torch.device("meta"):

@@ -59,7 +59,7 @@ def plan(
     ] = None,
     micro_batch: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Sequences per forward (default: powers of two)."),
+        typer.Option(metavar="N,N", help="Sequences per forward (default: divisors up to 64)."),
     ] = None,
     checkpointing: Annotated[
         str | None,

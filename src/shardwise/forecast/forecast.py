@@ -125,7 +125,10 @@ class Forecaster:
         """Add the time of a step, predicted for the last pipeline stage."""
         configuration = forecast.configuration
         plan, workload = self.plan(configuration), self.workload(configuration)
-        time = step_time(plan, workload, self.machine, configuration)
+        whole = None
+        if configuration.pipeline > 1:  # the last stage has the head
+            whole = self.workload(replace(configuration, pipeline=1, chunks=1))
+        time = step_time(plan, workload, self.machine, configuration, whole)
         return replace(forecast, time=time)
 
     def checkpoint(self, configuration: Configuration, stage: int = -1) -> CheckpointPlan:

@@ -66,7 +66,8 @@ class OptimizerSpec:
         side_states: states of [m, m] and [n, n] elements for each [m, n] matrix.
         min_elements: smaller parameters, and vectors, keep the states in float32.
         is_fusable: whether the class takes ``fused=True``.
-        takes_roots: whether an update that is not fused computes roots of the second moments.
+        temporaries: how many tensors like the shards an update with ``foreach`` allocates, such as
+            roots of the second moments.
         takes_betas: whether the class takes ``betas`` as AdamW does.
         options: options of the class that the name stands for.
     """
@@ -79,7 +80,7 @@ class OptimizerSpec:
     side_states: int = 0
     min_elements: int = 0
     is_fusable: bool = False
-    takes_roots: bool = False
+    temporaries: int = 0
     takes_betas: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -96,7 +97,7 @@ class OptimizerSpec:
     @property
     def loop(self) -> Literal["fused", "foreach"]:
         """How the trainer's update iterates over parameters."""
-        return "fused" if self.is_fusable or not self.takes_roots else "foreach"
+        return "fused" if self.is_fusable or not self.temporaries else "foreach"
 
     @property
     def has_owners(self) -> bool:
@@ -118,7 +119,7 @@ def _adam(name: str, *, fused: bool = False) -> OptimizerSpec:
         _MOMENTS,
         7.0,
         is_fusable=fused,
-        takes_roots=True,
+        temporaries=1,
         takes_betas=fused,
     )
 
@@ -128,8 +129,12 @@ _ALL = (
     _adam("adam", fused=True),
     _adam("nadam"),
     _adam("radam"),
-    OptimizerSpec("adagrad", "torch.optim:Adagrad", "elements", (State("sum"),), 5.0),
-    OptimizerSpec("rmsprop", "torch.optim:RMSprop", "elements", (State("square_avg"),), 5.0),
+    OptimizerSpec(
+        "adagrad", "torch.optim:Adagrad", "elements", (State("sum"),), 5.0, temporaries=2
+    ),
+    OptimizerSpec(
+        "rmsprop", "torch.optim:RMSprop", "elements", (State("square_avg"),), 5.0, temporaries=1
+    ),
     OptimizerSpec("lion", "", "elements", (State("exp_avg"),), 5.0),
     OptimizerSpec("sgd", "torch.optim:SGD", "elements", (), 3.0),
     OptimizerSpec(
@@ -189,7 +194,7 @@ def _with_options(name: str, options: tuple[tuple[str, Any], ...]) -> OptimizerS
     given = dict(options)
     if known is None:
         known = replace(OPTIMIZERS[ASSUMED], name=name, path=name, is_fusable=False)
-        known = replace(known, takes_betas=False, takes_roots=False)
+        known = replace(known, takes_betas=False, temporaries=0)
     states, passes = known.states, known.passes
     if known.kind == "elements":
         added = [_MOMENTUM] if given.get("momentum") and _MOMENTUM not in states else []

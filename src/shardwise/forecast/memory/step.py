@@ -28,6 +28,7 @@ from itertools import accumulate
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.buffers import DeviceStepReplay, MemoryReplay, ReplayOptions
+from shardwise.forecast.memory.update import update_bytes
 from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches, schedule
 from shardwise.forecast.work import Kind, Segment, Workload
@@ -197,6 +198,7 @@ class _StepReplay:
         on_cpu: bool,
     ) -> None:
         self._plan, self._workload, self._configuration = plan, workload, configuration
+        self._on_cpu = on_cpu
         self._labels = [unit.label for unit in plan.units]
         accumulates = configuration.accumulation > 1
         holds_wholes = configuration.accumulate == "whole" or configuration.reproducible > 0
@@ -309,7 +311,7 @@ class _StepReplay:
             gradients=memory.gradient_shards,
             communication=memory.accumulated + memory.reducing + memory.encoding,
             optimizer=self._optimizer + self._device_steps.update_bytes,
-            temporaries=_update_bytes(self._plan, self._configuration),
+            temporaries=update_bytes(self._plan, self._configuration, on_cpu=self._on_cpu),
         )
 
     def _run_pass(self, workload: Workload, activations: "_Activations") -> Iterator[Moment]:
@@ -425,27 +427,6 @@ def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
 
 def _trained_bytes(plan: Plan, *, offloaded: bool) -> int:
     return sum(layout.shard_bytes for layout in trained_layouts(plan, offloaded=offloaded))
-
-
-def _update_bytes(plan: Plan, configuration: Configuration) -> int:
-    """Return the temporaries of the update: torch's AdamW computes roots of the second moments.
-
-    The foreach implementation computes the roots of all parameters at once. The for-loop computes
-    those of one parameter, and divides them in a second tensor. Fused kernels need no temporaries.
-    """
-    if configuration.optimizer_loop == "fused" or not configuration.states.takes_roots:
-        return 0
-    layouts = list(trained_layouts(plan, offloaded=False))
-    brought = [one for unit in plan.units if unit.steps_on_device for one in unit.trainable_layouts]
-    if configuration.optimizer_loop == "foreach":
-        by_unit = brought + layouts * configuration.step_in_backward
-        of_unit = max((layout.shard_bytes for layout in by_unit), default=0)
-        together = layouts * (not configuration.step_in_backward)
-        return max(of_unit, sum(layout.shard_bytes for layout in together))
-    layouts += brought
-    sizes = (min(e.parameter.num_bytes, lay.shard_bytes) for lay in layouts for e in lay.extents)
-    largest: int = max(sizes, default=0)
-    return 2 * largest
 
 
 def _stream_bytes(timeline: tuple[Moment, ...], loaded_bytes: int) -> int:

@@ -227,8 +227,7 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
         if size * leaves != goal.global_batch or rank_batch % size:
             return []
         return [size]
-    powers = [1 << power for power in range(_MAX_MICRO_BATCH.bit_length())]
-    return [size for size in powers if rank_batch % size == 0]
+    return [size for size in range(1, _MAX_MICRO_BATCH + 1) if rank_batch % size == 0]
 
 
 def _indivisible(degrees: dict[str, int], num_ranks: int, by: int) -> str:

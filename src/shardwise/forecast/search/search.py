@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from shardwise.errors import ConfigError, PlanError
@@ -39,9 +40,9 @@ class Ranking:
 def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: None) -> Ranking:
     """Compare the configurations of a model on a cluster.
 
-    Micro-batches above the first that does not fit are skipped. Candidates that do not fit are
-    tried again with offload, in increasing amounts; with the objective "memory", all are. If still
-    none fits, all are tried with offload and without prefetch.
+    Micro-batches above the first that does not fit are tried with offload, in increasing amounts,
+    up to the first that does not fit with it either; with the objective "memory", all that fit are.
+    If still none fits, all are tried with offload and without prefetch.
 
     Args:
         forecaster: predicts steps of the model on the cluster.
@@ -89,6 +90,7 @@ def _search_cluster(
     candidates = configurations(goal, cluster.num_devices, cluster.devices_per_node)
     in_memory: list[Forecast] = []
     too_large: list[Forecast] = []
+    with_offload: list[Forecast] = []
     problem: PlanError | ConfigError | None = None
     for number, group in enumerate(groups := _by_micro_batch(candidates), start=1):
         progress(f"memory of {number} of {len(groups)} ways to shard on {name}")
@@ -98,13 +100,17 @@ def _search_cluster(
             problem = error
             continue
         in_memory += [forecast for forecast in found if forecast.fits]
-        too_large += [forecast for forecast in found if not forecast.fits]
+        if found[-1].fits:
+            continue
+        too_large.append(found[-1])
+        larger = (forecaster.memory(one) for one in group[len(found) :])
+        with_offload += _until_none_fits(forecaster, goal, chain(found[-1:], larger))
     if problem is not None and not in_memory and not too_large:
         raise problem
-    to_offload = in_memory + too_large if goal.objective == "memory" else too_large
-    in_memory += [
-        forecast for base in to_offload for forecast in _offloaded(forecaster, goal, base)
-    ]
+    if goal.objective == "memory":
+        for base in in_memory:
+            with_offload += _offloaded(forecaster, goal, base)
+    in_memory += with_offload
     timed = []
     for number, forecast in enumerate(in_memory, start=1):
         progress(f"time of {number} of {len(in_memory)} configurations that fit {name}")
@@ -129,6 +135,17 @@ def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> 
         found = forecaster.memory(configuration)
         yield found
         if not found.fits:
+            return
+
+
+def _until_none_fits(
+    forecaster: Forecaster, goal: Goal, bases: Iterable[Forecast]
+) -> Iterator[Forecast]:
+    """Yield what fits with offload of candidates that do not fit without it, smallest first."""
+    for base in bases:
+        found = list(_offloaded(forecaster, goal, base))
+        yield from found
+        if not found:
             return
 
 

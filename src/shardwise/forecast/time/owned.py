@@ -22,7 +22,7 @@ from shardwise.optim.ownership import BATCH_BYTES
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["PlannedOwners"]
+__all__ = ["Load", "PlannedOwners", "largest_part"]
 
 _MUON_STEPS = 5
 _SOAP_FREQUENCY, _SOAP_LARGEST = 10, 10_000
@@ -105,7 +105,7 @@ class PlannedOwners:
             for one in products:
                 if one not in known:
                     known[one] = one.times * machine.operation_seconds(self._operation(one))
-            size, largest = extent.parameter.num_elements, _largest_part(layout, extent)
+            size, largest = extent.parameter.num_elements, largest_part(layout, extent)
             seconds = sum(known[one] for one in products)
             replicas = self.plan.replicas if not self.plan.strategy.is_two_level else 1
             jobs.append(Load(seconds, 1, size, size - largest, size * replicas - largest))
@@ -142,7 +142,7 @@ class Load:
         return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
 
 
-def _largest_part(layout: Layout, extent: ParameterExtent) -> int:
+def largest_part(layout: Layout, extent: ParameterExtent) -> int:
     """Return the largest number of a parameter's elements that one rank holds."""
     size, shard = extent.parameter.num_elements, layout.shard_elements
     first = min(size, shard - extent.offset % shard)

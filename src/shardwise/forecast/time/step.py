@@ -40,8 +40,8 @@ class StepTime:
 
     seconds: float
     tokens_per_second: float  # per device
-    model_flops: float  # per device and step, without recomputation; see `mfu`
-    hardware_flops: float  # per device and step, with recomputation
+    model_flops: float  # per step, a mean over devices, without recomputation; see `mfu`
+    hardware_flops: float  # the same with recomputation
     peak_flops: float  # per device
     exposed_seconds: float  # time that compute waits for collectives
     breakdown: Mapping[str, float]  # seconds by cause, which sum to the step
@@ -68,7 +68,11 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, workload: Workload, machine: Machine, configuration: Configuration
+    plan: Plan,
+    workload: Workload,
+    machine: Machine,
+    configuration: Configuration,
+    whole: Workload | None = None,
 ) -> StepTime:
     """Predict one training step.
 
@@ -77,8 +81,11 @@ def step_time(
         workload: one micro-batch on that rank.
         machine: the machine that runs it.
         configuration: how the model is trained.
+        whole: one micro-batch of all stages, whose mean of FLOPs is counted; None: all stages have
+            those of ``workload``.
     """
-    return _Step(plan, workload, machine.under(configuration), configuration).result()
+    machine = machine.under(configuration)
+    return _Step(plan, workload, machine, configuration, whole).result()
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ class _Step:
     workload: Workload
     machine: Machine
     configuration: Configuration
+    whole: Workload | None = None
 
     def result(self) -> StepTime:
         passes = min(self.configuration.accumulation, _REPLAYED_PASSES)
@@ -130,7 +138,7 @@ class _Step:
         breakdown["stragglers"] = total * (slowest - 1.0)
         total *= slowest
         tokens = configuration.tokens_per_step / configuration.world_size
-        model, hardware = (flops * micro_batches for flops in _flops(self.workload.operations))
+        model, hardware = (flops * micro_batches for flops in self._flops())
         return StepTime(
             seconds=total,
             tokens_per_second=tokens / total,
@@ -142,6 +150,14 @@ class _Step:
             bound=max(breakdown, key=lambda name: breakdown[name]),
             replayed=replayed,
         )
+
+    def _flops(self) -> tuple[float, float]:
+        """Return FLOPs of a micro-batch on one rank, without recomputation and with it."""
+        if self.whole is None:
+            return _flops(self.workload.operations)
+        model, hardware = _flops(self.whole.operations)
+        stages = self.configuration.pipeline
+        return model / stages, hardware / stages
 
     # -- the replay ------------------------------------------------------------------------------
 

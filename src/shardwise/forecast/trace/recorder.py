@@ -93,11 +93,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "embedding_dense_backward":
             self._embedding_gradient = writes[0][0], in_place_peak
         if name == "add" and self.in_backward and not torch.is_grad_enabled():
-            first = id(inputs[0].untyped_storage())
-            self._gradient_sum, self._peak = (first, self._allocated), peak
             embedding, before = self._embedding_gradient
-            is_summed = embedding in (number for number, _ in reads)
-            self._in_place_peak = before if is_summed else in_place_peak
+            if embedding in (number for number, _ in reads):
+                in_place_peak = self._in_place_peak = before
+            if not inputs[0]._is_view():
+                first = id(inputs[0].untyped_storage())
+                self._gradient_sum, self._peak = (first, self._allocated), peak
+                self._in_place_peak = in_place_peak
         is_view = self._num_storages == known and not is_in_place
         if is_view or name in _WITHOUT_KERNEL:
             return
@@ -127,8 +129,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the result of autograd's last sum of gradients, unless the sum was in place.
 
         Autograd adds the second gradient of a tensor to the first one in place if nothing else
-        refers to the first. While operations are recorded, it never adds in place, but frees the
-        first gradient right after the sum.
+        refers to the first, and the first is not a view. While operations are recorded, it never
+        adds in place, but frees the first gradient right after the sum.
         """
         if self._gradient_sum is not None and self._gradient_sum[0] in self._storages:
             self._raise_peak(self._gradient_sum[1])

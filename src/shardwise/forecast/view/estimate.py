@@ -195,7 +195,8 @@ def estimate(
         lora: train adapters on a frozen base: "r=16,targets=q_proj+v_proj", or peft's LoraConfig.
         qlora: whether the base of the adapters has 4-bit weights.
         strategies: one name or several names of strategies to try; empty: all.
-        micro_batches: sequences per forward of a rank to try; empty: powers of two.
+        micro_batches: sequences per forward of a rank to try; empty: divisors of its batch, up to
+            64.
         checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
         offload: what may be on the host if nothing fits otherwise.
         tensor: ranks that compute a layer together, or "auto".
