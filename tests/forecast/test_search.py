@@ -213,6 +213,8 @@ def test_configurations_divide_ranks_and_batch() -> None:
         assert one.global_batch == 512
     uneven = configurations(Goal(global_batch=64 * 12), 64, 8)
     assert {one.micro_batch for one in uneven} == {1, 2, 3, 4, 6, 12}
+    several = configurations(Goal(global_batch=12, context="auto"), 1, 1)
+    assert {one.micro_batch for one in several} == {1, 2, 4, 12}
     chunked = configurations(Goal(global_batch=512, pipeline=4, chunks="auto"), 64, 8)
     assert {one.chunks for one in chunked} == {1, 2, 4}
     assert all(one.chunks == 1 or one.accumulation % 4 == 0 for one in chunked)

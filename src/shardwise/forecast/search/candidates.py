@@ -227,7 +227,10 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
         if size * leaves != goal.global_batch or rank_batch % size:
             return []
         return [size]
-    return [size for size in range(1, _MAX_MICRO_BATCH + 1) if rank_batch % size == 0]
+    sizes = [size for size in range(1, _MAX_MICRO_BATCH + 1) if rank_batch % size == 0]
+    if any(getattr(goal, name) == "auto" for name in MODEL_AXES):  # each size is traced per degree
+        return [size for size in sizes if size.bit_count() == 1 or size == rank_batch]
+    return sizes
 
 
 def _indivisible(degrees: dict[str, int], num_ranks: int, by: int) -> str:

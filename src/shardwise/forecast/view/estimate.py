@@ -196,7 +196,7 @@ def estimate(
         qlora: whether the base of the adapters has 4-bit weights.
         strategies: one name or several names of strategies to try; empty: all.
         micro_batches: sequences per forward of a rank to try; empty: divisors of its batch, up to
-            64.
+            64 (with "auto" degrees, powers of two and all of it).
         checkpointing: kinds of activation checkpointing to try; empty: none, products and full.
         offload: what may be on the host if nothing fits otherwise.
         tensor: ranks that compute a layer together, or "auto".
