@@ -76,10 +76,14 @@ def measure(world: World, options: Namespace) -> dict[str, Figures]:
 
 
 def step(optimizer: Any, threads: int, _round: int) -> Figures:
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    began = time.perf_counter()
-    optimizer.step()
-    return {"seconds": time.perf_counter() - began}
+    try:
+        began = time.perf_counter()
+        optimizer.step()
+        return {"seconds": time.perf_counter() - began}
+    finally:
+        torch.set_num_threads(before)
 
 
 if __name__ == "__main__":

@@ -230,6 +230,8 @@ class Scheduler:
 
         In the backward of a transform of `torch.func`, no parameter receives a gradient.
         """
+        if self._shows_dense:  # `taking_gradients` has prepared all units
+            return
         task = hooks.current_task()
         if not is_transformed:
             hooks.check_first_order()
