@@ -364,11 +364,12 @@ class OptimizerSnapshot:
         for parameter, values in self.parameters.items():
             _write(parameter, values)
         state: dict[Any, Any] = self._optimizer.state
-        for key in state.keys() - self._states.keys():
+        unowned = self._unowned.restored()
+        for key in state.keys() - self._states.keys() - unowned.keys():
             del state[key]
         for parameter, entries in self._states.items():
             entries.restore(state[parameter])
-        state.update(self._unowned.restored())
+        state.update(unowned)
 
 
 class _Entries:
