@@ -333,10 +333,11 @@ def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> 
         parameter, value = by_id.get(id(shown)), cast("Tensor | None", found.get(prefix + name))
         if parameter is None or value is None:
             continue
-        is_sharded = isinstance(value, DTensor)
         if scheduler.in_gathered:
             found[prefix + name] = value.clone()
-        elif not is_sharded and value.untyped_storage() is parameter.dense.untyped_storage():
+        elif isinstance(value, DTensor):
+            continue
+        elif value.untyped_storage() is parameter.dense.untyped_storage():
             found[prefix + name] = parameter.sharded.detach()
 
 

@@ -10,7 +10,7 @@ from math import prod
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.states import hidden_matrices, trained_layouts
-from shardwise.forecast.time.owned import Load, largest_part
+from shardwise.forecast.time.owned import SOAP_LARGEST_SIDE, Load, largest_part, returned_copies
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.layout import Layout, ParameterSpec
 from shardwise.plan.optimizers import OptimizerSpec
@@ -20,7 +20,6 @@ __all__ = ["update_bytes"]
 
 _IN_LOOP = 2  # tensors of one parameter: the root, and its quotient
 _FLOAT_BYTES = 4
-_LARGEST_SIDE = 10_000  # `max_precondition_dim` of SOAP
 
 
 def update_bytes(plan: Plan, configuration: Configuration, *, on_cpu: bool = False) -> int:
@@ -99,8 +98,7 @@ def _owner_bytes(plan: Plan, spec: OptimizerSpec, *, on_cpu: bool) -> int:
         return 0
     # Elements that an owner receives of others, and sends back, relative to those of its matrices.
     held = sum(largest_part(layout, extent) for layout, extent in found) / sum(sizes)
-    replicas = plan.replicas if not plan.strategy.is_two_level else 1
-    collected, returned = 1 - held, replicas - held
+    collected, returned = 1 - held, returned_copies(plan) - held
     matrices = (Matrices(one.parameter.name, one.parameter.shape) for _, one in found)
     work = itemsize * max(_work_elements(one, is_muon=is_muon) for one in matrices)
     if collected or itemsize != _FLOAT_BYTES:  # the owner puts the parts of a matrix together
@@ -136,7 +134,7 @@ def _work_elements(matrices: Matrices, *, is_muon: bool) -> int:
         if is_muon:  # an iterate, and two products over the smaller side
             elements = m * n + 2 * min(m, n) ** 2
         else:  # rotated moments; or covariances, and the improvement of a basis
-            sides = [side for side in (m, n) if side <= _LARGEST_SIDE]
+            sides = [side for side in (m, n) if side <= SOAP_LARGEST_SIDE]
             basis = 4 * max(sides, default=0) ** 2
             elements = max(3 * m * n, m * m + n * n + basis)
         largest = max(largest, stack * elements)

@@ -22,10 +22,11 @@ from shardwise.optim.ownership import BATCH_BYTES
 from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.plan import Plan
 
-__all__ = ["Load", "PlannedOwners", "largest_part"]
+__all__ = ["SOAP_LARGEST_SIDE", "Load", "PlannedOwners", "largest_part", "returned_copies"]
 
 _MUON_STEPS = 5
-_SOAP_FREQUENCY, _SOAP_LARGEST = 10, 10_000
+_SOAP_FREQUENCY = 10
+SOAP_LARGEST_SIDE = 10_000  # `max_precondition_dim`
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class PlannedOwners:
             tuple(
                 one.orthogonalization(_MUON_STEPS)
                 if self.optimizer == "muon"
-                else one.preconditioning(_SOAP_FREQUENCY, _SOAP_LARGEST)
+                else one.preconditioning(_SOAP_FREQUENCY, SOAP_LARGEST_SIDE)
             )
             for one in self._matrices
         )
@@ -107,8 +108,8 @@ class PlannedOwners:
                     known[one] = one.times * machine.operation_seconds(self._operation(one))
             size, largest = extent.parameter.num_elements, largest_part(layout, extent)
             seconds = sum(known[one] for one in products)
-            replicas = self.plan.replicas if not self.plan.strategy.is_two_level else 1
-            jobs.append(Load(seconds, 1, size, size - largest, size * replicas - largest))
+            returned = size * returned_copies(self.plan) - largest
+            jobs.append(Load(seconds, 1, size, size - largest, returned))
         loads = [Load()] * min(len(jobs), self.plan.num_ranks)
         for job in sorted(jobs, reverse=True):
             heapq.heapreplace(loads, loads[0] + job)
@@ -140,6 +141,11 @@ class Load:
     def num_batches(self, itemsize: int) -> int:
         """Return the number of batches in which an owner works, as `OwnedJobs.batches` does."""
         return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
+
+
+def returned_copies(plan: Plan) -> int:
+    """Return how many copies of an update an owner returns: one for each replica."""
+    return 1 if plan.strategy.is_two_level else plan.replicas
 
 
 def largest_part(layout: Layout, extent: ParameterExtent) -> int:
