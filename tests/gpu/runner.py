@@ -44,7 +44,7 @@ PRELOADED = ("shardwise.api", "torch._dynamo", "torch.distributed.tensor")
 LOOPBACK = "127.0.0.1"
 NO_TIME = "the time of the section is over"
 GRACE_SECONDS = 12.0  # for the other ranks of a check, once one has failed
-TAIL = 2500  # characters of output in the results
+TAIL = 8000  # characters of output in the results
 FAKE_RANKS = 8
 ELSEWHERE_SECONDS = 3600.0  # for a section where no card is waiting
 GROUP_TIMEOUT = timedelta(seconds=60)

@@ -3,12 +3,14 @@
 Tensors of the device are copied to pinned memory, exchanged by Gloo, and copied back, in the order
 of the current stream:
 
-    stream   ... copy to host | record event         | wait for flag | copy to device ...
-    thread                    wait for event | Gloo | set flag
+    stream   ... copy to host | write number          | wait for flag | copy to device ...
+    thread                    wait for number | Gloo | set flag
 
 The host does not wait: a thread of the group does, and the stream waits until the thread has set a
-flag in pinned memory (``cuStreamWaitValue32`` of the driver). If the driver refuses that, the host
-waits (`FlaggedStream.works`). Tensors on the CPU are passed to Gloo at once.
+flag in pinned memory (``cuStreamWaitValue32`` of the driver). The thread itself never calls the
+driver, which may be waiting for the stream on another thread, to load a kernel or to copy a result.
+If the driver refuses such writes and waits, the host waits (`flags_work`). Tensors on the CPU are
+passed to Gloo at once.
 """
 
 import contextlib
@@ -33,6 +35,7 @@ from shardwise.comm import backends
 __all__ = ["StagedGroup", "flags_work", "register"]
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_AFTER_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: with a memory barrier
 _ABORTED = 2**31 - 1  # a flag that every wait has reached
 _PROBE_SECONDS = 5.0
 _Move = Callable[[list[Tensor], list[Tensor]], None]  # from the inputs to the outputs
@@ -66,40 +69,53 @@ class Done(dist.Work):
 
 
 class Flag:
-    """A number in pinned memory, for which a stream waits."""
+    """Two numbers in pinned memory: a stream waits for the first, and writes the second."""
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._word = ctypes.c_int32.from_address(self._memory.data_ptr())
+        self._memory = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._words = (ctypes.c_int32 * 2).from_address(self._memory.data_ptr())
 
     def set(self, number: int) -> None:
-        self._word.value = number
+        self._words[0] = number
 
     def wait(self, stream: torch.cuda.Stream, number: int) -> None:
         """Make ``stream`` wait until the flag is at least ``number``."""
+        self._call("cuStreamWaitValue32", stream, 0, number, _AT_LEAST)
+
+    def write(self, stream: torch.cuda.Stream, number: int) -> None:
+        """Make ``stream`` write ``number``, once it has completed what comes before."""
+        self._call("cuStreamWriteValue32", stream, 1, number, _AFTER_ALL)
+
+    def is_written(self, number: int) -> bool:
+        return self._words[1] >= number
+
+    def _call(
+        self, name: str, stream: torch.cuda.Stream, word: int, number: int, flags: int
+    ) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
-        function = getattr(driver, "cuStreamWaitValue32_v2", None) or driver.cuStreamWaitValue32
-        address = ctypes.c_uint64(self._memory.data_ptr())
+        function = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+        address = ctypes.c_uint64(ctypes.addressof(self._words) + word * 4)
         handle = ctypes.c_void_p(stream.cuda_stream)
-        code = function(handle, address, ctypes.c_uint32(number), ctypes.c_uint(_AT_LEAST))
+        code = function(handle, address, ctypes.c_uint32(number), ctypes.c_uint(flags))
         if code:
-            raise RuntimeError(f"cuStreamWaitValue32: error {code}")
+            raise RuntimeError(f"{name}: error {code}")
 
 
 @cache
 def flags_work() -> bool:
-    """Whether a stream of this device waits for a flag of the host."""
+    """Whether a stream of this device writes a number for the host, and waits for its flag."""
     flag, stream = Flag(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     try:
         flag.wait(stream, 1)
+        flag.write(stream, 1)
     except (OSError, AttributeError, RuntimeError):
         return False
-    waits = not stream.query()
+    waits = not stream.query() and not flag.is_written(1)
     flag.set(1)
     end = time.monotonic() + _PROBE_SECONDS
     while not stream.query() and time.monotonic() < end:
         time.sleep(0.001)
-    return waits and stream.query()
+    return waits and stream.query() and flag.is_written(1)
 
 
 _Base: Any = dist.ProcessGroup  # whose stub has signatures that torch does not use
@@ -193,6 +209,14 @@ class StagedGroup(_Base):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Done:
         root = 0 if options is None else options.rootRank
         return self._run(tensors, tensors, partial(self._broadcast, root), is_moved=True)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Send ``tensors``, which are on the CPU."""
+        return self._gloo.send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """Receive ``tensors``, which are on the CPU."""
+        return self._gloo.recv(tensors, peer, tag)
 
     def barrier(self, _options: Any = None) -> Done:
         self._run_on_host(lambda: self._gloo.barrier().wait())
@@ -295,13 +319,12 @@ class StagedGroup(_Base):  # type: ignore[misc]
             self._flag = Flag()
             threading.Thread(target=self._work, name="staged", daemon=True).start()
         self._number += 1
-        flag, number, event = self._flag, self._number, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
+        flag, number = self._flag, self._number
+        flag.write(stream, number)
 
         def job() -> None:
             try:
-                # `make gpu` counts the waits of any thread for an event.
-                while not event.query():  # type: ignore[no-untyped-call]
+                while not flag.is_written(number):
                     time.sleep(1e-4)
                 action()
             except BaseException as error:  # noqa: BLE001 - raised by the next collective
