@@ -16,7 +16,8 @@ SECONDS = 280.0  # far above the half minute that all checks take
 # One of each section, and what else is particular to this package.
 SOME = (
     "core imports", "collectives of the backend", "hfsdp, 2 ranks", "float8 gathers", "bfloat16",
-    "one rank raises in backward", "Muon, 4", "fsdp, wires", "programs 0 of 4, 2", "GPT-175B, 1024", "cards:",
+    "one rank raises in backward", "Muon, 4", "fsdp, wires", "programs 0 of 4, 2",
+    "GPT-175B, 1024", "cards:",
 )  # fmt: skip
 
 
