@@ -23,7 +23,7 @@ from shardwise import _private
 from shardwise.comm import communicator as module, process_group
 from shardwise.comm.api import CollectiveId, Operation, RankGroup, Reduction, Stage
 from shardwise.comm.communicator import Collectives, communicator, make_collectives
-from shardwise.comm.device import DeviceStream
+from shardwise.comm.device import DeviceStream, DeviceWork, device_of
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.features.host_collectives import HostCollectives
 from shardwise.forecast.time.traffic import sent_bytes
@@ -341,6 +341,24 @@ def test_a_rank_that_has_not_left_a_creation_yet_is_not_stuck_in_it(
     assert verdict(stuck, 0) is None
     stuck[0] = replace(stuck[0], queues=(replace(waits, ended=()),))
     assert isinstance(verdict(stuck, 0), sw.RanksDiverged), "it has not come to the creation"
+
+
+def test_events_are_freed_by_the_thread_that_launches() -> None:
+    """CUDA's driver may let a thread wait that frees one, and the heartbeat must go on."""
+    group = RankGroup((0, 1), 0)
+    queue = ProcessGroupCollectives(group, CPU, "gloo", "events")
+    queue.is_monitored = True  # as on a device
+    freed: list[threading.Thread] = []
+    for _ in range(2):
+        work = DeviceWork(device_of(CPU))
+        weakref.finalize(work, lambda: freed.append(threading.current_thread()))
+        queue._record(work, "gather", 0, group)
+    del work
+    with ThreadPoolExecutor(1) as heartbeat:
+        assert heartbeat.submit(queue.state).result(PATIENCE_SECONDS).running is None
+    assert not freed
+    queue._record(DeviceWork(device_of(CPU)), "gather", 0, group)
+    assert freed == [threading.current_thread()] * 2
 
 
 @on_ranks(2)

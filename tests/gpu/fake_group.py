@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise._private import can_swap_storages
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
+from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
 from tests.gpu.registry import Context, check
@@ -29,7 +31,7 @@ from tests.gpu.registry import Context, check
 FAKE = "fake group"
 TOLERANCE = 0.05
 MOST_TIMED = 64  # ranks: torch's fake group copies a gathered buffer once for each of them
-ROUNDS, STEPS = 2, 3
+ROUNDS, STEPS = 2, 6
 INIT_STD = 0.02
 SHAPES = {
     "Llama-8B": Shape(
@@ -75,7 +77,7 @@ def measure(context: Context, name: str, num_ranks: int) -> None:
         clips=False,
     )
     work = Work(context.device, shape, configuration)
-    certificate = work.certificate()
+    certificate, _ = work.forecast(f"{num_ranks}xH100")
     context.report("certified live bytes", certificate.peak_bytes)
     context.report("certified reserved bytes", certificate.reserved_bytes)
     peak = product_flops(context.device)
@@ -129,18 +131,20 @@ class Work:
 
     def _modes(self, model: nn.Module) -> dict[str, str]:
         plan = plan_of(model, self._configuration)
-        return dict.fromkeys((unit.name for unit in plan.units if unit.name), "full")
+        names = (unit.name for unit in plan.units if unit.name)
+        return dict.fromkeys(names, str(self._configuration.checkpointing))
 
-    def certificate(self) -> Certificate:
+    def forecast(self, cluster: str) -> tuple[Certificate, StepTime]:
+        """Predict memory and time of a step on a rank of ``cluster``."""
         model = build(self._shape)
         modes = self._modes(model)
+        plan = plan_of(model, self._configuration)
         tokens = torch.zeros(self._tokens.shape, dtype=torch.long)
         workload = trace(
             model, [tokens] * 2, units=[*modes], precision=self.precision, checkpointing=modes
         )
-        return memory_certificate(
-            plan_of(model, self._configuration), workload, self._configuration
-        )
+        certificate = memory_certificate(plan, workload, self._configuration)
+        return certificate, step_time(plan, workload, machine_of(cluster), self._configuration)
 
     def turn(self, shard: Callable[..., None], *, profiles: bool) -> dict[str, float]:
         """Build the model, train it, free it, and return figures of its steps."""

@@ -17,6 +17,7 @@ SECTIONS = {
     "ranks": (75, 3),
     "fuzz": (60, 2),
     "no waits": (45, 4),
+    "forecast": (60, 1),
     "fake group": (160, 1),
     "cards": (180, 1),
 }

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,6 +36,7 @@ BODIES = (
     "many_ranks",
     "no_waits",
     "fuzzing",
+    "forecasts",
     "fake_group",
     "cards",
 )  # modules with checks
@@ -198,12 +199,26 @@ class _Rank:
         if self.process.is_alive():
             self.process.join(2.0 if self.is_over else 0.0)
         if self.process.is_alive():
+            with self.output.open("a", encoding="utf-8") as file:
+                file.write(f"\nThreads in the kernel:\n{_threads(self.process.pid)}")
             self.process.kill()
         self.process.join()
         self.pipe.close()
 
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-TAIL:]
+
+
+def _threads(pid: int | None) -> str:
+    """Describe where each thread of a process is in the kernel, as far as Linux tells."""
+    lines = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        words = [task.name]
+        for name in ("comm", "wchan", "syscall"):
+            with suppress(OSError):
+                words.append((task / name).read_text(encoding="utf-8").strip()[:60])
+        lines.append("  ".join(words))
+    return "\n".join(lines)
 
 
 class _Running:
@@ -286,6 +301,9 @@ def _run_rank(
     try:
         with _context(check, kind, rank, port, pipe) as context:
             context.seconds = seconds
+            if kind == "cuda" and check.group in ("staged", "monitored"):
+                with staged.host_waits():
+                    check.body(context)
             check.body(context)
     except BaseException as raised:  # noqa: BLE001 - the results have it
         error = f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"

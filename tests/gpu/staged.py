@@ -11,13 +11,16 @@ flag in pinned memory (``cuStreamWaitValue32`` of the driver). The thread itself
 driver, which may be waiting for the stream on another thread, to load a kernel or to copy a result.
 If the driver refuses such writes and waits, the host waits (`flags_work`). Tensors on the CPU are
 passed to Gloo at once.
+
+The first launch of a kernel loads it, and waits until the device is idle, which it may never be
+while a stream waits for a flag. A program therefore runs once in `host_waits`, to load its kernels.
 """
 
 import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from datetime import timedelta
 from functools import cache, partial
@@ -32,12 +35,13 @@ from torch.futures import Future
 
 from shardwise.comm import backends
 
-__all__ = ["StagedGroup", "flags_work", "register"]
+__all__ = ["StagedGroup", "flags_work", "host_waits", "register"]
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _AFTER_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: with a memory barrier
 _ABORTED = 2**31 - 1  # a flag that every wait has reached
 _PROBE_SECONDS = 5.0
+_waits = False  # whether the host waits
 _Move = Callable[[list[Tensor], list[Tensor]], None]  # from the inputs to the outputs
 
 
@@ -46,6 +50,17 @@ def register(*, is_stream_ordered: bool) -> None:
     backends._BACKENDS["staged"] = backends.Capabilities(is_stream_ordered, in_place=True)
     if "staged" not in dist.Backend.backend_list:
         dist.Backend.register_backend("staged", StagedGroup, devices=["cpu", "cuda"])
+
+
+@contextlib.contextmanager
+def host_waits() -> Iterator[None]:
+    """Within this, collectives make the host wait, and no stream waits for a flag."""
+    global _waits  # noqa: PLW0603
+    _waits = True
+    try:
+        yield
+    finally:
+        _waits = False
 
 
 class Done(dist.Work):
@@ -289,7 +304,7 @@ class StagedGroup(_Base):  # type: ignore[misc]
         sent = [_pinned(one).copy_(one, non_blocking=True) for one in inputs]
         received = [_pinned(one) for one in outputs]
         stream = torch.cuda.current_stream(device)
-        if not flags_work():
+        if _waits or not flags_work():
             stream.synchronize()
             move(sent, received)
         else:

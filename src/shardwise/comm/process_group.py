@@ -84,6 +84,10 @@ class ProcessGroupCollectives(Collectives):
         self._creating: CollectiveId | None = None  # stands for a group or memory
         self._created: deque[int] = deque(maxlen=16)  # tags of what all ranks have come to create
         self._queued: deque[tuple[DeviceWork, CollectiveId]] = deque()  # oldest first
+        # Ended, and freed by the thread that launches: while another thread loads a kernel or
+        # copies a result, CUDA's driver lets a thread wait that frees an event, but not one that
+        # asks whether it is over. The heartbeat thread must not wait.
+        self._over: list[tuple[DeviceWork, CollectiveId]] = []
         self.observer: QueueObserver | None = None
 
     def all_gather(
@@ -394,13 +398,15 @@ class ProcessGroupCollectives(Collectives):
             if self.observer is not None:
                 self.observer.issued(work.collective)
             self._queued.append((work, work.collective))
+            self._over.clear()
         return work
 
     def state(self) -> QueueState:
         """Return the progress of the device."""
         with self._lock:
             while self._queued and self._queued[0][0].is_over:
-                _, collective = self._queued.popleft()
+                collective = self._queued[0][1]
+                self._over.append(self._queued.popleft())
                 self._ended.append(collective)
                 if self.observer is not None:
                     self.observer.ended(collective)
