@@ -101,7 +101,8 @@ def fully_shard(
     Its parameters become DTensors. Names and ties stay as they are, and an optimizer built before
     the call steps the sharded parameters. Each unit is gathered just before it computes and freed
     right after, in forward and backward. Call this function once with ``units``, or, as in FSDP2,
-    once for each block and then for the root.
+    once for each block and then for the root. Calls of the model copy inputs on the CPU to the
+    accelerator of the parameters.
 
     Args:
         module: the model, with the same values on every rank, or on the meta device; or a list of

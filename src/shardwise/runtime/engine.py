@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _private
+from shardwise.comm.device import is_accelerator
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import move_buffers, settings_of
-from shardwise.runtime.casting import cast_tensors
+from shardwise.runtime.casting import cast_tensors, move_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
@@ -88,6 +89,7 @@ class Runtime:
         self.mesh = mesh
         self.own_meshes = own_meshes  # by name, of units with other ranks than the model
         self.pools = Pools(device)
+        self._has_accelerator = is_accelerator(device)
         self._offloader = cache(partial(HostOffloader, device))  # one per policy
         if fill is None:
             self.units = [self._make_unit(root, unit, lambda _: None) for unit in plan.units]
@@ -122,6 +124,8 @@ class Runtime:
             scheduler.enter_backward(task)
         elif not scheduler.in_gathered:
             self._structures[index].check(module, self._is_dense)
+        if self._has_accelerator and (index == 0 or scheduler.is_outermost):
+            args, kwargs = move_tensors((args, kwargs), self.pools.device)
         with _private.without_transforms():
             call = scheduler.enter(index, recomputed=task != hooks.NO_TASK)
         if call is None:

@@ -103,6 +103,11 @@ class Scheduler:
         return self._depth == 0 and not self._tasks
 
     @property
+    def is_outermost(self) -> bool:
+        """Whether no forward is running, so that the next one is inside no other."""
+        return self._depth == 0
+
+    @property
     def is_between_steps(self) -> bool:
         """Whether the model is idle and not inside `gathered`."""
         return self.is_idle and not self.in_gathered
