@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
@@ -154,3 +155,21 @@ def test_sharding_makes_the_device_of_the_rank_current() -> None:
     with simulated(simulation), mock.patch.dict(os.environ, own):
         sw.fully_shard(build("small").to(DEVICE))
         assert simulation.current_device == DEVICE.index
+
+
+def test_a_single_rank_of_a_launcher_computes_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init = dist.init_process_group
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda: init("fake", store=FakeStore(), rank=0, world_size=1)
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    try:
+        with simulated(Simulation()):
+            model = sw.fully_shard(nn.Linear(4, 4))
+            assert model(torch.randn(2, 4)).device == model.weight.device == DEVICE
+    finally:
+        dist.destroy_process_group()

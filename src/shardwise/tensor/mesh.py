@@ -307,11 +307,14 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
 def _join_launched_ranks() -> None:
     """Initialize the process group under torchrun, as torch's fully_shard does.
 
+    A single rank needs it on an accelerator only, where its backend tells that ranks compute there.
+
     Raises:
         PlanError: another launcher started several processes, which would not be connected.
     """
     several = [name for name in _NUM_PROCESSES if os.environ.get(name, "1") not in ("", "0", "1")]
-    if "WORLD_SIZE" in several and "RANK" in os.environ:
+    is_single = os.environ.get("WORLD_SIZE") == "1" and torch.accelerator.is_available()
+    if "RANK" in os.environ and ("WORLD_SIZE" in several or is_single):
         dist.init_process_group()
     elif several:
         raise PlanError(

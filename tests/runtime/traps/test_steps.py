@@ -288,15 +288,22 @@ def test_an_embedding_that_rescales_rows_in_forward_is_refused() -> None:
                 sw.fully_shard(model, strategy=strategy)
 
 
-def test_fully_shard_under_torchrun_joins_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group, each rank would train a separate model."""
+@pytest.mark.parametrize("has_accelerator", [False, True])
+@pytest.mark.parametrize("size", [None, "1", "2"])
+def test_fully_shard_under_torchrun_joins_the_other_ranks(
+    size: str | None, has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a process group, ranks train separate models, and a single one stays on the CPU."""
     joined: list[bool] = []
     monkeypatch.setattr(dist, "init_process_group", lambda: joined.append(True))
-    for size in ("1", "2"):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if size is not None:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", size)
-        sharded()
-        assert joined == [True] * (size == "2")
+    sharded()
+    assert joined == [True] * (size == "2" or (size == "1" and has_accelerator))
 
 
 def test_fully_shard_in_inference_mode_is_refused() -> None:
