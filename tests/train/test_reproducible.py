@@ -1,12 +1,16 @@
 """``train.reproducible``: a run has the same bits on any number of ranks, by the exported file."""
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.errors import ConfigError
+from shardwise.launch.world import World
+from shardwise.train import trainer
 from shardwise.train.build import check
 from shardwise.train.config import Config
 from shardwise.train.loop import steps, train
@@ -72,6 +76,34 @@ def test_losses_and_norms_have_the_same_bits(
     ]
     assert len({loss for loss, *_ in found[0]}) == 4, "it trains"
     assert all(one == found[0] for one in found)
+
+
+class Stopped(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("leaves", [0, 8])
+def test_kernels_are_set_before_anything_computes(
+    tmp_path: Path, device: str, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_config: Config) -> None:
+        raise Stopped
+
+    threads: list[int] = []
+    deterministic: list[bool] = []
+    monkeypatch.setattr(trainer, "open_corpus", stop)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", deterministic.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    config = _config(tmp_path, {"train": {"reproducible": leaves}}).with_ranks(1)
+    with pytest.raises(Stopped):
+        Trainer(config, World(0, 1, torch.device(device)))
+    is_on_gpu = leaves > 0 and device != "cpu"
+    assert threads == [1] * (leaves > 0)
+    assert deterministic == [True] * is_on_gpu
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if is_on_gpu else None)
 
 
 def _part(config: Config, load: Path | None, last: int, save: Path | None) -> list[float]:

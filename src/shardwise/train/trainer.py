@@ -1,6 +1,7 @@
 """The training state of one rank (model, optimizer, data), which checkpoints save and restore."""
 
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -77,8 +78,8 @@ class Trainer:
         self.config = config
         self.world = world
         self.ranks = TensorRanks(config, world)
-        if config.train.reproducible and world.device.type == "cpu":
-            torch.set_num_threads(1)  # results depend on the number
+        if config.train.reproducible:
+            _use_reproducible_kernels(world.device)
         self.corpus = open_corpus(config)
         self.source = source_of(config)
         self.model = self.source.build()
@@ -318,3 +319,12 @@ class Trainer:
         self.model.train()
         losses, count = sum_over_leaves(totals.unbind(), self.runtime.mesh).tolist()
         return float(losses / max(count, 1))
+
+
+def _use_reproducible_kernels(device: torch.device) -> None:
+    """Have torch compute the same results in every run."""
+    torch.set_num_threads(1)  # results of the CPU depend on the number
+    if device.type != "cpu":
+        # Torch refuses matrix products without it. cuBLAS reads it at the first of them.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
