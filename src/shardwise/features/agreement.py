@@ -146,7 +146,7 @@ class Exchange:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(mode=False):  # another thread may write to it
-            return torch.tensor(values, dtype=dtype).to(self._device)
+            return torch.tensor(values, dtype=dtype, device="cpu").to(self._device)
 
     def _wait(self, work: Work) -> None:
         self._comm.wait(work)

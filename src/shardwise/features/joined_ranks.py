@@ -519,7 +519,7 @@ def _version(gradient: Tensor | None) -> int:
 def _run_in_backward(run: Callable[[], None]) -> None:
     """Call ``run`` inside a graph task of autograd, as the scheduler expects it."""
     with torch.enable_grad():
-        begin = torch.zeros((), requires_grad=True)
+        begin = torch.zeros((), device="cpu", requires_grad=True)
         _Backward.apply(begin, run).backward()  # type: ignore[no-untyped-call]
 
 

@@ -189,7 +189,7 @@ def _map(directory: Path, like: Tensor) -> Tensor:
     """A tensor with the dtype and shape of ``like``, mapped to a new file in ``directory``."""
     num_bytes = like.numel() * like.element_size()
     if not num_bytes:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)  # otherwise a full disk raises SIGBUS later
     mapped = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)

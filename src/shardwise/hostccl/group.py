@@ -232,7 +232,7 @@ class HostGroup(dist.ProcessGroup):
         raise NotImplementedError("hostccl receives from one rank: pass src= to recv")
 
     def barrier(self, opts: Any) -> HostWork:
-        job, nothing = _Job(self, "barrier"), torch.empty(0)
+        job, nothing = _Job(self, "barrier"), torch.empty(0, device="cpu")
         self._exchange(job, self._same(nothing), self._same(nothing))
         return job.launch([], opts)
 

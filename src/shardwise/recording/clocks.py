@@ -28,8 +28,8 @@ def measure_clock_offset(runtime: Runtime) -> ClockOffset:
     mesh, device = runtime.mesh, runtime.pools.device
     rank, rounds, ended = mesh.world.index, [], 0.0
     for _ in range(_ROUNDS + 1):  # each round also exchanges the end of the previous one
-        times = [torch.tensor(t, dtype=torch.float64) for t in (time.perf_counter(), ended)]
-        by_rank = across([time.to(device) for time in times], mesh, mesh.world).tolist()
+        times = torch.tensor([time.perf_counter(), ended], dtype=torch.float64, device="cpu")
+        by_rank = across(times.to(device).unbind(), mesh, mesh.world).tolist()
         ended = time.perf_counter()
         rounds.append((by_rank[0], by_rank[rank]))
     began = [(first[0], own[0]) for first, own in rounds[:-1]]

@@ -86,13 +86,13 @@ def count_changes(
     """Count the changes of each output on all ranks; every rank must call this."""
     if not outputs:
         return []
-    own = torch.zeros(2, len(outputs), dtype=torch.int64)
+    own = torch.zeros(2, len(outputs), dtype=torch.int64, device="cpu")
     for column, output in enumerate(outputs):
         for number, source in enumerate(output.sources):
             found = baseline.changed(output, number, ranks)
             if found is not None and len(found[0]):
                 starts, _ = runs_of(_positions(source.tensor, found[0]), source.tensor.numel())
-                own[:, column] += torch.tensor([len(found[0]), len(starts)])
+                own[:, column] += torch.tensor([len(found[0]), len(starts)], device="cpu")
     encoded = coordinator.all_gather(own.numpy().tobytes())
     every = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int64) for one in encoded])
     by_output = every.view(-1, 2, len(outputs)).permute(2, 1, 0).tolist()
