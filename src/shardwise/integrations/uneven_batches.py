@@ -278,7 +278,7 @@ def _across(trainer: Any, number: int) -> list[int]:
 
 def _rows(trainer: Any, *numbers: float) -> list[list[float]]:
     runtime = runtime_of_root(trainer.model)
-    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    own = torch.tensor([float(one) for one in numbers], dtype=torch.float64, device="cpu")
     values = own.to(runtime.pools.device).unbind()
     rows: list[list[float]] = across(values, runtime.mesh, runtime.mesh.world).tolist()
     return rows
