@@ -185,7 +185,11 @@ def check_place() -> None:
     if read_rank_env(os.environ) is not None:
         raise ConfigError("bench starts its own ranks, several times; run it without a launcher")
     if num_local_accelerators():
-        raise ConfigError("bench compares on CPU ranks; hide the GPUs: CUDA_VISIBLE_DEVICES=''")
+        raise ConfigError(
+            "bench compares engines on CPU ranks, and this machine has GPUs: hide them "
+            "(CUDA_VISIBLE_DEVICES='') to measure its CPUs, or measure the GPUs with `python -m "
+            "benchmarks.gpu` in a clone of shardwise's repository"
+        )
 
 
 class TimeLeft:

@@ -60,7 +60,9 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Compare with DDP, FSDP1 and FSDP2 on this machine.
+    """Compare with DDP, FSDP1 and FSDP2 on CPU ranks of this machine.
+
+    `python -m benchmarks.gpu`, in the repository of shardwise, compares on GPUs.
 
     The engines alternate in rounds, on the same model and data. The result is the median of the
     ratios to DDP, with the noise. The exit code does not depend on the figures.

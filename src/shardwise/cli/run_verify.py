@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.forecast.options import parse_wire
 from shardwise.launch.environment import RankEnv, read_rank_env
-from shardwise.launch.local import check_num_ranks, run_on_local_ranks
+from shardwise.launch.local import check_num_ranks, default_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.wire import UNQUANTIZED, Wire
@@ -32,7 +32,6 @@ from shardwise.verification.verify import resolve_strategies, verify
 
 __all__ = ["BUILT_IN", "VerifyOptions", "run_verify"]
 
-NPROC = 2
 _GRANULARITIES = ("element", "row", "tensor", "dim")
 
 
@@ -121,12 +120,13 @@ class VerifyOptions:
 
 
 def run_verify(options: VerifyOptions, nproc: int | None = None) -> None:
-    """Verify on the ranks of a launcher, or on ``nproc`` local ranks (2 by default)."""
+    """Verify on the ranks of a launcher, or on local ranks: ``nproc``, or `default_num_ranks`."""
     env = read_rank_env(os.environ)
     if env is not None:
         _join(options, env, nproc)
         return
-    nproc = (prod(options.dims().values()) if options.mesh else NPROC) if nproc is None else nproc
+    if nproc is None:
+        nproc = prod(options.dims().values()) if options.mesh else default_num_ranks()
     check_num_ranks(nproc, f"--nproc {nproc}")
     options.check()
     for error in run_on_local_ranks(nproc, _verify, options):

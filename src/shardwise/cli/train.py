@@ -22,7 +22,12 @@ def train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of local ranks (default: shard.nproc).")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of local ranks (default: shard.nproc or, if that is not set, one for each "
+            "GPU, or 2 on CPUs).",
+        ),
     ] = None,
     replicas: Annotated[
         int | None,
@@ -49,11 +54,12 @@ def train(
     command to resume.
     """
     from shardwise.train.config import read_config  # noqa: PLC0415
-    from shardwise.train.run import run  # noqa: PLC0415 (imports torch)
+    from shardwise.train.run import num_local_ranks, run  # noqa: PLC0415 (imports torch)
 
     settled = read_config(config, settings or [])
     if replicas is not None:
         from shardwise.cli import main  # noqa: PLC0415 (it imports this module)
+        from shardwise.launch.local import check_num_ranks  # noqa: PLC0415
         from shardwise.launch.replicas import run_replicas  # noqa: PLC0415
 
         name = f"{settled.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -62,13 +68,15 @@ def train(
         words = ["train"] if config is None else ["train", str(config)]
         words += [word for text in settings or [] for word in ("--set", text)]
         words += [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-        run_replicas(main, words, replicas, nproc or settled.shard.nproc, directory)
+        num_ranks = num_local_ranks(settled, nproc)
+        check_num_ranks(num_ranks, f"--nproc {num_ranks}")
+        run_replicas(main, words, replicas, num_ranks, directory)
         return
     if memory is not None:
         from shardwise.launch.environment import read_rank_env  # noqa: PLC0415
         from shardwise.train.within import within  # noqa: PLC0415
 
         env = read_rank_env(os.environ)
-        num_ranks = nproc or settled.shard.nproc if env is None else env.world_size
+        num_ranks = num_local_ranks(settled, nproc) if env is None else env.world_size
         settled = within(settled.with_ranks(num_ranks), memory)
     run(settled, nproc)

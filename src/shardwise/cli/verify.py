@@ -17,7 +17,10 @@ def verify(
         ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of local ranks (default: 2).")
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of local ranks (default: one for each GPU, or 2 on CPUs)."
+        ),
     ] = None,
     strategies: Annotated[
         str | None,

@@ -25,9 +25,17 @@ from shardwise.launch.environment import read_rank_env
 from shardwise.launch.world import World, join_world
 from shardwise.local_devices import num_local_accelerators
 
-__all__ = ["check_num_ranks", "end_with_launcher", "first_failure", "run_on_local_ranks"]
+__all__ = [
+    "check_num_ranks",
+    "default_num_ranks",
+    "end_with_launcher",
+    "first_failure",
+    "run_on_local_ranks",
+]
 
 _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+
+_RANKS_ON_CPU = 2
 
 # Time for a checkpoint after a signal; a second signal kills the ranks at once.
 STOP_SECONDS = 600
@@ -58,6 +66,11 @@ def run_on_local_ranks(
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + stop.sigval) from None
     return [results[rank] for rank in range(num_ranks)]
+
+
+def default_num_ranks() -> int:
+    """Return the number of ranks of a command that names none: one for each GPU, or 2 on CPUs."""
+    return num_local_accelerators() or _RANKS_ON_CPU
 
 
 def check_num_ranks(num_ranks: int, option: str) -> None:

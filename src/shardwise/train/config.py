@@ -1,7 +1,7 @@
 """The configuration of a training run: one frozen section for each table of a TOML file.
 
 Every key has a default, so an empty file is valid: it trains on the source of Python's standard
-library with two local ranks.
+library with a local rank for each GPU, or with two on CPUs.
 """
 
 import math
@@ -203,7 +203,9 @@ class SampleConfig(Section):
 class ShardConfig(Section):
     """[shard]: how the model is sharded over the ranks."""
 
-    nproc: Positive = 2  # local ranks; the WORLD_SIZE of a launcher takes precedence
+    # Local ranks; if it is not set, one for each GPU, or 2 on CPUs. The WORLD_SIZE of a launcher
+    # takes precedence.
+    nproc: Positive = 2
     units: str | int = "auto"  # or a module class such as "Block", or a size in parameters
     strategy: str = "fsdp"  # or "ddp", "zero1", "zero2", "hsdp", "hsdp-zero2", "hfsdp"
     replicas: Positive = 1  # copies of the sharded model, for "hsdp", "hsdp-zero2" and "hfsdp"

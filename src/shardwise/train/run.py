@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardwise.checkpoint.directory import latest
 from shardwise.errors import ConfigError, PackageMissing, RankError
 from shardwise.launch.environment import RankEnv, read_rank_env
-from shardwise.launch.local import check_num_ranks, run_on_local_ranks
+from shardwise.launch.local import check_num_ranks, default_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.train.build import check, plan_of_rank
 from shardwise.train.config import Config, TrainConfig
@@ -23,19 +23,27 @@ from shardwise.train.run_directory import RunDirectory, open_run, replace_text
 from shardwise.train.sinks import JsonLines, Sink, open_trackers, read_history
 from shardwise.train.source import source_of
 
-__all__ = ["run"]
+__all__ = ["num_local_ranks", "run"]
 
 
 def run(config: Config, nproc: int | None = None) -> None:
-    """Train on the ranks of a launcher, or on ``nproc`` local ranks (default: ``shard.nproc``).
+    """Train on the ranks of a launcher, or on `num_local_ranks`.
 
     After a signal, raise SystemExit with 128 + signal, or KeyboardInterrupt after SIGINT.
     """
     env = read_rank_env(os.environ)
     if env is None:
-        launch(config.with_ranks(config.shard.nproc if nproc is None else nproc))
+        launch(config.with_ranks(num_local_ranks(config, nproc)))
     else:
         join(config, env, nproc)
+
+
+def num_local_ranks(config: Config, nproc: int | None) -> int:
+    """``nproc``, or else ``shard.nproc`` if it is set, or else `default_num_ranks`."""
+    if nproc is not None:
+        return nproc
+    is_set = "nproc" in config.shard.model_fields_set
+    return config.shard.nproc if is_set else default_num_ranks()
 
 
 def launch(config: Config) -> None:
