@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
 
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard
+from shardwise.comm.device import make_current
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
@@ -40,6 +41,7 @@ from shardwise.plan.policies import NEVER_CALLED
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import handle_of, normal_tensors
+from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["FullyShardedDataParallel"]
@@ -114,7 +116,7 @@ class FullyShardedDataParallel(nn.Module):
             process_group, device_mesh, strategy, wraps_by_hand=auto_wrap_policy is None
         )
         ignored = resolve_ignored(module, ignored_modules, ignored_states, FullyShardedDataParallel)
-        device = resolve_device(device_id)
+        device = _current_device(device_id)
         if auto_wrap_policy is not None:
             is_hybrid = len(ranks.groups) > 1 and device_mesh is None
             options = {
@@ -140,11 +142,11 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload = cpu_offload or api.CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
-        group = ranks.data_parallel_mesh().group
+        mesh = ranks.data_parallel_mesh()
         self.process_group, self._inter_node_pg = (*ranks.groups, None, None)[:2]
         if process_group is not None and not isinstance(process_group, tuple):
             self.process_group = process_group
-        self.compute_device = _device_of(module, device)
+        self.compute_device = mesh.accelerator or _device_of(module, device)
         self._comm_hook: Callable[..., None] | None = None
         self._comm_hook_state: object = None
         self._eval_precision = EvalPrecision()
@@ -169,9 +171,9 @@ class FullyShardedDataParallel(nn.Module):
         if device is not None:
             move(module, device, self._ignored_modules, self._ignored_params)
         else:
-            _warn_if_on_cpu(_unsharded_states(module, self._ignored_params))
+            _warn_if_on_cpu(_unsharded_states(module, self._ignored_params), mesh)
         if sync_module_states:
-            broadcast_tensors(_unsharded_states(module, self._ignored_params), group)
+            broadcast_tensors(_unsharded_states(module, self._ignored_params), mesh.group)
         self._modules[WRAPPED] = module
         if isinstance(module, NEVER_CALLED):
             warn_caller(
@@ -422,8 +424,17 @@ def _device_of(module: nn.Module, device: torch.device | None) -> torch.device:
     return device or own or torch.get_default_device()
 
 
-def _warn_if_on_cpu(states: list[Tensor]) -> None:
-    if states and states[0].is_cpu and torch.accelerator.device_count():
+def _current_device(device_id: int | torch.device | None) -> torch.device | None:
+    """The device for ``device_id``, made current, so that shards and collectives use it."""
+    device = resolve_device(device_id)
+    if device is not None:
+        make_current(device)
+    return device
+
+
+def _warn_if_on_cpu(states: list[Tensor], mesh: DataParallelMesh) -> None:
+    stays = mesh.accelerator is None  # where `fully_shard` puts shards
+    if stays and states and states[0].is_cpu and torch.accelerator.device_count():
         warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "
             "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it"

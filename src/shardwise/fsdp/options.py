@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from shardwise._private import mesh_without_groups
 from shardwise._warnings import warn_caller
+from shardwise.comm.device import is_accelerator, own_device
 from shardwise.comm.groups import accelerator_type
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
@@ -133,17 +134,23 @@ def offload_policy(cpu_offload: CPUOffload | None) -> OffloadPolicy:
 
 
 def resolve_device(device_id: int | torch.device | None) -> torch.device | None:
-    """The device for FSDP1's ``device_id``; an integer is the index of an accelerator."""
+    """The device for FSDP1's ``device_id``: an integer is the index of an accelerator.
+
+    An accelerator without an index is this rank's.
+    """
     if device_id is None:
         return None
     if not isinstance(device_id, int):
-        return torch.device(device_id)
+        given = torch.device(device_id)
+        has_index = given != torch.device(given.type)
+        if has_index or not is_accelerator(given):
+            return given
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         raise PlanError(
             f"device_id={device_id}: this machine has no accelerator; pass torch.device('cpu')"
         )
-    return torch.device(accelerator.type, device_id)
+    return torch.device(accelerator.type, device_id) if isinstance(device_id, int) else own_device()
 
 
 @dataclass(frozen=True)
