@@ -19,10 +19,11 @@ from shardwise.forecast.memory.update import update_bytes
 from shardwise.forecast.models.adapted import adapt
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape, build
-from shardwise.forecast.planned import plan_of, sharding_of
+from shardwise.forecast.planned import plan_of, precision_of, sharding_of
 from shardwise.forecast.states import state_bytes
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
+from shardwise.forecast.trace.tracing import trace
 from shardwise.runtime.module import handle_of
 from shardwise.tensor.sharding import local_of
 from tests.forecast.peaks import peak_of
@@ -133,6 +134,48 @@ def test_a_step_allocates_and_sends_what_is_forecast(
         assert asleep.host_bytes == certificate.asleep_host_bytes + steps
     assert asleep.remaining_bytes == certificate.asleep_bytes
     sw.wake(model, optimizer)
+
+
+class _Unit(nn.Sequential):
+    """Contains a linear layer. One that is a unit itself would not use the reduce buffer."""
+
+
+class _Wide(nn.Sequential):
+    """Linear layers whose weights have far more elements than their activations."""
+
+    def __init__(self) -> None:
+        super().__init__(*(_Unit(nn.Linear(512, 512, bias=False)) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, 512]
+        total: Tensor = super().forward(x).sum()  # type: ignore[no-untyped-call]
+        return total
+
+
+@needs_swap
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_gradient_in_the_dtype_of_the_reduction_takes_no_memory_of_its_own(
+    dtype: torch.dtype,
+) -> None:
+    """It is computed in the reduce buffer; one in bfloat16 is first allocated, and then copied."""
+    configuration = Configuration(
+        shard_size=2,
+        units="_Unit",
+        master_dtype=dtype,
+        compute_dtype=dtype,
+        reduce_dtype=torch.float32,
+        optimizer="sgd",
+    )
+    torch.manual_seed(0)
+    model, batch = _Wide().to(dtype), torch.randn(4, 512, dtype=dtype)
+    plan = plan_of(model, configuration)
+    units = [unit.name for unit in plan.units]
+    workload = trace(model, [batch], units=units, precision=precision_of(configuration))
+    certificate = memory_certificate(plan, workload, configuration, on_cpu=True)
+    sw.fully_shard(model, **sharding_of(configuration))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    measured = measured_peak(model, optimizer, batch)
+    assert forecast_peak(certificate) == pytest.approx(measured, rel=TOLERANCE)
 
 
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {

@@ -216,6 +216,29 @@ def test_a_tied_embedding_adds_rows_to_the_gradient_of_its_head() -> None:
     assert of_weight < last.peak_bytes - last.added_rows_bytes < 1.2 * of_weight
 
 
+class _Twisted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(0)
+
+
+def test_plain_linear_layers_of_a_unit_compute_weight_gradients_in_slots() -> None:
+    """Not in a layer that is a unit, overrides forward, is small, or shares its weight."""
+    plain, twisted, small = nn.Linear(256, 256), _Twisted(256, 256), nn.Linear(256, 128)
+    first, second = nn.Linear(256, 256), nn.Linear(256, 256)
+    first.weight = second.weight
+    tied: list[nn.Module] = [first, second]
+    cases: list[tuple[list[nn.Module], str]]
+    cases = [([plain], "0"), ([plain], "0.0"), ([twisted], "0"), ([small], "0"), (tied, "0")]
+    found = []
+    for layers, unit in cases:
+        module = nn.Sequential(nn.Sequential(*layers))
+        traced = trace(module, [torch.zeros(4, 256)], units=[unit], loss=lambda out: out.sum())
+        found.append(max(segment.in_slot_bytes for segment in traced.segments))
+    in_slot, *others = found
+    assert 0.9 * plain.weight.nbytes < in_slot <= plain.weight.nbytes
+    assert others == [0] * 4
+
+
 @SHAPES
 def test_checkpointing_keeps_the_inputs_of_blocks(shape: Shape) -> None:
     plain, recomputed = (trace_of(shape, mode) for mode in ("none", "full"))

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise._private import can_swap_storages
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.machines.hardware import parse_cluster
+from shardwise.forecast.machines.machine import Machine
 from shardwise.forecast.memory.step import Certificate, memory_certificate
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import plan_of, precision_of
@@ -144,7 +145,8 @@ class Work:
             model, [tokens] * 2, units=[*modes], precision=self.precision, checkpointing=modes
         )
         certificate = memory_certificate(plan, workload, self._configuration)
-        return certificate, step_time(plan, workload, machine_of(cluster), self._configuration)
+        machine = Machine.of(parse_cluster(cluster))
+        return certificate, step_time(plan, workload, machine, self._configuration)
 
     def turn(self, shard: Callable[..., None], *, profiles: bool) -> dict[str, float]:
         """Build the model, train it, free it, and return figures of its steps."""

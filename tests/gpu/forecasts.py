@@ -11,7 +11,7 @@ import torch
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import accelerator_of_device
 from shardwise.forecast.models.transformer import Shape
-from tests.gpu.fake_group import SMALL, TOLERANCE, Work, shard_ours
+from tests.gpu.fake_group import SMALL, TOLERANCE, Work, shard_fsdp2, shard_ours
 from tests.gpu.registry import Context, check
 
 FORECAST = "forecast"
@@ -52,7 +52,10 @@ for name, case in CASES.items():
         work = Work(context.device, shape, configuration)
         known = context.kind == "cuda" and accelerator_of_device(torch.cuda.get_device_name())
         certificate, time = work.forecast(f"1x{known.name}" if known else CLUSTER)
-        turns = [work.turn(shard_ours, profiles=number == 0) for number in range(ROUNDS)]
+        turns = []
+        for number in range(ROUNDS):
+            turns.append(work.turn(shard_ours, profiles=number == 0))
+            context.report(f"fsdp2, round {number}", work.turn(shard_fsdp2, profiles=False))
         found = min(turns, key=lambda turn: turn["seconds"])
         context.report("figures", found)
         context.report("forecast seconds", time.seconds)

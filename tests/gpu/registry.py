@@ -17,8 +17,8 @@ SECTIONS = {
     "ranks": (75, 3),
     "fuzz": (60, 2),
     "no waits": (45, 4),
-    "forecast": (60, 1),
-    "fake group": (160, 1),
+    "forecast": (75, 1),
+    "fake group": (150, 1),
     "cards": (180, 1),
 }
 EVERYWHERE = ("cuda", "cpu", "simulated")

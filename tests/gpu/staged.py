@@ -148,6 +148,9 @@ class StagedGroup(_Base):  # type: ignore[misc]
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._flag: Flag | None = None
         self._number = 0  # of collectives that a flag ends
+        # Done, with their pinned memory: to free it, torch records an event, for which the driver
+        # may let the thread wait, with Python's lock.
+        self._over: list[Callable[[], None]] = []
         self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -334,6 +337,7 @@ class StagedGroup(_Base):  # type: ignore[misc]
             self._flag = Flag()
             threading.Thread(target=self._work, name="staged", daemon=True).start()
         self._number += 1
+        self._over.clear()
         flag, number = self._flag, self._number
         flag.write(stream, number)
 
@@ -352,7 +356,10 @@ class StagedGroup(_Base):  # type: ignore[misc]
     def _work(self) -> None:
         """The main function of the thread: in the order of the stream."""
         while True:
-            self._jobs.get()()
+            job = self._jobs.get()
+            job()
+            self._over.append(job)
+            del job
 
 
 def _pinned(like: Tensor) -> Tensor:

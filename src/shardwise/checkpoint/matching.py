@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -351,7 +352,8 @@ class OptimizerStates:
         if made is not None:
             return made
         if key in self._numbers or spec.shape != tuple(parameter.shape):
-            device = self._device_of(parameter, key)
+            on_cpu = key == "step" and id(parameter) in self._steps_on_cpu
+            device = torch.device("cpu") if on_cpu else parameter.device
             return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
         present = self._optimizer.state.get(parameter, {}).get(key)
         if isinstance(present, Tensor) and _can_hold(present, spec, parameter):
@@ -361,15 +363,13 @@ class OptimizerStates:
             return sharding.empty(spec.torch_dtype, parameter.device)
         return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)
 
-    def _device_of(self, parameter: Tensor, key: str) -> torch.device:
-        """The device of a state in torch's optimizers: the CPU for steps no kernel reads."""
-        for own, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            group = own | options  # as `assign` leaves it
-            if any(parameter is member for member in group["params"]):
-                on_gpu = group.get("fused") or group.get("capturable")
-                if key == "step" and not on_gpu:
-                    return torch.device("cpu")
-        return parameter.device
+    @cached_property
+    def _steps_on_cpu(self) -> set[int]:
+        """The ids of the parameters whose ``step`` no kernel reads: torch has it on the CPU."""
+        pairs = zip(self._optimizer.param_groups, self._options, strict=True)
+        groups = [own | options for own, options in pairs]  # as `assign` leaves them
+        on_cpu = [one for one in groups if not (one.get("fused") or one.get("capturable"))]
+        return {id(parameter) for group in on_cpu for parameter in group["params"]}
 
 
 # Options that choose an implementation, and options that schedulers add. Any optimizer may have

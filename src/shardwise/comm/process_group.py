@@ -84,9 +84,9 @@ class ProcessGroupCollectives(Collectives):
         self._creating: CollectiveId | None = None  # stands for a group or memory
         self._created: deque[int] = deque(maxlen=16)  # tags of what all ranks have come to create
         self._queued: deque[tuple[DeviceWork, CollectiveId]] = deque()  # oldest first
-        # Ended, and freed by the thread that launches: while another thread loads a kernel or
-        # copies a result, CUDA's driver lets a thread wait that frees an event, but not one that
-        # asks whether it is over. The heartbeat thread must not wait.
+        # Ended, and freed by the thread that launches. While another thread loads a kernel, which
+        # waits until the device is idle, CUDA's driver lets a thread wait that records an event and
+        # may let one wait that frees it, but not one that asks whether it is over.
         self._over: list[tuple[DeviceWork, CollectiveId]] = []
         self.observer: QueueObserver | None = None
 

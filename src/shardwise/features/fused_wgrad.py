@@ -33,7 +33,14 @@ from shardwise import _private
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.unit import FlatParameters, Unit
 
-__all__ = ["InPlaceGradEmbedding", "InPlaceGradLinear", "offer_slots", "replace_layers"]
+__all__ = [
+    "InPlaceGradEmbedding",
+    "InPlaceGradLinear",
+    "has_plain_forward",
+    "offer_slots",
+    "replace_layers",
+    "takes_slot",
+]
 
 _LEAST_ELEMENTS = 1 << 16  # below this, a Python autograd Function costs more than the copy
 
@@ -52,12 +59,24 @@ def replace_layers(root: nn.Module) -> None:
     modules: Any = root.modules()
     layers: Any = ((nn.Linear, InPlaceGradLinear), (nn.Embedding, InPlaceGradEmbedding))
     for module, (plain, in_slot) in itertools.product(modules, layers):
-        kind: Any = type(module)
-        if isinstance(module, plain) and not parametrize.is_parametrized(module):
-            # Leave a class alone if subclassing it has side effects, such as a registration.
-            is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
-            if is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__:
-                module.__class__ = _slot_class(kind, plain, in_slot)
+        if has_plain_forward(module, plain):
+            kind: Any = type(module)
+            module.__class__ = _slot_class(kind, plain, in_slot)
+
+
+def has_plain_forward(module: nn.Module, plain: Any) -> bool:
+    """Whether ``module`` computes what a ``plain`` does, and its class may have a subclass."""
+    kind: Any = type(module)
+    if not isinstance(module, plain) or parametrize.is_parametrized(module):
+        return False
+    # Leave a class alone if subclassing it has side effects, such as a registration.
+    is_plain = type(kind) is type and not hasattr(kind.__init_subclass__, "__func__")
+    return is_plain and kind.forward is plain.forward and kind.__call__ is plain.__call__
+
+
+def takes_slot(num_elements: int) -> bool:
+    """Whether a gradient with so many elements is computed in a slot rather than copied to it."""
+    return num_elements >= _LEAST_ELEMENTS
 
 
 def offer_slots(runtime: Runtime) -> None:
@@ -65,7 +84,7 @@ def offer_slots(runtime: Runtime) -> None:
     for unit in runtime.units:
         for flat in unit.flats:
             for position, parameter in enumerate(flat.parameters):
-                if parameter.dense.numel() >= _LEAST_ELEMENTS:
+                if takes_slot(parameter.dense.numel()):
                     claim = partial(_claim_slot, weakref.ref(unit), weakref.ref(flat), position)
                     _offer_slot(parameter.dense, claim)
 

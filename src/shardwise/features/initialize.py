@@ -128,8 +128,10 @@ class Materializer:
         self._pool = pool
         self._allocated: list[torch.UntypedStorage] = []  # for the last unit
         self._modules = _in_order(root)
-        units = {unit.name for unit in plan.units}
-        self._unit_of = {name: innermost_unit(name, units) for name, _ in self._modules}
+        self._places = {id(module): place for place, (_, module) in enumerate(self._modules)}
+        self._of_unit: dict[str, list[int]] = {unit.name: [] for unit in plan.units}  # places
+        for place, (path, _) in enumerate(self._modules):
+            self._of_unit[innermost_unit(path, self._of_unit)].append(place)
         self.checksums: dict[str, Tensor] = {}  # of whole parameters, to compare between ranks
 
     @torch.no_grad()
@@ -145,11 +147,9 @@ class Materializer:
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
         with _preserve_generators(self._device), _Writes() as writes:
-            for name, module in self._modules:
-                holds_own = any(id(one) in own for one in module._parameters.values())
-                if self._unit_of[name] == unit.name or holds_own:
-                    with self._scratch(module, own):
-                        self._initialization.run(name, module, self._device)
+            for name, module in self._modules_with_parameters_of(unit):
+                with self._scratch(module, own):
+                    self._initialization.run(name, module, self._device)
         left = [
             name
             for name, empty in (parameters | buffers).items()
@@ -167,6 +167,13 @@ class Materializer:
         for storage in self._allocated:
             self._pool.free(storage)
         self._allocated = []
+
+    def _modules_with_parameters_of(self, unit: UnitPlan) -> list[tuple[str, nn.Module]]:
+        """The modules of ``unit``, and others that share parameters with them, in order."""
+        names = (name for spec in unit.parameters for name in spec.names)
+        owners = (self._root.get_submodule(name.rpartition(".")[0]) for name in names)
+        places = {*self._of_unit[unit.name], *(self._places[id(owner)] for owner in owners)}
+        return [self._modules[place] for place in sorted(places)]
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
         owners = [owner_of(self._root, name) for name in names]
@@ -194,9 +201,8 @@ class Materializer:
 
     def _allocate_buffers(self, unit: UnitPlan) -> dict[str, Tensor]:
         allocated = {}
-        for path, module in self._modules:
-            if self._unit_of[path] != unit.name:
-                continue
+        for place in self._of_unit[unit.name]:
+            path, module = self._modules[place]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     empty = _without_value(torch.empty_like(buffer, device=self._device))

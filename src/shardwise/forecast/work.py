@@ -60,6 +60,9 @@ class Segment:
     # Reduction of the peak if an embedding adds its rows to the gradient of the tied head, as the
     # engine does on a CPU, instead of allocating a separate gradient.
     added_rows_bytes: int = 0
+    # Reduction of the peak if weight gradients of the unit's linear layers are computed in its
+    # reduce buffer, instead of being copied to it.
+    in_slot_bytes: int = 0
 
     def shifted(self, unit: int, num_bytes: int) -> "Segment":
         """Return the same compute in another unit, with ``num_bytes`` more allocated throughout."""

@@ -113,7 +113,8 @@ class Gradients:
         self._written = [False] * len(layout.extents)
         # By position: the gradient that is computed in memory from `claim`.
         self._claimed: dict[int, weakref.ref[Tensor]] = {}
-        self._aliases: list[weakref.ref[Tensor]] = []  # gradients that view extents of the buffer
+        # Gradients that view extents of the buffer, by position.
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}
         self._is_in_place = False  # the buffer uses the memory of the shard
         self._reduced: Tensor | None = None  # [S]
         self._scratch: list[torch.UntypedStorage] = []  # from the pool, freed by `collect`
@@ -193,7 +194,7 @@ class Gradients:
         if fits and in_slot and (dominates or not self._waits_in_grad):
             self._open()
             place = view.detach()  # a new tensor, or autograd would copy it
-            self._aliases.append(weakref.ref(place))
+            self._aliases.setdefault(position, []).append(weakref.ref(place))
         else:
             place = torch.empty_like(parameter.dense)
         self._claimed[position] = weakref.ref(place)
@@ -223,7 +224,7 @@ class Gradients:
             view.add_(gradient, alpha=scale)
         else:
             if gradient.data_ptr() != view.data_ptr():  # not computed there
-                self._evict(view)
+                self._evict(position)
                 view.copy_(gradient)
             if scale != 1.0:
                 view.mul_(scale)
@@ -481,20 +482,23 @@ class Gradients:
             holds_none = self._is_in_place and self._reduced is not self.kept_memory
             if holds_none and not self._keeps_memory:
                 self.kept_memory = None
-        self._aliases = []
+        self._aliases = {}
 
     def _evict_all(self) -> None:
-        for view in self._buffer.views:
-            self._evict(view)
+        for position in self._aliases:
+            self._evict(position)
 
-    def _evict(self, view: Tensor) -> None:
-        """Move a gradient that was computed in ``view``, and is still referenced, to new memory.
+    def _evict(self, position: int) -> None:
+        """Move a gradient that was computed in its extent, and is still referenced, to new memory.
 
         Autograd may hold it to add the gradient of an earlier call, or a user's hook may hold it.
         """
-        for alias in self._aliases:
+        for alias in self._aliases.get(position, ()):
             gradient = alias()
-            if gradient is not None and gradient.data_ptr() == view.data_ptr():
+            if (
+                gradient is not None
+                and gradient.data_ptr() == self._buffer.views[position].data_ptr()
+            ):
                 gradient.data = gradient.clone()
 
     def _reduce_target(self) -> Tensor:

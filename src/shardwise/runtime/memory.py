@@ -77,7 +77,7 @@ class Pool(PeakCounter):
     @property
     def held_bytes(self) -> int:
         """Allocated and idle bytes."""
-        return self._block_bytes + sum(block.nbytes() for block in self._idle)
+        return self._block_bytes + sum(map(torch.UntypedStorage.nbytes, self._idle))
 
     def allocate(self, num_bytes: int, name: str = "") -> torch.UntypedStorage:
         """At least ``num_bytes``, or 0, of memory with undefined content.

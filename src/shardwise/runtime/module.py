@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial, wraps
+from itertools import islice
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -201,11 +202,13 @@ class UnitModule(nn.Module):
 
         Another thread may call it while units compute: parameters are sharded in any case.
         """
+        is_nested = bool(kwargs.get("prefix")) and kwargs.get("destination") is not None
+        num_others = len(kwargs["destination"]) if is_nested else 0
         with normal_tensors():
             found = super().state_dict(*args, **kwargs)
             if not (args or kwargs.get("destination")) and HANDLE in self.__dict__:
                 _replace_gathered(self, found, kwargs.get("prefix", ""))
-            for name, value in found.items():
+            for name, value in [*islice(found.items(), num_others, None)]:
                 if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
                     found[name] = value.as_plain()
         return found

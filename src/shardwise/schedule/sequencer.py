@@ -136,6 +136,7 @@ class Sequencer:
 
     def __init__(self, plan: Scheduled, settings: Sequence[UnitSettings] | None = None) -> None:
         self._units = plan.units
+        self._gathers = any(unit.gathered_bytes for unit in plan.units)
         self._settings = settings or [UnitSettings() for _ in plan.units]
         self._prefetch = plan.prefetch
         self.steps_in_backward = False
@@ -463,6 +464,8 @@ class Sequencer:
     def _distinct(self, upcoming: Iterable[int], count: int) -> list[int]:
         """The next ``count`` different units to gather: with parameters, and not being called."""
         chosen: list[int] = []
+        if not self._gathers:
+            return chosen
         in_use = {call.unit for call in self._stack}
         for unit in upcoming:  # no further than needed: there may be hundreds
             if len(chosen) == count:

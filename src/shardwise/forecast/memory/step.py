@@ -26,6 +26,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 
 from shardwise.errors import PlanError
+from shardwise.features.fused_wgrad import takes_slot
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.buffers import DeviceStepReplay, MemoryReplay, ReplayOptions
 from shardwise.forecast.memory.update import update_bytes
@@ -33,6 +34,7 @@ from shardwise.forecast.states import state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches, schedule
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
+from shardwise.plan.units import UnitPlan
 from shardwise.schedule.events import COMPUTE, Event, EventKind, describe
 
 __all__ = ["CATEGORIES", "Certificate", "Moment", "memory_certificate"]
@@ -227,7 +229,7 @@ class _StepReplay:
         self._waiting_activations = 0
         self._pass: _Activations | None = None
         if workload is not None:
-            self._pass = _Activations(workload, configuration, adds_rows=on_cpu and not holds)
+            self._pass = _Activations(plan, workload, configuration, adds_rows=on_cpu and not holds)
             waiting = self._pass.device_bytes * self._waiting_passes(stage)
             self._waiting_activations = round(waiting)
             buffer_bytes += 2 * _LABEL_BYTES * workload.tokens
@@ -378,9 +380,11 @@ class _Activations:
     """
 
     def __init__(
-        self, workload: Workload, configuration: Configuration, *, adds_rows: bool
+        self, plan: Plan, workload: Workload, configuration: Configuration, *, adds_rows: bool
     ) -> None:
         self._adds_rows = adds_rows  # as in `Segment.added_rows_bytes`
+        # By unit, as in `Segment.in_slot_bytes`.
+        self._in_slots = [_computes_in_slots(unit, configuration) for unit in plan.units]
         self._segments = workload.segments
         forward = workload.segments[: workload.forward_segments]
         saved = [max(0, one.end_bytes - one.start_bytes) for one in forward]
@@ -403,8 +407,30 @@ class _Activations:
         """Return the activations on the device at the peak of a segment and at its end."""
         segment, absent = self._segments[index], self._absent
         after = absent[index + 1] if index + 1 < len(self._segments) else 0
-        peak = segment.peak_bytes - segment.added_rows_bytes * self._adds_rows
+        # An upper bound if both hold, because the peaks without them may be at different moments.
+        not_allocated = max(
+            segment.added_rows_bytes * self._adds_rows,
+            segment.in_slot_bytes * self._in_slots[segment.unit],
+        )
+        peak = segment.peak_bytes - not_allocated
         return max(0, peak - absent[index]), max(0, segment.end_bytes - after)
+
+
+def _computes_in_slots(unit: UnitPlan, configuration: Configuration) -> bool:
+    """Whether the engine computes weight gradients of linear layers in the unit's reduce buffer.
+
+    Gradients of a unit with child units wait outside of it. There the gradient in the trace is the
+    one that waits. Layers of tensor parallelism, whose inputs are DTensors, allocate gradients.
+    """
+    has_other_layers = configuration.tensor > 1 or configuration.float8 != "none"
+    waits = unit.has_child_units and not unit.holds_gradients
+    if configuration.stack != "shardwise" or has_other_layers or waits:
+        return False
+    return all(
+        layout.cast.compute_dtype == layout.cast.reduce_dtype
+        for layout in unit.trainable_layouts
+        if any(takes_slot(extent.parameter.num_elements) for extent in layout.extents)
+    )
 
 
 def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:

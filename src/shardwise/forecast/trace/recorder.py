@@ -43,6 +43,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The number of the storage of the last gradient of an embedding (an id may be that of a
         # later storage), and `_in_place_peak` before it.
         self._embedding_gradient = -1, 0
+        # The peak without gradients in slots (`Segment.in_slot_bytes`), and the bytes of those that
+        # are alive.
+        self._slot_peak = self._in_slots = 0
+        # The number of the storage of a weight whose gradient is computed next, its bytes and unit.
+        self._next_in_slot: tuple[int, int, int] | None = None
 
     def begin(self, kind: EventKind, unit: int) -> None:
         """Begin the forward or backward of a unit, which ends the previous segment."""
@@ -57,9 +62,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operations = tuple(self._operations)
             memory = self._start, self._peak, self._allocated
             added = self._peak - self._in_place_peak
-            self.segments.append(Segment(kind, unit, operations, *memory, added))
+            in_slot = self._peak - self._slot_peak
+            self.segments.append(Segment(kind, unit, operations, *memory, added, in_slot))
             self._operations.clear()
         self._start = self._peak = self._in_place_peak = self._allocated
+        self._slot_peak = self._allocated - self._in_slots
+
+    def expect_in_slot(self, weight: Tensor, unit: int) -> None:
+        """Expect a product that is the gradient of ``weight``, in the backward of ``unit``.
+
+        The engine may compute it in the weight's slot of the unit's reduce buffer.
+        """
+        self._next_in_slot = self._number_of(weight), weight.nbytes, unit
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of ``tensors``: parameters, buffers or the batch."""
@@ -88,8 +102,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = list(tensors_in(result))
         reads = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in inputs]
         known, peak, in_place_peak = self._num_storages, self._peak, self._in_place_peak
-        writes = [(self._number_of(tensor), _num_bytes(tensor)) for tensor in outputs]
+        slot_peak = self._slot_peak
         name, is_in_place = _name_of(func)
+        in_slot = name == "mm" and self._is_expected(reads, outputs[0])
+        writes = [(self._number_of(one, in_slot=in_slot), _num_bytes(one)) for one in outputs]
         if name == "embedding_dense_backward":
             self._embedding_gradient = writes[0][0], in_place_peak
         if name == "add" and self.in_backward and not torch.is_grad_enabled():
@@ -99,7 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not inputs[0]._is_view():
                 first = id(inputs[0].untyped_storage())
                 self._gradient_sum, self._peak = (first, self._allocated), peak
-                self._in_place_peak = in_place_peak
+                self._in_place_peak, self._slot_peak = in_place_peak, slot_peak
         is_view = self._num_storages == known and not is_in_place
         if is_view or name in _WITHOUT_KERNEL:
             return
@@ -136,7 +152,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._raise_peak(self._gradient_sum[1])
         self._gradient_sum = None
 
-    def _number_of(self, tensor: Tensor, *, is_counted: bool = True) -> int:
+    def _is_expected(self, reads: list[tuple[int, int]], product: Tensor) -> bool:
+        """Whether ``product`` is the gradient of `expect_in_slot`, not that of an input."""
+        if self._next_in_slot is None or self._event is None:
+            return False
+        weight, num_bytes, unit = self._next_in_slot
+        if weight in (number for number, _ in reads) or product.nbytes != num_bytes:
+            return False
+        self._next_in_slot = None
+        return self._event[1] == unit
+
+    def _number_of(self, tensor: Tensor, *, is_counted: bool = True, in_slot: bool = False) -> int:
         """Return the number of the storage of ``tensor``, and count the storage if it is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -146,18 +172,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._num_storages
         self._num_storages += 1
         size = storage.nbytes() if is_counted else 0
-        self._storages[key] = number, weakref.ref(storage, partial(self._freed, key, size))
+        freed = partial(self._freed, key, size, size * in_slot)
+        self._storages[key] = number, weakref.ref(storage, freed)
         self._allocated += size
+        self._in_slots += size * in_slot
         self._raise_peak(self._allocated)
         return number
 
     def _raise_peak(self, num_bytes: int) -> None:
         self._peak = max(self._peak, num_bytes)
         self._in_place_peak = max(self._in_place_peak, num_bytes)
+        self._slot_peak = max(self._slot_peak, num_bytes - self._in_slots)
 
-    def _freed(self, key: int, size: int, _storage: object) -> None:
+    def _freed(self, key: int, size: int, in_slots: int, _storage: object) -> None:
         del self._storages[key]
         self._allocated -= size
+        self._in_slots -= in_slots
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

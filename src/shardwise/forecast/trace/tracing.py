@@ -12,6 +12,7 @@ cannot inspect its values.
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise._private import FakeTensorMode, pytree, run_backward
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.features.full_precision import apply_precision
+from shardwise.features.fused_wgrad import has_plain_forward, takes_slot
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.recorder import Recorder, tensors_in
 from shardwise.forecast.work import Workload
@@ -76,6 +78,7 @@ def trace(
         calls = _Calls(recorder, precision)
         for index, name in enumerate(names):
             calls.watch(index, _submodule(model, name))
+        _watch_linear_layers(recorder, model, names)
         # Fake tensors have no random state.
         checkpoint_blocks(model, checkpointing or {}, preserve_rng_state=False)
         recorder.exclude(kept)
@@ -202,6 +205,33 @@ def _take_gradient_of(leaf: Tensor) -> None:
 
 def _drop_gradient(leaf: Tensor) -> None:
     leaf.grad = None
+
+
+# -- gradients in the slots of reduce buffers ----------------------------------------------------
+
+
+def _watch_linear_layers(recorder: Recorder, model: nn.Module, units: Sequence[str]) -> None:
+    """Tell ``recorder`` when the engine computes a weight gradient in a reduce buffer.
+
+    It does so in plain linear layers that share their weight with no other module.
+    """
+    uses = Counter(one for owner in model.modules() for one in owner.parameters(recurse=False))
+    modules = [model.get_submodule(name) for name in units]
+    # Inner units follow the units that contain them.
+    unit_of = {layer: index for index, unit in enumerate(modules) for layer in unit.modules()}
+    for layer, index in unit_of.items():
+        if layer in modules or not has_plain_forward(layer, nn.Linear):
+            continue
+        weight: Any = layer.weight
+        if weight.requires_grad and takes_slot(weight.numel()) and uses[weight] == 1:
+            layer.register_forward_hook(partial(_expect_gradient, recorder, index))
+
+
+def _expect_gradient(
+    recorder: Recorder, unit: int, layer: nn.Linear, _args: Any, output: Any
+) -> None:
+    if output.grad_fn is not None and not torch.is_autocast_enabled("cpu"):
+        output.grad_fn.register_prehook(lambda _: recorder.expect_in_slot(layer.weight, unit))
 
 
 # -- the events of the engine --------------------------------------------------------------------
