@@ -128,8 +128,12 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         sw.CheckpointError, match=r"param_groups: expected 2 groups of 1, 1, found 1"
     ):
         sw.load(tmp_path / "x", model=model, optimizer=swapped)
-    with pytest.raises(sw.CheckpointError, match="is not one of the model's"):
-        sw.save(tmp_path / "y", model=model, optimizer=torch.optim.SGD([torch.ones(2)]))
+    other = nn.Linear(2, 2)
+    both = nn.ModuleDict({"one": model, "other": other})
+    optimizer = torch.optim.SGD(both.parameters())
+    with pytest.raises(sw.CheckpointError, match=r"is not one of the model's.*nn\.ModuleDict"):
+        sw.save(tmp_path / "y", model=model, optimizer=optimizer, other=other)
+    sw.save(tmp_path / "y", model=both, optimizer=optimizer)
     with pytest.raises(
         sw.CheckpointError, match="scheduler: not in the checkpoint, which contains"
     ):

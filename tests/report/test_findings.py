@@ -5,6 +5,7 @@ machine.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,6 +211,25 @@ def test_micro_batches_that_reduce_each_time_are_found() -> None:
     found = next(one for one in find(ranks) if "micro-batches" in one.title)
     assert found.title.startswith("2 micro-batches reduce gradients 2 times: hold them until")
     assert found.saves_bytes == -sum(unit.gradient_bytes for unit in ranks[0].header.units)
+
+
+def test_a_second_backward_of_a_retained_graph_is_replayed() -> None:
+    """Every other pass has no forward of its own, as with ``backward(retain_graph=True)``."""
+    ranks = [
+        replace(
+            rank,
+            steps=tuple(replace(s, updates=s.step // 2) for s in rank.steps),
+            events=tuple(e for e in rank.events if e.event != "forward" or e.step % 2 == 0),
+        )
+        for rank in record_run(Run(num_steps=6))
+    ]
+    assert find(ranks)
+    events = measure(ranks).replayed().events[0]
+    reduced = [
+        Counter(e.event.unit for e in events if e.event.kind == "reduce" and e.step == n)
+        for n in (0, 1)
+    ]
+    assert reduced[0] == reduced[1] == Counter(range(len(ranks[0].header.units)))
 
 
 def test_a_rank_that_waits_for_its_data_is_named() -> None:

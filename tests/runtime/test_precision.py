@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.plan.strategy import PRESETS
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
-from tests.runtime.one_process import full, options_of, own_part
+from tests.runtime.one_process import assert_close, full, options_of, own_part
 
 BF16 = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Wider than the shards, so that compute and reduction do not round what is compared.
@@ -204,6 +204,24 @@ def test_autocast_inside_and_outside() -> None:
         reference = copy.deepcopy(model)
         sw.fully_shard(model, units=(Casting if inside else Block))
         _assert_equal_under_autocast(model, reference, enabled=not inside)
+
+
+@on_ranks(2)
+def test_several_forwards_under_one_autocast() -> None:
+    """Autocast keeps the casts of weights, which would tie a forward to the graph of an earlier."""
+    torch.manual_seed(0)
+    model = Stack()
+    reference = copy.deepcopy(model)
+    sw.fully_shard(model, units=Block)
+    batches = torch.randn(3, 4, WIDTH)  # the same on both ranks
+    for one, is_cached in ((reference, False), (model, True)):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            with torch.no_grad():
+                one(batches[0])
+            for batch in batches[1:]:
+                one(batch).float().square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, name)
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype"])

@@ -144,6 +144,21 @@ def test_what_a_wire_keeps_is_in_the_plan(preset: str) -> None:
     assert _least_live_bytes(runtime) == pytest.approx(planned.between_steps_bytes, rel=TOLERANCE)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("sums", ["wholes", "rows"])
+def test_no_memory_of_gradients_is_idle_between_micro_batches(sums: str) -> None:
+    shape = SHAPES["large root"]
+    model: Any = shape.build()
+    sw.fully_shard(model, units=shape.units, **options_of("hsdp"))
+    hold = model.set_requires_gradient_sync if sums == "wholes" else model.set_requires_all_reduce
+    hold(False)
+    pools = runtime_of(model).pools
+    for _ in range(3):
+        model(torch.ones(1, 16)).mean().backward()
+        for pool in (pools.gradients, pools.enclosing_gradients):
+            assert pool.held_bytes == pool.allocated_bytes > 0
+
+
 def _measure_variant(strategy: Strategy, variant: str, offload_policy: sw.OffloadPolicy) -> None:
     options: dict[str, Any] = {"strategy": strategy, "offload_policy": offload_policy}
     if strategy.num_axes > 1:

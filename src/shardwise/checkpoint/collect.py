@@ -182,7 +182,8 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
                 raise CheckpointError(
                     f"parameter {position} of the optimizer's group {number}, of shape "
                     f"{tuple(parameter.shape)}, is not one of the model's; build the optimizer "
-                    "from model.parameters()"
+                    "from model.parameters(), and save several models as one: "
+                    "model=nn.ModuleDict({name: model, ...})"
                 )
             found[names[id(parameter)]] = parameter
     return found

@@ -274,6 +274,7 @@ class AccumulatedGradients:
         if self._sums is not self._partial:
             self._free(self._partial)
             self._partial = self._sums
+        self._own_pool.free_idle()  # it would keep as much as is accumulated
         self._handed_over.clear()
         self._hold_all(self.used)
 

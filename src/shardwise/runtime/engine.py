@@ -134,6 +134,9 @@ class Runtime:
             is_recorded = torch.is_grad_enabled() and _private.is_transformed_by_functorch()
             with torch.set_grad_enabled(is_recorded):
                 return forward(*args, **kwargs)
+        # A weight that autocast has cast in an earlier call gets its gradient when backward has
+        # left that call, which may be after the unit's reduction.
+        torch.clear_autocast_cache()
         entry = None
         try:
             if precision.cast_forward_inputs and precision.param_dtype is not None:

@@ -243,6 +243,7 @@ class Gradients:
         if is_left:
             self._forget_written()
             self._close()
+            self._first_pool.free_idle()  # it would keep as much as is accumulated
             self._transition(GradientState.IDLE)
 
     def launch_reduce(self, collectives: Collectives, label: str) -> Work:

@@ -177,6 +177,7 @@ def batches(
     sequencer = Sequencer(_Schedule(units, prefetch), settings)
     sequencer.steps_in_backward = steps_in_backward
     order: list[Batch] = []
+    last: dict[int, Call] = {}  # by unit
     for _ in range(2):  # the second update is in the steady state
         order.clear()
         for number, parts in enumerate(passes):
@@ -184,13 +185,18 @@ def batches(
             for unit, unit_settings in enumerate(settings):
                 reduces = is_last or not holds_gradients
                 unit_settings.reduce_grads = reduces and (number, unit) not in unreduced
-            order += _events_of_pass(units, sequencer, number, parts)
+            order += _events_of_pass(units, sequencer, number, parts, last)
     return order
 
 
 def _events_of_pass(
-    units: Sequence[_Unit], sequencer: Sequencer, number: int, parts: Sequence[Part]
+    units: Sequence[_Unit],
+    sequencer: Sequencer,
+    number: int,
+    parts: Sequence[Part],
+    last: dict[int, Call],
 ) -> Iterator[Batch]:
+    """``last`` is updated; a backward may be of one of these calls, if their graph was retained."""
     trained = {part.unit for part in parts if part.kind is EventKind.BACKWARD}
     stack: list[Call] = []
     unvisited: defaultdict[int, list[Call]] = defaultdict(list)
@@ -213,12 +219,16 @@ def _events_of_pass(
             call, entering = sequencer.enter(part.unit, grad=True, recomputed=in_backward)
             stack.append(call)
             unvisited[part.unit].append(call)
+            last[part.unit] = call
             yield number, index, events + entering
         else:
             events = leave(None)
             in_backward = True
-            call = unvisited[part.unit].pop()
-            yield number, index, events + sequencer.before_backward(call, task=0)
+            if unvisited[part.unit]:
+                events += sequencer.before_backward(unvisited[part.unit].pop(), task=0)
+            elif part.unit in last:
+                events += sequencer.before_backward(last[part.unit], task=0)
+            yield number, index, events
     yield number, -1, leave(None) + (sequencer.finish_backward(task=0) if in_backward else [])
 
 
