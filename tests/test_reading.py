@@ -15,8 +15,9 @@ from tests.versions import needs_own_operators
 # A model may sleep, and a reduction may continue over replicas outside of the mesh. A step may have
 # leaves, whose gradients are summed in a tree, gradients may be elsewhere than parameters, and an
 # optimizer may step on the device what is in host memory. What the core does not use of the devices
-# of a machine is in a file of its own.
-MAX_LINES = 2_487
+# of a machine is in a file of its own. What torch.compile returned has bound the call of a module's
+# former class.
+MAX_LINES = 2_491
 MAX_FILES = 60
 MAX_FRAMES, MAX_FRAME_FILES = 9, 5
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
