@@ -192,6 +192,8 @@ def test_evaluation_gathers_once() -> None:
     schedule = build_schedule(pipelining.ScheduleGPipe, mesh, modules, 2)
     counts = record_events(modules)
     x = torch.randn(MICROBATCHES * ROWS, WIDTH).double()
+    for parameter in modules[index].parameters():  # of a step whose update is yet to come
+        parameter.grad = parameter.detach().clone()
     with torch.no_grad():
         for step in range(2):
             got = schedule.eval(x) if index == 0 else schedule.eval(target=x)
@@ -199,6 +201,8 @@ def test_evaluation_gathers_once() -> None:
             assert counts[index, 0, EventKind.GATHER] == step + 1
         if index:
             assert_close(got, reference(x), "output")
+    for name, parameter in modules[index].named_parameters():
+        assert_close(full(parameter.grad), full(parameter.detach()), f"gradient of {name}")
 
 
 class CheckpointedBlock(Block):
@@ -296,6 +300,9 @@ def test_stages_that_cannot_run_are_refused() -> None:
     with pytest.raises(sw.PlanError, match=rf"stage {index}: blocks\.0 is sharded and Stage"):
         schedule.step()
     sw.fully_shard(module, mesh=mesh["dp"])
+    refusal = pytest.raises(sw.PlanError, match=rf"stage {index}: sw.transaction around a step")
+    with refusal, sw.transaction(module):
+        schedule.step()
     sw.optimizer_in_backward(module, torch.optim.SGD(module.parameters(), lr=0.1))
     with pytest.raises(sw.PlanError, match="would step before the schedule divides"):
         schedule.step()

@@ -6,6 +6,7 @@ public fallback are listed in `OPTIONAL`.
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
@@ -61,6 +62,7 @@ __all__ = [
     "TorchShardedTensor",
     "accumulated_gradient_hooks",
     "at_all_levels",
+    "bind_compiled",
     "can_divide_backwards",
     "can_swap_storages",
     "current_graph_task",
@@ -567,6 +569,18 @@ def stage_backwards() -> Any:
 
 # `torch.compiler.disable` is the public equivalent, but importing it takes seconds.
 eval_frame = torch._C._dynamo.eval_frame
+
+
+def bind_compiled(root: nn.Module) -> None:
+    """Have what `torch.compile` returned for modules in ``root`` call their present class.
+
+    It has bound the call of the class that a module had when it was compiled.
+    """
+    # If there is one, the module is imported; the import takes seconds.
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    for module in root.modules():
+        if isinstance(module, kind):
+            module._initialize()
 
 
 # The store of the job. A second store would need an address of its own.

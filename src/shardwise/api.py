@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardwise import parts  # noqa: F401 - registers watch and the queues between CPUs
+from shardwise._private import bind_compiled
 from shardwise._warnings import warn_caller
 from shardwise.comm.api import MemoryKind
 from shardwise.comm.device import make_current
@@ -293,6 +294,7 @@ class ShardingRequest:
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
             become_unit(unit_module, handle, FSDPModule, wrapped_methods(unit_module))
+        bind_compiled(module)
         set_managed(module)
         apply_precision(module, options.precision, settled=[*manual, *separate])
         fused_wgrad.replace_layers(module)

@@ -26,6 +26,7 @@ from torch.distributed import pipelining
 from shardwise._private import can_divide_backwards, stage_backwards
 from shardwise.errors import PlanError, StepError
 from shardwise.features.fsdp_module import FSDPModule
+from shardwise.features.transaction import TRANSACTION
 from shardwise.runtime.module import runtime_of_root, runtimes_in
 from shardwise.runtime.scheduler import Scheduler
 
@@ -68,6 +69,12 @@ class PipelineStage(pipelining.PipelineStage):
                     f"stage {self.stage_index}: sw.optimizer_in_backward would step before the "
                     "schedule divides gradients by the number of micro-batches; call "
                     "optimizer.step() after the schedule's step instead"
+                )
+            if TRANSACTION in scheduler.forbids_conversion and self.group_size > 1:
+                raise PlanError(
+                    f"stage {self.stage_index}: sw.transaction around a step of the pipeline would "
+                    "undo the step of this stage alone, and other stages could keep it; after an "
+                    "exception, load a checkpoint"
                 )
             if scheduler.sequencer.has_unreduced_gradients:
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
@@ -139,9 +146,10 @@ class PipelineStage(pipelining.PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != here]
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """End a step and divide its gradients."""
-        self._end_step()
-        super().scale_grads(grad_scale_factor)
+        """End a step and divide its gradients; an evaluation has none."""
+        if self.has_backward:
+            self._end_step()
+            super().scale_grads(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step and divide its gradients."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,13 @@ import shardwise as sw
 from shardwise.fsdp import FullyShardedDataParallel
 from shardwise.runtime.gradients import Gradients
 from tests.ranks import on_ranks
-from tests.runtime.one_process import assert_equal_models, own_part, sharded_pair
+from tests.runtime.one_process import (
+    assert_close,
+    assert_equal_models,
+    full,
+    own_part,
+    sharded_pair,
+)
 
 WIDTH = 256  # large enough for weights to use slots
 VOCABULARY = 300
@@ -140,6 +147,25 @@ def test_a_compiled_model_breaks_only_at_its_units(backend: str) -> None:
     breaks = counters["graph_break"]
     assert sum(breaks.values()) == 2
     assert all("UnitModule.__call__" in reason for reason in breaks)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_units_inside_compiled_modules(granularity: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    reference = copy.deepcopy(model)
+    compiled: Any = torch.compile(model[0], backend="eager")
+    model[0] = compiled
+    sw.fully_shard(model, units=nn.Linear, granularity=granularity)
+    x = torch.randn(4, 6).double()
+    for one, rows in ((model, own_part(x)), (reference, x)):
+        one(rows).square().mean().backward()
+    for parameter, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(full(parameter.grad), plain.grad, "gradient")
+    with pytest.raises(sw.PlanError, match="'_orig_mod' is; pass that module"):
+        sw.ledger(compiled)
 
 
 @pytest.mark.thorough

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwise as sw
 from shardwise.comm.api import Work
@@ -94,6 +96,21 @@ def test_rounding_errors_of_gradients_are_restored() -> None:
             training.step(place if rank() == 0 else "")
         training.step()
     assert training.fingerprint() == expected
+
+
+@on_ranks(2)
+def test_ranks_with_other_parts_of_the_model_are_refused() -> None:
+    def sharded(dp: int, tp: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(nn.Linear(WIDTH, WIDTH), mesh["tp"], ColwiseParallel())
+        return sw.fully_shard(model, mesh=mesh["dp"])
+
+    with sw.transaction(sharded(dp=2, tp=1)):
+        pass
+    divided = sharded(dp=1, tp=2)
+    match = "tensor parallelism divides weight .* some could keep a step that others undo"
+    with pytest.raises(sw.PlanError, match=match), sw.transaction(divided):
+        pass
 
 
 @on_ranks(2)

@@ -25,7 +25,7 @@ from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
 from shardwise.runtime.parameters import reclaim_locals
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.versions import versions_of
-from shardwise.tensor.sharding import local_of
+from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["TRANSACTION", "DiscardedError", "Step", "transaction", "undoable"]
 
@@ -75,16 +75,32 @@ def transaction(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
         optimizers: every optimizer that steps in the block.
 
     Raises:
-        PlanError: the model is not sharded, or is a unit inside a sharded model.
+        PlanError: the model is not sharded, or is a unit inside a sharded model; or ranks that it
+            is not sharded over hold other parts of it (tensor parallelism, pipelines): they would
+            keep a step that these ranks undo.
         PeerAborted: another rank raised.
         PeerLost: another rank is gone; this rank has undone the step nevertheless.
         StepError: the block is inside another transaction of the model, a forward, a backward or
             `gathered`; or something other than ``optimizers`` changed a parameter; or the step
             could not be undone.
     """
+    _check_ranks(model)
     with undoable(model, *optimizers) as step:
         yield
         step.end()
+
+
+def _check_ranks(model: nn.Module) -> None:
+    voting = set(runtime_of_root(model).mesh.global_ranks)
+    for name, parameter in model.named_parameters():
+        sharding = sharding_of(parameter)
+        spec = None if sharding is None else sharding.tensor_parallel
+        if spec is not None and not voting.issuperset(spec.mesh.mesh.flatten().tolist()):
+            raise PlanError(
+                f"sw.transaction: tensor parallelism divides {name} over {spec.mesh}, and these "
+                "ranks do not vote on the step together, so some could keep a step that others "
+                "undo; after an exception, load a checkpoint"
+            )
 
 
 @contextlib.contextmanager

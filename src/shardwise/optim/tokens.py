@@ -68,8 +68,8 @@ def backward(
     """
     if accumulate not in ("shards", "whole"):
         raise ValueError(f"accumulate={accumulate!r}: expected 'shards' or 'whole'")
-    assert isinstance(model, FSDPModule)
     runtime = runtime_of_root(model)
+    assert isinstance(model, FSDPModule)
     with runtime.scheduler.guarded():  # for errors of the arguments, which the units do not see
         batches = list(micro_batches)
         if not batches:

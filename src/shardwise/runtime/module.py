@@ -277,6 +277,9 @@ def handle_of(module: nn.Module) -> Handle:
         name = type(module).__name__
         if isinstance(module, UnitModule):
             raise PlanError(f"{name} is on the meta device, so not sharded yet")
+        for inner, child in module.named_children():
+            if HANDLE in vars(child):
+                raise PlanError(f"{name} is not sharded, but its {inner!r} is; pass that module")
         raise PlanError(f"{name} is not sharded; call sw.fully_shard on it first")
     assert isinstance(handle, Handle)
     return handle
