@@ -165,7 +165,8 @@ def test_a_single_rank_of_a_launcher_computes_on_its_device(
         dist, "init_process_group", lambda: init("fake", store=FakeStore(), rank=0, world_size=1)
     )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "1")):
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     try:
         with simulated(Simulation()):

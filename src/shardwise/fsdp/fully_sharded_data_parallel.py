@@ -433,7 +433,7 @@ def _current_device(device_id: int | torch.device | None) -> torch.device | None
 
 
 def _warn_if_on_cpu(states: list[Tensor], mesh: DataParallelMesh) -> None:
-    stays = mesh.accelerator is None  # where `fully_shard` puts shards
+    stays = mesh.accelerator is None  # otherwise `fully_shard` moves them there
     if stays and states and states[0].is_cpu and torch.accelerator.device_count():
         warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "

@@ -307,14 +307,15 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
 def _join_launched_ranks() -> None:
     """Initialize the process group under torchrun, as torch's fully_shard does.
 
-    A single rank needs it on an accelerator only, where its backend tells that ranks compute there.
+    A single rank needs it only on an accelerator, which the backend of the group tells it to use.
 
     Raises:
         PlanError: another launcher started several processes, which would not be connected.
     """
     several = [name for name in _NUM_PROCESSES if os.environ.get(name, "1") not in ("", "0", "1")]
-    is_single = os.environ.get("WORLD_SIZE") == "1" and torch.accelerator.is_available()
-    if "RANK" in os.environ and ("WORLD_SIZE" in several or is_single):
+    is_launched = {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    is_single = is_launched and os.environ.get("WORLD_SIZE") == "1"
+    if "WORLD_SIZE" in several and "RANK" in os.environ:
         dist.init_process_group()
     elif several:
         raise PlanError(
@@ -322,6 +323,8 @@ def _join_launched_ranks() -> None:
             "without a process group each would train a separate model; start them with "
             "torchrun, or call torch.distributed.init_process_group before fully_shard"
         )
+    elif is_single and torch.accelerator.is_available():
+        dist.init_process_group()
 
 
 def _groups(

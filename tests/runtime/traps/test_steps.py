@@ -297,11 +297,11 @@ def test_fully_shard_under_torchrun_joins_the_other_ranks(
     joined: list[bool] = []
     monkeypatch.setattr(dist, "init_process_group", lambda: joined.append(True))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
-    for name in ("RANK", "WORLD_SIZE"):
+    launched = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
+    for name, value in launched.items():
         monkeypatch.delenv(name, raising=False)
-    if size is not None:
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", size)
+        if size is not None and value is not None:
+            monkeypatch.setenv(name, value)
     sharded()
     assert joined == [True] * (size == "2" or (size == "1" and has_accelerator))
 
