@@ -17,8 +17,8 @@ from tests.versions import needs_own_operators
 # optimizer may step on the device what is in host memory. What the core does not use of the devices
 # of a machine is in a file of its own. A call copies its inputs to the device. Gradients in a
 # buffer are found by position, so that no time of a step is quadratic in their number. Each call of
-# a unit has autocast forget the casts of others. What torch.compile returned has bound the call of a
-# module's former class.
+# a unit has autocast forget the casts of others. What torch.compile returned has bound the call of
+# a module's former class.
 MAX_LINES = 2_500
 MAX_FILES = 60
 MAX_FRAMES, MAX_FRAME_FILES = 9, 5
