@@ -246,6 +246,19 @@ def test_steps_and_ranks_may_change(whole: Whole, tmp_path: Path) -> None:
     assert len(run.history) == STEPS
 
 
+def test_a_resumed_run_keeps_the_changes_of_replicas(whole: Whole, tmp_path: Path) -> None:
+    shutil.copytree(whole[0].directory, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    *lines, last = metrics.read_text(encoding="utf-8").splitlines()
+    change = {"left": [1], "joined": [0, 2], "repeats": 1, "lost_seconds": 2.5}
+    lines.append(json.dumps(json.loads(last) | change))
+    metrics.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    case = replace(whole[0], directory=tmp_path / "run", overwrite=False, steps=STEPS + 1)
+    open_run(case.config)
+    kept = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    assert kept == [json.loads(line) for line in lines]
+
+
 def test_a_checkpoint_of_another_program_is_rejected(tmp_path: Path) -> None:
     sw.save(tmp_path / "checkpoints" / "step-5", model=torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"step-5: was not saved by `shardwise train`"):

@@ -190,7 +190,7 @@ def _prepare(run: RunDirectory, config: Config) -> None:
         for place in (run.saves_to, run.saves_best_to):
             for checkpoint in complete(folder_at(place)):
                 discard(checkpoint)
-    lines = (json.dumps(record.metrics()) + "\n" for record in run.history)
+    lines = (json.dumps(record.known()) + "\n" for record in run.history)
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
