@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardwise as sw
 from shardwise.runtime import unit
@@ -266,6 +267,34 @@ def test_experts_are_gathered_and_saved(tmp_path: Path) -> None:
         for model in models:
             assert torch.equal(full(model.get_parameter(name)), 2 * expected), name
         assert torch.equal(whole.get_parameter(name), 2 * expected), name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dims", [("ep",), ("ep", "etp")])
+def test_experts_beside_tensor_parallelism_are_saved(dims: tuple[str, ...], tmp_path: Path) -> None:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("efsdp", "ep", "etp"))
+    plain = nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for parameter in plain.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    model: Any = copy.deepcopy(plain)
+    for name, parameter in model[0].named_parameters():
+        placements = [Shard(i) for i in range(len(dims))]
+        whole = distribute_tensor(parameter.detach(), sparse[dims], placements)
+        model[0].register_parameter(name, nn.Parameter(whole))
+    parallelize_module(model[1], dense["tp"], ColwiseParallel())
+    sw.fully_shard(model[0], mesh=sparse["efsdp"])
+    model[0].set_gradient_divide_factor(2)
+    sw.fully_shard(model, mesh=dense["dp"])
+    sw.save(tmp_path / "experts", model=model)
+    loaded = copy.deepcopy(plain)
+    for one in (loaded, model):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.zero_()
+        sw.load(tmp_path / "experts", model=one)
+        for name, expected in plain.named_parameters():
+            assert torch.equal(full(one.get_parameter(name)), expected), name
 
 
 @on_ranks(4)
