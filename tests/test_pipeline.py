@@ -303,6 +303,8 @@ def test_stages_that_cannot_run_are_refused() -> None:
     refusal = pytest.raises(sw.PlanError, match=rf"stage {index}: sw.transaction around a step")
     with refusal, sw.transaction(module):
         schedule.step()
+    with pytest.raises(sw.PlanError, match=r"sw\.join around a pipeline"), sw.join(module):
+        schedule.step()
     sw.optimizer_in_backward(module, torch.optim.SGD(module.parameters(), lr=0.1))
     with pytest.raises(sw.PlanError, match="would step before the schedule divides"):
         schedule.step()

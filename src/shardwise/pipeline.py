@@ -76,6 +76,11 @@ class PipelineStage(pipelining.PipelineStage):
                     "undo the step of this stage alone, and other stages could keep it; after an "
                     "exception, load a checkpoint"
                 )
+            if scheduler.call_observer is not None:
+                raise PlanError(
+                    f"stage {self.stage_index}: sw.join around a pipeline: a rank without batches "
+                    "could not send anything to other stages; give all ranks as many batches"
+                )
             if scheduler.sequencer.has_unreduced_gradients:
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
                 scheduler.drop_accumulated()

@@ -192,16 +192,20 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 def checkpoint_mesh(modules: list[nn.Module]) -> DataParallelMesh:
     """The ranks that save or load: those that hold shards, or all ranks if nothing is sharded.
 
-    With tensor parallelism, they are the ranks of the joined mesh.
+    With tensor parallelism, they are the ranks of the largest joined mesh. Others, such as that of
+    experts, may be a part of it.
     """
     parameters = [parameter for module in modules for parameter in module.parameters()]
     found = mesh_of(parameters)
+    joined = []
     for parameter in parameters:
         sharding = sharding_of(parameter)
         # Next to shards, a DTensor without a sharding is one of `ignored_params`.
         is_joined = found is None if sharding is None else sharding.tensor_parallel
         if isinstance(parameter, DTensor) and is_joined:
-            return all_ranks_of(parameter.device_mesh)
+            joined.append(parameter.device_mesh)
+    if joined:
+        return all_ranks_of(max(joined, key=lambda mesh: mesh.size()))
     return resolve_mesh(None, STRATEGIES["ddp"]) if found is None else found
 
 

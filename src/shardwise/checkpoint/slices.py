@@ -72,7 +72,8 @@ def slice_to_write(tensor: Tensor, number: int, ranks: DataParallelMesh) -> Tens
         own, part = TensorSlice(run.start, whole[run.start : run.stop].clone()), OwnPart(run, 0, 1)
     else:
         own = slice_to_read(tensor)
-    written = _part_of_replica(own.elements, number, _with_mesh_replicas(ranks, part, tensor))
+    copies = _with_mesh_replicas(ranks, part, tensor)
+    written = Run(0, 0) if copies is None else _part_of_replica(own.elements, number, copies)
     if not len(written):
         return None
     return TensorSlice(own.start + written.start, own.elements[written.start : written.stop])
@@ -150,12 +151,18 @@ def _coordinates(mesh: DeviceMesh) -> list[tuple[int, int]]:
     return list(zip(mesh.shape, coordinates_of(mesh), strict=True))
 
 
-def _with_mesh_replicas(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart:
-    """``part`` with replicas over the mesh dims that ``tensor`` is not on counted as well."""
+def _with_mesh_replicas(ranks: DataParallelMesh, part: OwnPart, tensor: DTensor) -> OwnPart | None:
+    """``part`` with replicas over the mesh dims that ``tensor`` is not on counted as well.
+
+    If ``ranks`` have the mesh of other tensors, such as experts, its dims do not show replicas: the
+    ranks that have ``tensor`` together with the first of ``ranks`` write it, and others get None.
+    """
     mesh, own = ranks.mesh, tensor.device_mesh
     if mesh is None or mesh.size() == own.size():
         return part
     known = own.mesh_dim_names or ()
+    if not known or not set(known).issubset(mesh.mesh_dim_names or ()):
+        return part if mesh.mesh.flatten()[0] in own.mesh else None
     for name, (size, index) in zip(mesh.mesh_dim_names or (), _coordinates(mesh), strict=True):
         if name not in known:
             part = replace(
