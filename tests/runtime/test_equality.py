@@ -120,7 +120,10 @@ VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "dim, subgroup": ((4,), {"granularity": "dim", "reshard_after_forward": 2}),
     "dim, kept": ((2,), {"granularity": "dim", "reshard_after_forward": False}),
     "dim, offload": ((2,), {"granularity": "dim", "offload_policy": OFFLOADS["offload"]}),
-    "last dim": ((2,), {"granularity": "dim", "shard_placement_fn": lambda _: Shard(-1)}),
+    "last dim": (
+        (2,),
+        {"granularity": "dim", "shard_placement_fn": lambda p: Shard(-1) if p.ndim else None},
+    ),
     "dim and element": ((2,), {"granularity": {"*weight": "dim", "*": "element"}}),
     **{key: ((2,), {"offload_policy": policy}) for key, policy in OFFLOADS.items()},
     **{

@@ -118,7 +118,10 @@ def test_sums_in_a_binary_tree(preset: str, shape: str, per_rank: int) -> None:
     """A rank holds log2(V / N) sums of whole gradients, and parameters are cut between blocks."""
     torch.set_num_threads(1)
     options = {"reproducible": per_rank * world_size(), **options_of(preset)}
-    _measure(shape, SHAPES[shape], options, num_held=per_rank - 1, tolerance=0.005)
+    # One sum too many would be more than this. With one micro-batch a rank holds none, and its
+    # activations, which are not planned here, count for more.
+    tolerance = 0.005 if per_rank > 1 else TOLERANCE
+    _measure(shape, SHAPES[shape], options, num_held=per_rank - 1, tolerance=tolerance)
 
 
 @on_ranks()
