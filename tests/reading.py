@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -19,11 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import shardwise.public  # here, so that the lines of imports are not counted
+import shardwise.public  # noqa: F401 - here, so that the lines of imports are not counted
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.comm.process_group import ProcessGroupCollectives
+from tests.counting import PACKAGE, follow_lines
 
-PACKAGE = Path(shardwise.public.__file__).parent
+if TYPE_CHECKING:
+    from types import FrameType
+
 NUM_RANKS = 8
 
 
@@ -83,21 +85,7 @@ def stack_of_a_gather() -> list[tuple[str, str]]:
 def lines_run(function: Callable[[], None]) -> dict[str, int]:
     """The number of distinct lines of each file of the package that ``function`` runs."""
     lines: defaultdict[str, set[int]] = defaultdict(set)
-    root = f"{PACKAGE}/"
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(root):
-            return None
-        if event == "line":
-            lines[name].add(frame.f_lineno)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(None)
+    follow_lines(function, lambda frame: lines[frame.f_code.co_filename].add(frame.f_lineno))
     return {str(Path(name).relative_to(PACKAGE)): len(found) for name, found in lines.items()}
 
 

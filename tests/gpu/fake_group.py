@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from shardwise.forecast.planned import plan_of, precision_of
 from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.trace.recomputing import checkpoint_blocks
 from shardwise.forecast.trace.tracing import trace
+from shardwise.forecast.work import Workload
+from shardwise.plan.plan import Plan
 from tests.gpu.registry import Context, check
 
 FAKE = "fake group"
@@ -78,7 +81,7 @@ def measure(context: Context, name: str, num_ranks: int) -> None:
         clips=False,
     )
     work = Work(context.device, shape, configuration)
-    certificate, _ = work.forecast(f"{num_ranks}xH100")
+    certificate = work.certificate()
     context.report("certified live bytes", certificate.peak_bytes)
     context.report("certified reserved bytes", certificate.reserved_bytes)
     peak = product_flops(context.device)
@@ -135,18 +138,22 @@ class Work:
         names = (unit.name for unit in plan.units if unit.name)
         return dict.fromkeys(names, str(self._configuration.checkpointing))
 
-    def forecast(self, cluster: str) -> tuple[Certificate, StepTime]:
-        """Predict memory and time of a step on a rank of ``cluster``."""
+    @cached_property
+    def _planned(self) -> tuple[Plan, Workload]:
         model = build(self._shape)
         modes = self._modes(model)
-        plan = plan_of(model, self._configuration)
         tokens = torch.zeros(self._tokens.shape, dtype=torch.long)
         workload = trace(
             model, [tokens] * 2, units=[*modes], precision=self.precision, checkpointing=modes
         )
-        certificate = memory_certificate(plan, workload, self._configuration)
-        machine = Machine.of(parse_cluster(cluster))
-        return certificate, step_time(plan, workload, machine, self._configuration)
+        return plan_of(model, self._configuration), workload
+
+    def certificate(self) -> Certificate:
+        return memory_certificate(*self._planned, self._configuration)
+
+    def step_time(self, cluster: str) -> StepTime:
+        """Predict the time of a step on a rank of ``cluster``."""
+        return step_time(*self._planned, Machine.of(parse_cluster(cluster)), self._configuration)
 
     def turn(self, shard: Callable[..., None], *, profiles: bool) -> dict[str, float]:
         """Build the model, train it, free it, and return figures of its steps."""

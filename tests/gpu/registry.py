@@ -40,6 +40,7 @@ class Context:
     report: Callable[[str, Any], None]
     simulation: Any = None
     seconds: float = 60.0
+    earlier_runs: int = 0  # of the body, in this process
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:

@@ -304,6 +304,7 @@ def _run_rank(
             if kind == "cuda" and check.group in ("staged", "monitored"):
                 with staged.host_waits():
                     check.body(context)
+                context.earlier_runs += 1
             check.body(context)
     except BaseException as raised:  # noqa: BLE001 - the results have it
         error = f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
