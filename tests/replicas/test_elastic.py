@@ -505,7 +505,7 @@ def test_what_cannot_be_a_replica_is_refused() -> None:
         sw.outer_optimizer(model, optimizer, sw.Outer(), manager=Unasked())
     replicas.remove()
     with pytest.raises(sw.PlanError, match=r"Manager has been used; create a new one"):
-        sw.elastic(model, optimizer, replicas.manager)
+        sw.elastic(model, optimizer, replicas.group.manager)
     sw.elastic(model, optimizer, Unasked()).remove()
     ignored = Stack().double()
     sw.fully_shard(ignored, units=Block, ignored_params=[ignored.first.weight])  # type: ignore[list-item]
@@ -535,10 +535,10 @@ def test_only_replicas_with_another_program_than_most_end(
     ended = []
     for row in rows:
         group = object.__new__(ReplicaGroup)
-        group._row, group._description = row, "Stack"
+        group._number, group._kind, group._description = row.number, row.kind, "Stack"
         with mock.patch.object(group, "_fail") as failed:
             try:
-                assert group._have_one_kind(rows) == is_same
+                assert group._can_meet(rows) == is_same
                 ended.append(False)
             except sw.PlanError:
                 ended.append(True)

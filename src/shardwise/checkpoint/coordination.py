@@ -17,7 +17,6 @@ from shardwise import parts  # noqa: F401 - the engine uses them
 from shardwise.checkpoint.slices import HostCopies
 from shardwise.comm.api import Work
 from shardwise.comm.communicator import (
-    POLL_SECONDS,
     Collectives,
     Communicator,
     communicator,
@@ -232,14 +231,11 @@ class Coordinator:
 
     def _wait(self, work: Work) -> None:
         assert self._comm is not None
-        if not self._is_in_background:
+        if self._is_in_background:
+            self._comm.wait_alone(work)
+        else:
             work.collective = None  # the watch does not know this queue
             self._comm.wait(work)
-            return
-        while not work.wait(POLL_SECONDS):
-            self._comm.watch.check_peers()
-        if work.error is not None:
-            raise work.error
 
 
 def _empty(num_bytes: int) -> Tensor:

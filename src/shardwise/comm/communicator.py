@@ -232,6 +232,18 @@ class Communicator:
             self.watch.abort(work.error)
             raise work.error
 
+    def wait_alone(self, work: Work) -> None:
+        """Return when ``work`` has ended, for which the other ranks need not wait.
+
+        Raises:
+            PeerLost: another rank is silent or has ended, so ``work`` may never end.
+            Exception: the work's own error, of which the other ranks are not told.
+        """
+        while not work.wait(POLL_SECONDS):
+            self.watch.check_peers()
+        if work.error is not None:
+            raise work.error
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Return when ``condition``, which reads the store, is true; raise as `wait` does."""
         self.wait(_Condition(condition))

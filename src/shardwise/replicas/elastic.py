@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.local_state import LocalState
 from shardwise.comm.api import Work
 from shardwise.comm.device import CommStream, DeviceStream, ThreadStream, is_accelerator
 from shardwise.errors import PeerLost, PlanError, StepError
 from shardwise.features.checks import check_complete
-from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import DiscardedError, Step, undoable
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import ReplicaState
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import mean_over_replicas, runtime_of_root
+from shardwise.runtime.module import mean_over_replicas, runtime_of_root, units_in
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 from shardwise.tensor.sharding import sharding_of
 
@@ -86,8 +85,7 @@ class Elastic:
     def __init__(self, model: nn.Module, optimizer: Optimizer, manager: Any) -> None:
         self.is_committed = False
         self.model = model
-        self.manager = manager
-        self._state = ReplicaState(model, optimizer)
+        self._state = LocalState(model, optimizer)
         self.group = ReplicaGroup(manager, self._state, self._state.description)
         self._runtime = self._state.runtime
         device = self._runtime.pools.device
@@ -209,9 +207,8 @@ class Elastic:
     # -- averages --------------------------------------------------------------------------------
 
     def _set_hooks(self, hook: Any) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                settings_of(module).across_replicas = hook
+        for unit in units_in(self.model, recurse=True):
+            settings_of(unit).across_replicas = hook
 
     def _across(self, work: Work | None, values: Tensor, *, is_max: bool = False) -> Work:
         """Continue ``work``, which reduces ``values`` in this replica, over all replicas."""

@@ -7,7 +7,6 @@ import secrets
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._private import AllgatherOptions, AllreduceOptions
-from shardwise.comm.communicator import POLL_SECONDS, communicator
+from shardwise.checkpoint.local_state import LocalState, checksum_of
+from shardwise.comm.communicator import communicator
 from shardwise.comm.device import ThreadStream, device_of, make_current
 from shardwise.errors import PackageMissing, PeerLost, PlanError, StepError
 from shardwise.optim.outer_optimizer import Gather
 from shardwise.recording.attendance import Attendance
-from shardwise.replicas.state import ReplicaState, checksum_of
 
 __all__ = ["ReplicaGroup", "check_manager"]
 
@@ -90,7 +89,7 @@ class ReplicaGroup:
     """
 
     def __init__(
-        self, manager: Any, state: ReplicaState, description: str, *, is_continuous: bool = False
+        self, manager: Any, state: LocalState, description: str, *, is_continuous: bool = False
     ) -> None:
         """Give replicas with an equal ``description`` the ``state`` of this one.
 
@@ -115,15 +114,11 @@ class ReplicaGroup:
         self._is_known = False  # whether `_table` holds for the next step in this quorum
         mesh, self._device = state.runtime.mesh, state.runtime.pools.device
         self._comm = communicator(mesh.world, self._device)
-        self._asking = ThreadStream("shardwise-replicas-ask")
+        self._calls = ThreadStream("shardwise-replicas")  # one at a time
         self._lost: PeerLost | None = None  # after which the manager is shut down
         # One rank of the replica logs.
         self._log_level = logging.DEBUG if mesh.world.own_rank else logging.WARNING
         manager.register_state_dict_fn(_NAME, self._take, self._give)
-
-    @cached_property
-    def _gathering(self) -> ThreadStream:
-        return ThreadStream("shardwise-replicas-gather")
 
     @property
     def step(self) -> int:
@@ -198,7 +193,8 @@ class ReplicaGroup:
         """Whether all replicas run the same program; if not, the step fails.
 
         Raises:
-            PlanError: this replica is the one that does not, or has another one's number.
+            PlanError: this replica has another one's number, or does not run the program of most
+                of those that count.
         """
         has_same_number = [row.number for row in rows].count(self._number) > 1
         if has_same_number and (self.has_joined or self.step == 0 or not self._row.counts):
@@ -208,16 +204,7 @@ class ReplicaGroup:
             )
             self._fail(error)
             raise error
-        return self._have_one_kind(rows)
-
-    def _have_one_kind(self, rows: list[Row]) -> bool:
-        """Whether all replicas run the same program; if not, the step fails.
-
-        Raises:
-            PlanError: this replica does not run the program of most of those that count.
-        """
-        kind = self._row.kind
-        others = [row for row in rows if row.kind != kind]
+        others = [row for row in rows if row.kind != self._kind]
         if not others:
             return True
         other = max(others, key=lambda row: row.counts)
@@ -227,7 +214,7 @@ class ReplicaGroup:
         )
         self._fail(error)
         counted = [row.kind for row in rows if row.counts]
-        if counted and 2 * counted.count(kind) <= len(counted):
+        if counted and 2 * counted.count(self._kind) <= len(counted):
             raise error
         return False
 
@@ -242,8 +229,8 @@ class ReplicaGroup:
             return
         if not self._row.counts:
             values.zero_()
-        self._all_reduce(values, dist.ReduceOp.SUM)
         real = torch.view_as_real(values) if values.is_complex() else values
+        self._all_reduce(real, dist.ReduceOp.SUM)
         real.div_(sum(row.counts for row in table))
 
     def maximum(self, values: Tensor) -> None:
@@ -262,7 +249,7 @@ class ReplicaGroup:
             with here.use(stream):
                 rows.extend(self._all_gather(own.to(self._device)) or ())
 
-        work = self._gathering.submit(gather)
+        work = self._calls.submit(gather)
 
         def wait() -> list[Tensor]:
             work.wait()
@@ -403,28 +390,24 @@ class ReplicaGroup:
             make_current(self._device)
             answers.append(call())
 
-        work = self._asking.submit(ask)
-        while not work.wait(POLL_SECONDS):
-            try:
-                self._comm.watch.check_peers()
-            except PeerLost as lost:
-                self._fail(lost)
-                raise
-        error = work.error
-        if isinstance(error, (RuntimeError, TimeoutError)) and not isinstance(error, StepError):
+        work = self._calls.submit(ask)
+        try:
+            self._comm.wait_alone(work)
+        except StepError as error:
+            if isinstance(error, PeerLost):
+                self._fail(error)
+            raise
+        except (RuntimeError, TimeoutError) as error:
             raise StepError(
                 f"step {self.step}: the manager of this replica has no answer ({error}); see "
                 "whether the lighthouse and all ranks of the replica run"
             ) from error
-        if error is not None:
-            raise error
         return answers[0]
 
     def _all_reduce(self, values: Tensor, operator: Any) -> None:
         options = AllreduceOptions()
         options.reduceOp = operator
-        real = torch.view_as_real(values) if values.is_complex() else values
-        self._run(lambda group: group.allreduce([real], options))
+        self._run(lambda group: group.allreduce([values], options))
 
     def _all_gather(self, own: Tensor) -> list[Tensor] | None:
         """The tensors of all replicas like ``own`` [n], in their order; None if this fails."""

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.local_state import LocalState, checksum_of
 from shardwise.errors import PlanError
 from shardwise.optim.outer import Outer
 from shardwise.optim.outer_optimizer import Gather, OuterOptimizer
 from shardwise.replicas.elastic import check_replica
 from shardwise.replicas.group import ReplicaGroup, check_manager
-from shardwise.replicas.state import ReplicaState, checksum_of
 
 __all__ = ["ElasticOuterOptimizer", "outer_optimizer"]
 
@@ -90,7 +90,7 @@ class ElasticOuterOptimizer(OuterOptimizer):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, outer: Outer, manager: Any) -> None:
         super().__init__(model, optimizer, outer, None)
-        self._state = ReplicaState(model, optimizer, self, trains_on=True)
+        self._state = LocalState(model, optimizer, self, trains_on=True)
         self._has_met = False  # it may have come back
         row = f"{outer.every} {outer.fragments} {outer.dtype} {outer.block} {self._template}"
         description = f"{self._state.description}, {row}"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise.checkpoint.local_state import LocalState
 from shardwise.errors import PlanError
-from shardwise.replicas.state import ReplicaState
 from tests.features.training import TrippingSGD
 from tests.models import WIDTH, Block, Stack
 from tests.optim.groups import matrix_groups
@@ -41,7 +41,7 @@ class Replica:
         self.model = sw.fully_shard(Stack(1).double(), units=Block, granularity="row")
         self.inner = make(self.model.parameters())
         self.outer = torch.optim.SGD(self.model.parameters(), lr=0, momentum=0.9)
-        self.state = ReplicaState(self.model, self.inner, self.outer)
+        self.state = LocalState(self.model, self.inner, self.outer)
 
     def train(self, steps: range) -> None:
         for step in steps:

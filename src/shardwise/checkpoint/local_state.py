@@ -17,10 +17,10 @@ from shardwise.optim.states import check_options, load_local_states, local_state
 from shardwise.runtime.module import runtime_of_root
 from shardwise.tensor.sharding import local_of
 
-__all__ = ["ReplicaState", "checksum_of"]
+__all__ = ["LocalState", "checksum_of"]
 
 
-class ReplicaState:
+class LocalState:
     """What the same rank of a replica that joins takes from this one.
 
     Parameters and states of optimizers are those of the moment, which only a step that counts
