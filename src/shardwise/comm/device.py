@@ -37,6 +37,7 @@ __all__ = [
     "device_of",
     "is_accelerator",
     "join_streams",
+    "keeping_random_states",
     "make_current",
     "note_stream",
     "own_device",
@@ -399,6 +400,16 @@ def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def keeping_random_states(device: torch.device) -> Iterator[None]:
+    """Restore the states of the default generators at the end of a ``with``."""
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(device, states)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shardwise._private import pytree
 from shardwise.comm.api import Operation, Reduction, Stage, Work
 from shardwise.comm.communicator import communicator
 from shardwise.comm.device import wait_for_device
@@ -82,18 +83,6 @@ class Row:
     amount: float = 0.0
     packed: list[float] = field(default_factory=list)  # values that shadows need
 
-    def pack(self) -> list[float]:
-        pairs = (*self.steps, *self.recordings)
-        numbers = [*self.num, *self.values, *self.squares, *pairs, self.num_computing, self.amount]
-        return numbers + self.packed
-
-    @staticmethod
-    def unpack(numbers: Sequence[float]) -> "Row":
-        n = len(Action)
-        num, values, squares = (list(numbers[i * n : (i + 1) * n]) for i in range(3))
-        a, b, c, d, num_computing, amount, *packed = numbers[3 * n :]
-        return Row(num, values, squares, (a, b), (c, d), num_computing, amount, packed)
-
 
 class Exchange:
     """Collectives of all ranks of a model. The host waits for their results."""
@@ -120,7 +109,8 @@ class Exchange:
 
     def sum(self, row: Row) -> Row:
         """The sums over all ranks of the numbers of each row."""
-        numbers = self._tensor(row.pack(), torch.float64)
+        own, spec = pytree.tree_flatten(vars(row))
+        numbers = self._tensor(own, torch.float64)
         if self.num_ranks > 1:
             world = self._comm.world
             stages = (
@@ -129,7 +119,7 @@ class Exchange:
             )
             reduction = Reduction(numbers, numbers, None, numbers, stages)
             self._wait(self._comm.reduce.reduce(reduction, "join"))
-        return Row.unpack(numbers.tolist())
+        return Row(**pytree.tree_unflatten(numbers.tolist(), spec))
 
     def maxima(self, values: Sequence[int]) -> list[int]:
         """The maxima over all ranks of ``values``."""

@@ -239,7 +239,7 @@ def _can_compare(mesh: DataParallelMesh) -> bool:
 
 def checksum(tensor: Tensor) -> Tensor:
     """The sum of ``tensor``'s bits as integers: an int64 scalar."""
-    local = (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor).detach()
     if hasattr(local, "__tensor_flatten__"):
         return torch.stack([checksum(one) for one in plain_tensors(local)]).sum()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
@@ -312,7 +312,7 @@ def check_optimizers() -> None:
 
 def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Warn about a step in which no parameter has a gradient, as it would do nothing silently."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = parameters_of(optimizer)
     if optimizer in _warned or any(one.grad is not None for one in parameters):
         return
     names = [
@@ -347,13 +347,12 @@ def _refuse_shards(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     library = next((one for one in _LIBRARIES if kind.__module__.startswith(one)), None)
     if library is None or kind.__name__ not in _NEED_WHOLE_PARAMETERS:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            sharding = sharding_of(parameter)
-            # torch can compute with its own DTensors, except in Adafactor (torch 2.13).
-            is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
-            if sharding is not None and is_refused:
-                raise PlanError(
-                    f"{sharding.name}: {library}.{kind.__name__} needs whole parameters, and "
-                    f"each rank has a part; {_NEED_WHOLE_PARAMETERS[kind.__name__]}"
-                )
+    for parameter in parameters_of(optimizer):
+        sharding = sharding_of(parameter)
+        # torch can compute with its own DTensors, except in Adafactor (torch 2.13).
+        is_refused = isinstance(parameter, ShardedTensor) or kind.__name__ == "Adafactor"
+        if sharding is not None and is_refused:
+            raise PlanError(
+                f"{sharding.name}: {library}.{kind.__name__} needs whole parameters, and "
+                f"each rank has a part; {_NEED_WHOLE_PARAMETERS[kind.__name__]}"
+            )

@@ -90,12 +90,12 @@ class ExtensionCodec(SlotCodec):
     def num_bytes(self) -> int:
         """Bytes that are allocated now."""
         flat_bytes = 0 if self._flat is None else self._flat.nbytes
-        return flat_bytes + sum(extension.num_bytes for extension in self._extensions)
+        return flat_bytes + sum(storage.nbytes() for storage in self.storages)
 
     @property
     def storages(self) -> tuple[torch.UntypedStorage, ...]:
         """The storages of the parameters, from the first gather on."""
-        return tuple(one for extension in self._extensions for one in extension.storages)
+        return tuple(one for extension in self._extensions for one, _ in extension.storages)
 
     def acquire(self) -> None:
         """Have the classes make their inputs, and allocate ``flat`` for those of all ranks."""
@@ -228,7 +228,7 @@ class _Extension:
         self._metadata: Any = None
         self._outputs: list[_Output] = []
         # Storages of the outputs and of other tensors that the class made, with their full sizes.
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self.storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def make_inputs(self, offset: int) -> int:
         """Make ``inputs``, which begin at ``offset`` in a slot. Returns where they end.
@@ -241,7 +241,7 @@ class _Extension:
             self.inputs.append(self._as_input(tensor, offset))
             offset += aligned(self.inputs[-1].num_bytes)
         found, first = ([one.kind for one in each] for each in (self.inputs, self._outputs))
-        if self._storages and found != first:
+        if self.storages and found != first:
             raise PlanError(
                 f"{self.parameter.name}: fsdp_pre_all_gather of a {type(self._local).__name__} "
                 f"returned (shape, dtype, dim) {found}, and for the first gather {first}; it has "
@@ -251,11 +251,11 @@ class _Extension:
 
     def fill(self, slots: Tensor) -> None:
         """Make the dense parameter from the gathered inputs, ``slots`` [ranks, B]."""
-        is_first = not self._storages
+        is_first = not self.storages
         if is_first:
             num_ranks = self._mesh.shards.size
             self._outputs = [_Output(one, num_ranks, self._device) for one in self.inputs]
-        for storage, num_bytes in self._storages:
+        for storage, num_bytes in self.storages:
             storage.resize_(num_bytes)
         for one, output in zip(self.inputs, self._outputs, strict=True):
             output.fill(slots, one.offset)
@@ -268,18 +268,9 @@ class _Extension:
         self._metadata, self.inputs = None, []
         self.parameter.forget_changes()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the dense parameter now."""
-        return sum(storage.nbytes() for storage, _ in self._storages)
-
-    @property
-    def storages(self) -> Iterator[torch.UntypedStorage]:
-        return (storage for storage, _ in self._storages)
-
     def empty(self) -> None:
         """Free the memory of the dense parameter."""
-        for storage, _ in self._storages:
+        for storage, _ in self.storages:
             storage.resize_(0)
 
     def _make_dense(self, outputs: Sequence[Tensor], after_gather: Any) -> None:
@@ -289,7 +280,7 @@ class _Extension:
             made, others = after_gather(tuple(outputs), self._metadata, self._dtype)
         storages = [one.untyped_storage() for one in (*outputs, *others)]
         by_address = {storage.data_ptr(): storage for storage in storages}
-        self._storages = [(one, one.nbytes()) for one in by_address.values()]
+        self.storages = [(one, one.nbytes()) for one in by_address.values()]
         whole = torch.as_strided(made, self._size, self._stride, storage_offset=0)
         dense = self.parameter.sharding.dense(whole)
         trainable = self.parameter.sharding.extent.parameter.trainable
@@ -343,8 +334,7 @@ def stored_part_of(original: nn.Parameter, sharding: Sharding) -> DTensor:
     assert isinstance(sharding, ExtendedSharding)
     before = sharding_of(original)
     if before is None:
-        is_parallel = isinstance(original, DTensor)
-        return sharding.stored_part_of(local_of(original) if is_parallel else original)
+        return sharding.stored_part_of(local_of(original))
     assert before.has_same_cuts(sharding)
     return sharding.wrap(local_of(original))
 

@@ -49,7 +49,7 @@ _Offered = tuple[Tensor, bool] | None
 _SlotOffer = Callable[[], _Offered]
 
 _OFFER = "_shardwise_slot"
-_NUMBER = "_shardwise_number"
+_NUMBER = "_shardwise_number"  # of a weight with an offer
 _numbers = itertools.count()
 _weights: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -95,15 +95,13 @@ def _claim_slot(
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None or flat.gradients is None or not unit.expects_gradients:
         return None
-    in_slot = all(map(_computes_in_slot, flat.parameters[position].modules))
+    modules = flat.parameters[position].modules
+    in_slot = all(
+        isinstance(one, InPlaceGradLinear)
+        or (isinstance(one, InPlaceGradEmbedding) and one.is_plain)
+        for one in modules
+    )
     return flat.gradients.claim(position, in_slot=in_slot)
-
-
-def _computes_in_slot(module: nn.Module | None) -> bool:
-    """Whether ``module`` computes the gradient of its weight in a slot."""
-    if isinstance(module, InPlaceGradEmbedding):
-        return module.is_plain
-    return isinstance(module, InPlaceGradLinear)
 
 
 class InPlaceGradLinear(nn.Linear):
@@ -113,7 +111,7 @@ class InPlaceGradLinear(nn.Linear):
         return nn.Linear.__name__ if type(self) is InPlaceGradLinear else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Linear)
-        weight, number = self.weight, _number_of(self.weight)
+        weight, number = self.weight, getattr(self.weight, _NUMBER, None)
         if number is None or weight.is_complex() or not _is_plain(input, weight):
             return super().forward(input)
         if input.dtype != weight.dtype:
@@ -134,7 +132,7 @@ class InPlaceGradEmbedding(nn.Embedding):
         return nn.Embedding.__name__ if type(self) is InPlaceGradEmbedding else type(self).__name__
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (its name in nn.Embedding)
-        weight, number = self.weight, _number_of(self.weight)
+        weight, number = self.weight, getattr(self.weight, _NUMBER, None)
         if number is None or not self.is_plain or not _is_plain(input, weight):
             return super().forward(input)
         number = number if torch.compiler.is_compiling() else None
@@ -180,11 +178,6 @@ def _offer_slot(weight: Tensor, offer: _SlotOffer) -> None:
     number = next(_numbers)
     _weights[number] = weight
     weight.__dict__.update({_OFFER: offer, _NUMBER: torch.tensor(number, device="cpu")})
-
-
-def _number_of(weight: Tensor) -> Tensor | None:
-    """The number of a weight with an offer; None without one."""
-    return getattr(weight, _NUMBER, None)
 
 
 class Saved(torch.autograd.Function):

@@ -8,7 +8,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise._warnings import warn_caller
@@ -143,8 +142,8 @@ class HeldMemory(MemoryNotes):
 
     def _here(self, tensors: Iterable[Tensor | None]) -> int:
         """Bytes of this rank's parts of ``tensors`` on the device; shared memory counts once."""
-        own = (local_of(one) if isinstance(one, DTensor) else one for one in tensors)
-        plain = chain.from_iterable(plain_tensors(one) for one in own if one is not None)
+        own = (local_of(one) for one in tensors if one is not None)
+        plain = chain.from_iterable(map(plain_tensors, own))
         here = [one for one in plain if one.device == self._pools.device]
         return sum({one.data_ptr(): one.nbytes for one in here}.values())
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise._private import OpOverload, TorchDispatchMode
-from shardwise.comm.device import random_states, seed_generators, set_random_states
+from shardwise.comm.device import keeping_random_states, seed_generators
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.features.checks import check_initialized, checksum
 from shardwise.plan.plan import Plan
@@ -102,7 +102,7 @@ def initialize(
     _check_plain(parameters)
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     initialization = Initialization(seed, init_fn)
-    with _preserve_generators(device), _Writes() as writes:
+    with keeping_random_states(device), _Writes() as writes:
         for name, module in _in_order(model):
             initialization.run(name, module, device)
     left = [
@@ -146,7 +146,7 @@ class Materializer:
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
-        with _preserve_generators(self._device), _Writes() as writes:
+        with keeping_random_states(self._device), _Writes() as writes:
             for name, module in self._modules_with_parameters_of(unit):
                 with self._scratch(module, own):
                     self._initialization.run(name, module, self._device)
@@ -176,28 +176,29 @@ class Materializer:
         return [self._modules[place] for place in sorted(places)]
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
-        owners = [owner_of(self._root, name) for name in names]
         original = self._root.get_parameter(names[0])
         num_bytes = original.numel() * original.itemsize  # of all parts in tensor parallelism
         storage = self._pool.allocate(num_bytes)
         self._allocated.append(storage)
         whole = torch.empty(0, dtype=original.dtype, device=self._device)
         whole.set_(storage, 0, original.shape, original.stride())
-        parameter = replace_parameter(original, _without_value(whole))
-        for owner in owners:
-            owner.put(parameter)
-        return parameter
+        return self._replace(names, original, _without_value(whole))
 
     def _divide(self, names: Sequence[str], original: nn.Parameter) -> None:
         """Replace a whole parameter by this rank's part, as tensor parallelism divides it."""
         assert isinstance(original, DTensor)
-        owners = [owner_of(self._root, name) for name in names]
         whole = self._root.get_parameter(names[0])
         spec = original.device_mesh, original.placements
         part = distribute_tensor(whole.detach(), *spec, src_data_rank=None)  # sends nothing
-        parameter = replace_parameter(whole, part)
+        self._replace(names, whole, part)
+
+    def _replace(self, names: Sequence[str], original: nn.Parameter, payload: Tensor) -> Tensor:
+        """Put ``payload`` in place of ``original`` under all of its names."""
+        owners = [owner_of(self._root, name) for name in names]
+        parameter = replace_parameter(original, payload)
         for owner in owners:
             owner.put(parameter)
+        return parameter
 
     def _allocate_buffers(self, unit: UnitPlan) -> dict[str, Tensor]:
         allocated = {}
@@ -308,12 +309,3 @@ def _unfilled_error(root: nn.Module, names: Sequence[str]) -> PlanError:
         f"{', '.join(names)}: not fully initialized, because {owner} has no reset_parameters() "
         f"that fills it; {_WAY_OUT}"
     )
-
-
-@contextlib.contextmanager
-def _preserve_generators(device: torch.device) -> Iterator[None]:
-    states = random_states(device)
-    try:
-        yield
-    finally:
-        set_random_states(device, states)

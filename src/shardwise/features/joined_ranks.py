@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -330,12 +329,9 @@ class JoinedRanks(CallRecorder):
 
     def _gradient_states(self) -> list[float]:
         """For each parameter: -1 without a gradient, 1 if the gradient was set to zero, or 0."""
-        own = self._versions_now()
+        own, has_stepped = self._versions_now(), bool(self._stepped)
         pairs = zip(own, self._versions or own, strict=True)
-        changed = [bool(self._stepped) and now != before for now, before in pairs]
-        return [
-            -1.0 if now < 0 else float(is_zero) for now, is_zero in zip(own, changed, strict=True)
-        ]
+        return [-1.0 if now < 0 else float(has_stepped and now != old) for now, old in pairs]
 
     def _check_kept(self) -> None:
         """Raise a StepError if gradients of the last step may have been set to zero unnoticed.
@@ -374,11 +370,8 @@ class JoinedRanks(CallRecorder):
         return max(flags, 3 + len(self._parameters))
 
     def _versions_now(self) -> list[int]:
-        """The versions of all gradients; -1 for None, and 0 for those that are not reduced yet."""
-        gradients = [one.sharded.grad for one in self.scheduler.parameters]
-        return [
-            -1 if one is None else 0 if is_unreduced(one) else one._version for one in gradients
-        ]
+        """The versions of all gradients; see `_version`."""
+        return [_version(one.sharded.grad) for one in self.scheduler.parameters]
 
     # -- shadows ---------------------------------------------------------------------------------
 
@@ -513,25 +506,14 @@ class JoinedRanks(CallRecorder):
 
 
 def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
+    """-1 for None, and 0 for a gradient that is not reduced yet."""
+    return -1 if gradient is None else 0 if is_unreduced(gradient) else gradient._version
 
 
 def _run_in_backward(run: Callable[[], None]) -> None:
     """Call ``run`` inside a graph task of autograd, as the scheduler expects it."""
     with torch.enable_grad():
-        begin = torch.zeros((), device="cpu", requires_grad=True)
-        _Backward.apply(begin, run).backward()  # type: ignore[no-untyped-call]
-
-
-class _Backward(torch.autograd.Function):
-    """A node whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Tensor, run: Callable[[], None]) -> Tensor:
-        ctx.run = run
-        return begin.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> Any:
-        ctx.run()
-        return None, None
+        end = torch.zeros((), device="cpu", requires_grad=True).clone()
+        assert end.grad_fn is not None
+        hooks.before_node(end.grad_fn, run)
+        end.backward()  # type: ignore[no-untyped-call]

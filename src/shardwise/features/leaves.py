@@ -3,12 +3,9 @@
 import weakref
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from shardwise.errors import StepError
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.observer import StepLeaves
-from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.unit import Unit
 from shardwise.runtime.versions import versions_of
 
@@ -89,7 +86,7 @@ class CompleteStep:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._left = [
-            (one, versions_of(one), weakref.ref(gradient), gradient._version)
+            (one, weakref.ref(gradient), (versions_of(one), gradient._version))
             for unit in units
             for one in unit.parameters
             if (gradient := one.sharded.grad) is not None
@@ -97,16 +94,9 @@ class CompleteStep:
 
     def is_untouched(self) -> bool:
         """Whether all gradients are still there, and neither they nor parameters have changed."""
-        return bool(self._left) and all(_is_same(*each) for each in self._left)
-
-
-def _is_same(
-    parameter: FSDPParameter,
-    versions: tuple[int, int],
-    before: weakref.ref[Tensor],
-    version_before: int,
-) -> bool:
-    gradient = parameter.sharded.grad
-    if gradient is None or gradient is not before():
-        return False
-    return versions_of(parameter) == versions and gradient._version == version_before
+        return bool(self._left) and all(
+            (gradient := one.sharded.grad) is not None
+            and gradient is before()
+            and (versions_of(one), gradient._version) == versions
+            for one, before, versions in self._left
+        )

@@ -26,6 +26,7 @@ __all__ = [
     "check_all_used",
     "gradients_of",
     "settle",
+    "used_of",
 ]
 
 Unused = Literal["none", "zeros", "error"]
@@ -88,18 +89,18 @@ class UsedParameterSync:
         return self
 
 
+def used_of(gradients: Iterable[Gradients]) -> list[bool]:
+    """Whether this rank used each parameter."""
+    return [is_used for each in gradients for is_used in each.accumulated.used]
+
+
 def check_all_used(
-    parameters: Sequence[FSDPParameter],
-    used: Sequence[bool],
-    comm: Communicator,
-    device: torch.device,
-    *,
-    is_shadow: bool = False,
+    gradients: Iterable[Gradients], used: Sequence[bool], backward: Backward, device: torch.device
 ) -> list[bool]:
     """Raise if any rank computed no gradient for a parameter that requires one.
 
-    All ranks call this; ``used`` says which of ``parameters`` this rank used. A rank that
-    ``is_shadow`` computes nothing, so it misses none.
+    All ranks call this; ``used`` says which parameters of ``gradients`` this rank used. A shadow
+    computes nothing, so it misses none.
 
     Returns:
         Whether any rank used each parameter. Either all values are true or none is.
@@ -107,8 +108,11 @@ def check_all_used(
     Raises:
         StepError: names the parameters and, for each, the ranks.
     """
-    pairs = zip(parameters, used, strict=True)
-    missing = [p.sharded.requires_grad and not (is_used or is_shadow) for p, is_used in pairs]
+    parameters, comm = [p for each in gradients for p in each.parameters], backward.comm
+    missing = [
+        p.sharded.requires_grad and not (is_used or backward.is_shadow)
+        for p, is_used in zip(parameters, used, strict=True)
+    ]
     flags = _flags([*used, *missing], device)
     if comm.num_ranks > 1 and used:
         pending = comm.reduce.all_reduce_max(flags, comm.world, "agree on unused parameters")
@@ -186,11 +190,7 @@ class UnusedParameters(StepObserver):
                 each.forget()
             return
         if self.mode == "error":
-            parameters = [parameter for each in gradients for parameter in each.parameters]
-            used = [is_used for each in gradients for is_used in each.accumulated.used]
-            comm, is_shadow = backward.comm, backward.is_shadow
-            used = check_all_used(parameters, used, comm, self.device, is_shadow=is_shadow)
-            settle(gradients, used)
+            settle(gradients, check_all_used(gradients, used_of(gradients), backward, self.device))
         else:
             assert self._sync is not None
             self._sync.settle(backward.comm)

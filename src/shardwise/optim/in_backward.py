@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.communicator import Communicator
@@ -29,6 +29,7 @@ from shardwise.features.unused import (
     check_all_used,
     gradients_of,
     settle,
+    used_of,
 )
 from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.module import runtime_of_root
@@ -39,6 +40,8 @@ from shardwise.runtime.unit import Unit
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["StepsInBackward", "optimizer_in_backward"]
+
+_WAY_OUT = "call optimizer.step() after backward instead of using sw.optimizer_in_backward"
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "StepsInBackward":
@@ -113,7 +116,7 @@ class StepsInBackward:
 
     def __init__(self, scheduler: Scheduler, model: nn.Module, optimizer: Optimizer) -> None:
         self._scheduler = weakref.ref(scheduler)
-        self._parameters: list[weakref.ref[Tensor]] = [weakref.ref(p) for p in model.parameters()]
+        self._model = weakref.ref(model)
         self._previous = scheduler.observer
         assert isinstance(self._previous, UnusedParameters)
         scheduler.set_observer(_Stepper(optimizer, self._previous.mode, self._previous.device))
@@ -139,9 +142,9 @@ class StepsInBackward:
         self._hook.remove()
 
     def _mark(self, *, steps: bool) -> None:
-        for reference in self._parameters:
-            parameter = reference()
-            if parameter is not None and sharding_of(parameter) is not None:
+        model = self._model()
+        for parameter in () if model is None else model.parameters():
+            if sharding_of(parameter) is not None:
                 setattr(parameter, STEPS_IN_BACKWARD, steps)
 
 
@@ -152,7 +155,6 @@ class _Stepper(StepObserver):
 
     def __init__(self, optimizer: Optimizer, unused: Unused, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._known = set(map(id, parameters_of(optimizer)))
         self._unused = unused
         self._device = device
         self._stepped: set[Unit] = set()  # units that stepped in the current backward
@@ -180,14 +182,14 @@ class _Stepper(StepObserver):
     def after_reduce(self, unit: Unit, comm: Communicator) -> None:
         """Start the exchange of used parameters right after the reduction of ``unit``."""
         if self._unused != "zeros":
-            self._used[unit] = _used_of(unit)
+            self._used[unit] = used_of(unit.gradients)
             label = f"agree on unused parameters of {unit.plan.label}"
             self._syncs[unit].append(UsedParameterSync([unit], comm, self._device, label))
 
     def step(self, unit: Unit, comm: Communicator) -> None:
         """Step ``unit`` and free its gradients."""
         if self._unused == "zeros":
-            settle(gradients_of([unit]), repeat(True))
+            settle(unit.gradients, repeat(True))
         else:
             self._syncs[unit][-1].settle(comm)
             del self._syncs[unit]  # only now: if the wait raises, they are still in flight
@@ -200,12 +202,10 @@ class _Stepper(StepObserver):
         used, self._used = self._used, {}
         if self._unused == "error":
             self._stepped.clear()
-            parameters = [p for gradients in gradients_of(units) for p in gradients.parameters]
-            used_here = [u for unit in units for u in used.get(unit, _used_of(unit))]
-            comm, is_shadow = backward.comm, backward.is_shadow
-            check_all_used(parameters, used_here, comm, self._device, is_shadow=is_shadow)
+            used_here = [u for unit in units for u in used.get(unit, used_of(unit.gradients))]
+            check_all_used(gradients_of(units), used_here, backward, self._device)
         for unit in late if self._unused == "zeros" else ():
-            for gradients in gradients_of([unit]):
+            for gradients in unit.gradients:
                 gradients.fill_with_zeros()
                 gradients.forget()
             self._update(unit)  # one at a time: the optimizer steps everything with a gradient
@@ -231,20 +231,17 @@ class _Stepper(StepObserver):
             if with_gradients:
                 self._stepped.add(unit)
                 self._check_known(with_gradients)
-                with self._without_others(unit):
-                    self._step_optimizer()
+                with self._without_others(unit), one_step_at_a_time(self._optimizer, _WAY_OUT):
+                    self._optimizer.step()
         finally:
-            for gradients in gradients_of([unit]):
+            for gradients in unit.gradients:
                 gradients.drop()
 
     def _check_known(self, parameters: Sequence[FSDPParameter]) -> None:
         """Raise a StepError if the optimizer lacks one of ``parameters``."""
-        if any(id(p.sharded) not in self._known for p in parameters):
-            self._known = set(
-                map(id, parameters_of(self._optimizer))
-            )  # a group may have been added
+        known = set(map(id, parameters_of(self._optimizer)))  # a group may have been added
         for p in parameters:
-            if id(p.sharded) not in self._known:
+            if id(p.sharded) not in known:
                 raise StepError(
                     f"{p.name} has a gradient and is not in the optimizer that steps in backward; "
                     "add it with optimizer.add_param_group, or freeze it with requires_grad_(False)"
@@ -267,15 +264,6 @@ class _Stepper(StepObserver):
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-
-    def _step_optimizer(self) -> None:
-        way_out = "call optimizer.step() after backward instead of using sw.optimizer_in_backward"
-        with one_step_at_a_time(self._optimizer, way_out):
-            self._optimizer.step()
-
-
-def _used_of(unit: Unit) -> list[bool]:
-    return [used for gradients in gradients_of([unit]) for used in gradients.accumulated.used]
 
 
 def _check_optimizer(optimizer: object) -> None:

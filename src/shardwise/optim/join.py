@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise import _private
+from shardwise._private import pytree
 from shardwise._warnings import warn_caller
 from shardwise.errors import PlanError, StepError
 from shardwise.features.agreement import Action
@@ -164,7 +165,7 @@ class _Steps:
         epochs = [float(one.last_epoch) for one in self._schedulers]
         groups = [group for one in self._optimizers for group in one.param_groups]
         values = [group[key] for group in groups for key in group if key != "params"]
-        return epochs + [number for value in values for number in _flat(value)]
+        return epochs + [float(one) for one in pytree.tree_leaves(values) if _is_number(one)]
 
     def _take_options(self, options: Sequence[float]) -> None:
         found = iter(options)
@@ -179,9 +180,15 @@ class _Steps:
     def _take_over(
         self, optimizer: Optimizer, group: dict[str, Any], numbers: Iterator[float]
     ) -> None:
+        def filled(value: Any) -> Any:
+            if not _is_number(value):
+                return value
+            number = next(numbers)
+            return value.fill_(number) if isinstance(value, Tensor) else type(value)(number)
+
         before = float(group["lr"]) if "lr" in group else 0.0
         for key in [key for key in group if key != "params"]:
-            group[key] = _filled(group[key], numbers)
+            group[key] = pytree.tree_map(filled, group[key])
         is_scheduled = any(one.optimizer is optimizer for one in self._schedulers)
         is_changed = "initial_lr" in group and before != float(group["lr"])
         if is_changed and not is_scheduled and not self._has_warned:
@@ -265,22 +272,8 @@ def _steps_in_backward(optimizer: Optimizer) -> bool:
     return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters_of(optimizer))
 
 
-def _flat(value: object) -> list[float]:
-    """The numbers in an option of an optimizer."""
-    if isinstance(value, (tuple, list)):
-        return [number for one in value for number in _flat(one)]
-    if isinstance(value, bool):
-        return []
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-        return [float(value)]
-    return []
-
-
-def _filled(value: Any, numbers: Iterator[float]) -> Any:
-    """The option ``value`` with the next ``numbers`` in place of those that `_flat` returns."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_filled(one, numbers) for one in value)
-    if not _flat(value):
-        return value
-    number = next(numbers)
-    return value.fill_(number) if isinstance(value, Tensor) else type(value)(number)
+def _is_number(value: object) -> bool:
+    """Whether a part of an option of an optimizer is a number, as a learning rate is."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

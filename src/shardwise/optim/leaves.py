@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.device import random_states, seed_generators, set_random_states
+from shardwise.comm.device import keeping_random_states, seed_generators
 from shardwise.comm.tree import tree_sum
 from shardwise.errors import PlanError
 from shardwise.runtime.module import runtime_of_root
@@ -106,10 +106,7 @@ def leaf_rng(seed: int, step: int, leaf: int) -> Iterator[None]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    states = random_states(device)
     digest = hashlib.blake2b(f"{seed} {step} {leaf}".encode(), digest_size=8).digest()
-    seed_generators(device, int.from_bytes(digest) >> 1)
-    try:
+    with keeping_random_states(device):
+        seed_generators(device, int.from_bytes(digest) >> 1)
         yield
-    finally:
-        set_random_states(device, states)
