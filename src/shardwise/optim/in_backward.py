@@ -155,6 +155,7 @@ class _Stepper(StepObserver):
 
     def __init__(self, optimizer: Optimizer, unused: Unused, device: torch.device) -> None:
         self._optimizer = optimizer
+        self._known = set(map(id, parameters_of(optimizer)))
         self._unused = unused
         self._device = device
         self._stepped: set[Unit] = set()  # units that stepped in the current backward
@@ -239,9 +240,10 @@ class _Stepper(StepObserver):
 
     def _check_known(self, parameters: Sequence[FSDPParameter]) -> None:
         """Raise a StepError if the optimizer lacks one of ``parameters``."""
-        known = set(map(id, parameters_of(self._optimizer)))  # a group may have been added
+        if any(id(p.sharded) not in self._known for p in parameters):  # a group may have been added
+            self._known = set(map(id, parameters_of(self._optimizer)))
         for p in parameters:
-            if id(p.sharded) not in known:
+            if id(p.sharded) not in self._known:
                 raise StepError(
                     f"{p.name} has a gradient and is not in the optimizer that steps in backward; "
                     "add it with optimizer.add_param_group, or freeze it with requires_grad_(False)"
