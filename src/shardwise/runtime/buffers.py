@@ -5,7 +5,6 @@ pool is swapped in and out, so every view (a parameter, or a tensor that autogra
 current memory. A `ChunkedBuffer` has two flat buffers and copies between them.
 """
 
-import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import chain
@@ -17,7 +16,7 @@ from shardwise._private import foreach_copy_, swap_storages
 from shardwise.comm.api import SharedBuffer
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
-from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
+from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, swap_memory
 
 __all__ = ["ChunkedBuffer", "FlatBuffer", "flat_buffer"]
 
@@ -48,8 +47,6 @@ class FlatBuffer:
         self._is_from_pool = True
         self._slots: dict[int, Tensor] = {}  # by rank
         self._private: torch.UntypedStorage | None = None  # replaces shared memory
-        names = [one.parameter.names for one in layout.extents]
-        self._key = zlib.crc32(repr((names, suffix)).encode())
         if owns_memory and pool.allocator is not None:
             storage = pool.allocator(self.num_bytes, self.name)
         else:
@@ -92,7 +89,6 @@ class FlatBuffer:
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
         self._is_from_pool = memory is None
         self._memory = self._pool.allocate(self.num_bytes, self.name) if memory is None else memory
-        self._pool.acquired_keys ^= self._key
         swap_memory(self._storage, self._memory)
 
     def take(self, other: "FlatBuffer") -> None:
@@ -106,7 +102,6 @@ class FlatBuffer:
         swap_storages(self._storage, other._storage)
         self._memory, other._memory = other._memory, None
         self._is_from_pool = True
-        self._pool.acquired_keys ^= self._key ^ other._key
 
     @property
     def whole(self) -> "FlatBuffer":
@@ -124,7 +119,8 @@ class FlatBuffer:
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
-        address, in_use = self._storage.data_ptr(), self._pool.acquired_keys
+        assert isinstance(self._pool, Arena), "only an arena is shared"
+        address, in_use = self._storage.data_ptr(), self._pool.in_use
         return SharedBuffer(shared, address, num_bytes, in_use, self._use_private)
 
     def release(self) -> None:
@@ -138,7 +134,6 @@ class FlatBuffer:
         if self._is_from_pool:
             # Without swapping, acquiring an idle block would free it and allocate another.
             self._pool.free(self._memory, to_allocator=not CAN_SWAP)
-        self._pool.acquired_keys ^= self._key
         self._memory = None
 
     def _use_private(self, memory: torch.UntypedStorage | None) -> None:
