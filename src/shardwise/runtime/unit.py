@@ -64,7 +64,6 @@ class FlatParameters:
         is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_name = f"part for {layout.extents[0].parameter.name}"
         self.codec = self._make_codec(pools.own, offloader)
         self.held: GatheredBuffer | None = None  # of `sw.gathered`, between steps
         self.gradients: Gradients | None = None
@@ -144,7 +143,8 @@ class FlatParameters:
         if not self.codec.can_split:
             return None  # all ranks gather these parameters again
         buffer, size = self.codec.buffer, self.layout.num_elements // self._plan.subgroup
-        self._part = part = self._pool.allocate_tensor(size, buffer.flat.dtype, self._part_name)
+        name = f"part for {self.layout.extents[0].parameter.name}"
+        self._part = part = self._pool.allocate_tensor(size, buffer.flat.dtype, name)
         if not self._plan.two_level_gather:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
             buffer.pack()
