@@ -170,32 +170,27 @@ class ChunkedBuffer:
     ) -> None:
         self.layout = layout
         self._chunks = FlatBuffer(layout, pool, dtype=dtype, suffix=" in chunks")
-        # Not in shared memory: it is written while other ranks may still read there.
-        self._whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
+        # What ``views`` view. Not in shared memory: it is written while other ranks may read it.
+        self.whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
         self._owns_memory = owns_memory
-        self._first = self._whole if fills_views else self._chunks
+        self._first = self.whole if fills_views else self._chunks
         self.num_bytes = self._chunks.num_bytes
         self.name = self._chunks.name
         self.flat = self._chunks.flat
-        self.views = self._whole.views
+        self.views = self.whole.views
         self.slot_of = self._chunks.slot_of
         self.shared_buffer = self._chunks.shared_buffer
-        self.storages = self._whole.storages
+        self.storages = self.whole.storages
 
     @property
     def is_acquired(self) -> bool:
-        return self._chunks.is_acquired or self._whole.is_acquired
-
-    @property
-    def whole(self) -> FlatBuffer:
-        """The buffer that ``views`` view."""
-        return self._whole
+        return self._chunks.is_acquired or self.whole.is_acquired
 
     def acquire(self) -> None:
         self._first.acquire()
 
     def unpack(self) -> None:
-        self._whole.acquire()
+        self.whole.acquire()
         chunks, parts = self._chunks_and_parts
         foreach_copy_(parts, chunks)
         self._chunks.release()
@@ -205,10 +200,10 @@ class ChunkedBuffer:
         chunks, parts = self._chunks_and_parts
         foreach_copy_(chunks, parts)
         if not self._owns_memory:
-            self._whole.release()
+            self.whole.release()
 
     def release(self) -> None:
-        for buffer in (self._chunks, self._whole):
+        for buffer in (self._chunks, self.whole):
             if buffer.is_acquired:
                 buffer.release()
 
@@ -229,7 +224,7 @@ class ChunkedBuffer:
         """Pair all chunks of full length [ranks, *chunk], and a shorter last one, if any."""
         spec, shards = extent.parameter, self.flat.view(self.layout.world_size, -1)
         dim = chunk_dim(spec)
-        parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
+        parameter = self.whole.flat[whole.offset : whole.stop].view(spec.shape)
         length = len(chunk_of(spec.shape[dim], self.layout.world_size, 0))
         num_full, rest = divmod(spec.shape[dim], max(1, length))
         last = parameter.narrow(dim, num_full * length, rest)
