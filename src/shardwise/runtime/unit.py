@@ -25,7 +25,7 @@ from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.codecs import GatheredBuffer, HostCodec, RunCodec, SlotCodec
 from shardwise.runtime.gradients import Gradients
-from shardwise.runtime.memory import Pool, Pools
+from shardwise.runtime.memory import Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, reclaim_locals
 from shardwise.tensor.mesh import DataParallelMesh
@@ -64,7 +64,14 @@ class FlatParameters:
         is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self.codec = self._make_codec(pools.own, offloader)
+        self.codec: SlotCodec
+        if layout.is_extended:
+            precision = plan.options.precision
+            self.codec = self.extension_codec(self.parameters, mesh, pools.own, precision)
+        elif offloader is None:
+            self.codec = RunCodec(layout, mesh.rank, self._pool, pools.own)
+        else:
+            self.codec = HostCodec(layout, mesh.rank, self._pool, pools.own, offloader)
         self.held: GatheredBuffer | None = None  # of `sw.gathered`, between steps
         self.gradients: Gradients | None = None
         if layout.trainable:
@@ -162,16 +169,6 @@ class FlatParameters:
         if self._part is not None:
             self._pool.free(self._part.untyped_storage())
             self._part = None
-
-    # -- construction and copies -----------------------------------------------------------------
-
-    def _make_codec(self, own_pool: Pool, offloader: HostOffloader | None) -> SlotCodec:
-        layout, plan, mesh = self.layout, self._plan, self.mesh
-        if layout.is_extended:
-            return self.extension_codec(self.parameters, mesh, own_pool, plan.options.precision)
-        if offloader is None:
-            return RunCodec(layout, mesh.rank, self._pool, own_pool)
-        return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
 
     def reclaim_locals(self) -> None:
         """Adopt parameters of this layout that were replaced."""
