@@ -381,19 +381,12 @@ def foreach_copy_(dsts: list[Tensor], srcs: list[Tensor]) -> None:
         torch._foreach_copy_(dsts, srcs)
 
 
-def foreach_norm(tensors: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """The vector norm of each tensor, in few kernels.
+# The vector norm of each tensor, in few kernels. The public `torch.nn.utils.get_total_norm` returns
+# only their total.
+foreach_norm: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
 
-    The public `torch.nn.utils.get_total_norm` returns only their total.
-    """
-    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order)
-    return norms
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Identifies ``storage``, whatever its memory; ``data_ptr()`` is that of the memory."""
-    found: int = storage._cdata
-    return found
+# Identifies a storage, whatever its memory; ``data_ptr()`` is that of the memory.
+storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def num_storage_references(storage: torch.UntypedStorage) -> int:
@@ -439,11 +432,8 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 # The number that the next node of this thread's graph gets. Older nodes have smaller numbers.
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-
-def node_number(node: Any) -> int:
-    """The number of a node in the order in which its thread created it."""
-    number: int = node._sequence_nr()
-    return number
+# The number of a node in the order in which its thread created it.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

@@ -279,17 +279,21 @@ class ShardingRequest:
 
         ``converted``: compute dtypes of float32 masters that no longer apply.
         """
-        is_new, separate = HANDLE not in vars(module), _separate_models(module, self.mesh)
-        manual, plan = self._plan(module, separate, converted)
+        is_new, handles = HANDLE not in vars(module), _handles_in(module)
+        separate = _separate_models(handles, self.mesh)
+        manual, plan = self._plan(module, handles, separate, converted)
         _warn_of_padding(plan, self.mesh)
-        handles = {name: handle_of(module.get_submodule(name)) for name in manual}
-        for runtime in dict.fromkeys(handle.runtime for handle in handles.values()):
+        for runtime in dict.fromkeys(handles[name].runtime for name in manual):
             runtime.scheduler.reduce_accumulated()
         own_meshes = {name: handles[name].mesh for name, one in manual.items() if one.world_size}
+        # The compute device of units whose shards are on the host.
+        offloaded = (one for one in handles.values() if one.unit.plan.offload is not None)
+        device = next((one.runtime.pools.device for one in offloaded), None)
         with keeping_gradients(module):
-            runtime = self._build(module, plan, own_meshes, _offloaded_from(module), self.init)
-        options = self.options
-        inner = replace(options, precision=replace(options.precision, output_dtype=None))
+            runtime = self._build(module, plan, own_meshes, device, self.init)
+        options = inner = self.options
+        if options.precision.output_dtype is not None:  # it is that of the outermost unit
+            inner = replace(options, precision=replace(options.precision, output_dtype=None))
         for index, unit in enumerate(plan.units):
             handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
             unit_module = module.get_submodule(unit.name)
@@ -304,7 +308,8 @@ class ShardingRequest:
 
     def apply_later(self, module: nn.Module) -> None:
         """Plan ``module``, which is on the meta device, and shard it once it has storage."""
-        _, plan = self._plan(module, _separate_models(module, self.mesh))
+        handles = _handles_in(module)
+        _, plan = self._plan(module, handles, _separate_models(handles, self.mesh))
         defer(module, partial(self.apply, module), plan, self.mesh)
 
     def build(self, root: nn.Module, plan: Plan, like: Runtime) -> Runtime:
@@ -317,22 +322,32 @@ class ShardingRequest:
     def _plan(
         self,
         module: nn.Module,
-        separate: Mapping[str, nn.Module],
+        handles: Mapping[str, Handle],
+        separate: Collection[str],
         converted: Collection[str] = (),
     ) -> tuple[dict[str, UnitOptions], Plan]:
-        """Return the options of units that earlier calls have sharded, and the plan."""
+        """Return the options of units that earlier calls have sharded, and the plan.
+
+        ``handles`` are those of all such units, of which some remain ``separate`` models.
+        """
         mesh, options, granularity = self.mesh, self.options, self.granularity
         restore_ties(module)
         if separate and not self.warns:
-            raise _different_ranks_error(separate, mesh)
-        ignored = [*self.ignored_params, *(p for m in separate.values() for p in m.parameters())]
+            name = next(iter(separate))
+            raise _different_ranks_error(name, handles[name], mesh)
+        others = map(module.get_submodule, separate)
+        ignored = [*self.ignored_params, *(p for one in others for p in one.parameters())]
         check_tensor_parallel(module, mesh, ignored)
         if self.place is not None or any(map(is_tensor_parallel, module.parameters())):
             granularity = _placement_granularities(module, self.place, Granularizer(granularity))
         check_not_renormalized(module, ignored)
         _check_init(module, self.init, ignored)
-        _check_reproducible(module, mesh, ignored)
-        manual = _sharded_before(module, separate, mesh)
+        _check_reproducible(module, handles, mesh, ignored)
+        manual = {
+            name: _options_within(mesh, name, handle)
+            for name, handle in handles.items()
+            if name not in separate
+        }
         plan = make_plan(
             module,
             world_size=mesh.size,
@@ -409,10 +424,13 @@ class ShardingRequest:
 
 
 def _check_reproducible(
-    root: nn.Module, mesh: DataParallelMesh, ignored: Collection[nn.Parameter]
+    root: nn.Module,
+    handles: Mapping[str, Handle],
+    mesh: DataParallelMesh,
+    ignored: Collection[nn.Parameter],
 ) -> None:
     """Raise a PlanError if calls differ, or if results depend on the leaves of a rank."""
-    for name, handle in _handles_in(root).items():
+    for name, handle in handles.items():
         if handle.runtime.mesh.leaves != mesh.leaves:
             raise PlanError(
                 f"reproducible={mesh.leaves}, but {name} was sharded with "
@@ -471,13 +489,6 @@ def _check_deterministic(device: torch.device, *, offloads: bool) -> None:
         )
 
 
-def _offloaded_from(root: nn.Module) -> torch.device | None:
-    """The compute device of earlier sharded units in ``root`` whose shards are on the host."""
-    handles = _handles_in(root).values()
-    offloaded = (handle for handle in handles if handle.unit.plan.offload is not None)
-    return next((handle.runtime.pools.device for handle in offloaded), None)
-
-
 def _placement_granularities(
     root: nn.Module, place: Callable[[nn.Parameter], Any] | None, otherwise: Granularizer
 ) -> Callable[[str, tuple[int, ...]], Granularity]:
@@ -534,8 +545,8 @@ def _warn_of_padding(plan: Plan, mesh: DataParallelMesh) -> None:
         warn_caller(f"granularity costs padding\n{report}")
 
 
-def _separate_models(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Module]:
-    """Modules inside ``root`` that were sharded over other ranks and remain separate models.
+def _separate_models(handles: Mapping[str, Handle], mesh: DataParallelMesh) -> list[str]:
+    """The units of ``handles`` that were sharded over other ranks and remain separate models.
 
     A module with a gradient divisor becomes a unit of this model instead if its ranks are a subset
     of the model's.
@@ -543,7 +554,7 @@ def _separate_models(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Mo
     ranks = set(mesh.global_ranks)
     others = {
         name: handle
-        for name, handle in _handles_in(root).items()
+        for name, handle in handles.items()
         if set(handle.runtime.mesh.global_ranks) != ranks
     }
     joining = {
@@ -553,34 +564,17 @@ def _separate_models(root: nn.Module, mesh: DataParallelMesh) -> dict[str, nn.Mo
         and handle.mesh.mesh is not None
         and set(handle.mesh.global_ranks) < ranks
     }
-    names = [name for name, handle in others.items() if handle.runtime not in joining]
-    return {name: root.get_submodule(name) for name in names}
+    return [name for name, handle in others.items() if handle.runtime not in joining]
 
 
-def _different_ranks_error(separate: Mapping[str, nn.Module], mesh: DataParallelMesh) -> PlanError:
-    name, module = next(iter(separate.items()))
-    inner, outer = sorted(handle_of(module).runtime.mesh.global_ranks), sorted(mesh.global_ranks)
+def _different_ranks_error(name: str, handle: Handle, mesh: DataParallelMesh) -> PlanError:
+    inner, outer = sorted(handle.runtime.mesh.global_ranks), sorted(mesh.global_ranks)
     return PlanError(
         f"{name} is sharded over ranks {inner} and the module around it over {outer}, so its "
         "gradients would be averaged over its own ranks alone; pass the same mesh for both, or, "
         f"for experts, first call {name}.set_gradient_divide_factor(...) with the number of ranks "
         "whose tokens the experts get"
     )
-
-
-def _sharded_before(
-    root: nn.Module, separate: Mapping[str, nn.Module], mesh: DataParallelMesh
-) -> dict[str, UnitOptions]:
-    """Units that earlier calls have sharded, as in FSDP2, with the options chosen for each."""
-    handles = {name: h for name, h in _handles_in(root).items() if name not in separate}
-    for name, handle in handles.items():
-        if handle.runtime.initialized_parameters:
-            raise PlanError(
-                f"{name} was initialized on its own, from the names inside it, so blocks of the "
-                "same class have the same values; shard a model on the meta device with one call, "
-                "as in sw.fully_shard(model, units=Block)"
-            )
-    return {name: _options_within(mesh, name, handle) for name, handle in handles.items()}
 
 
 def _handles_in(root: nn.Module) -> dict[str, Handle]:
@@ -594,6 +588,12 @@ def _handles_in(root: nn.Module) -> dict[str, Handle]:
 
 def _options_within(mesh: DataParallelMesh, name: str, handle: Handle) -> UnitOptions:
     """The options chosen for the unit ``name``; with its own ranks if they differ from ``mesh``."""
+    if handle.runtime.initialized_parameters:
+        raise PlanError(
+            f"{name} was initialized on its own, from the names inside it, so blocks of the same "
+            "class have the same values; shard a model on the meta device with one call, as in "
+            "sw.fully_shard(model, units=Block)"
+        )
     own, options = handle.mesh, handle.options
     if set(own.global_ranks) == set(mesh.global_ranks):
         return options

@@ -110,7 +110,7 @@ def _gradients(used: list[bool]) -> mock.Mock:
     parameters = [mock.Mock() for _ in used]
     return mock.Mock(
         parameters=parameters,
-        accumulated=mock.Mock(used=used),
+        used=used,
         gets_gradient=lambda position: parameters[position].sharded.requires_grad,
     )
 

@@ -306,7 +306,7 @@ def one_rank_swaps_two_gathers(_simulation: Simulation) -> Any:
 def one_rank_does_not_agree_on_unused(_simulation: Simulation) -> Any:
     def init(self: Any, units: Any, *_others: Any) -> None:
         self._gradients, self._pending = gradients_of(units), None
-        self._own = [True for each in self._gradients for _ in each.accumulated.used]
+        self._own = [True for each in self._gradients for _ in each.used]
 
     wrap: Wrap = instead(init) if dist.get_rank() == 1 else lambda one: one
     return patched(UsedParameterSync, "__init__", wrap)

@@ -14,7 +14,6 @@ from shardwise.comm.api import Operation, Reduction, Stage, Work
 from shardwise.comm.communicator import communicator
 from shardwise.comm.device import wait_for_device
 from shardwise.errors import StepError
-from shardwise.plan.layout import Run
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import count_sent
 from shardwise.tensor.reductions import gather_runs
@@ -130,8 +129,7 @@ class Exchange:
     def rows(self, values: Sequence[float]) -> list[list[float]]:
         """The ``values`` of each rank."""
         own = self._tensor(values, torch.float64)
-        runs = [Run(0, len(values))] * self.num_ranks
-        rows = gather_runs(own, runs, self._mesh, "options", self._comm.world)
+        rows = gather_runs(own, len(values), self._mesh, "options", self._comm.world)
         return list(rows.tolist())
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ def sums_in_blocks(
         )
     own = torch.cat(list(_block_sums(runs, change)))
     lengths = [sum(_num_blocks(cut[rank]) for cut in cuts) for rank in range(mesh.size)]
-    by_rank = gather_runs(own, [Run(0, n) for n in lengths], mesh, "sums of blocks")
+    by_rank = gather_runs(own, max(lengths), mesh, "sums of blocks")
     parts = _blocks_of_each(by_rank, cuts)
     sizes = [1 << max(0, sum(map(len, part)) - 1).bit_length() for part in parts]
     sums: dict[int, Tensor] = {}

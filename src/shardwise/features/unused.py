@@ -44,7 +44,7 @@ def settle(gradients: Iterable[Gradients], used_anywhere: Iterable[bool]) -> Non
     """Finish ``gradients``: parameters that no rank used keep the gradient that they had."""
     flags = iter(used_anywhere)
     for each in gradients:
-        each.settle([next(flags) for _ in each.accumulated.used])
+        each.settle([next(flags) for _ in each.used])
 
 
 class UsedParameterSync:
@@ -59,7 +59,7 @@ class UsedParameterSync:
         self._own = [
             is_used or not each.gets_gradient(position)
             for each in self._gradients
-            for position, is_used in enumerate(each.accumulated.used)
+            for position, is_used in enumerate(each.used)
         ]
         self._flags = _flags(self._own, device)
         self._pending = None

@@ -180,16 +180,18 @@ class AccumulatedGradients:
         layout: Layout,
         parameters: Sequence[FSDPParameter],
         mesh: DataParallelMesh,
-        pool: Pool,  # for `whole`
+        own_pool: Pool,  # for `wholes`
+        pool: Pool,  # for `partial`
+        used: list[bool],
     ) -> None:
-        self.pool = pool  # for `partial`
-        # By position: this rank has computed a gradient since gradients were last handed over.
-        self.used = [False] * len(layout.extents)
-        self._used_before = list(self.used)  # the backward that is running
+        """Begin with nothing; ``used`` is that of the `Gradients`, which `rollback` changes."""
+        self.pool = pool
+        self.used = used
+        self._used_before = [False] * len(used)  # the backward that is running
         self._layout = layout
         self._parameters = parameters
         self._mesh = mesh
-        self._own_pool = pool
+        self._own_pool = own_pool
         self._in_tree = mesh.leaves is not None
         self._wholes: list[_Whole] = []
         self._spare: list[FlatBuffer] = []  # without memory
@@ -285,7 +287,7 @@ class AccumulatedGradients:
             if sharded.grad is gradient:  # else `drop_replaced` drops what was accumulated
                 sharded.grad = self._gradients[position]
         self._handed_over.clear()
-        self.used = list(self._used_before)
+        self.used[:] = self._used_before
         self._is_taken = False
         if self._sums is not self._partial:
             self._free(self._sums)
@@ -303,7 +305,7 @@ class AccumulatedGradients:
                     whole.written[position] = False
         if self.is_active and not any(self._is_held):
             self._drop_all()
-        self.used = list(self._used_before)
+        self.used[:] = self._used_before
 
     def drop(self) -> None:
         """Drop all gradients, and put those of earlier reductions back."""
@@ -334,7 +336,7 @@ class AccumulatedGradients:
     def restore(self, copy: "Accumulated | None") -> None:
         """Return to the state of ``copy``."""
         self.drop()
-        self.used = list(self._used_before)
+        self.used[:] = self._used_before
         if copy is None:
             return
         self._wholes = [self._copy_of(one) for one in copy.wholes]
@@ -349,7 +351,7 @@ class AccumulatedGradients:
             if copy.is_held[position]:
                 parameter.sharded.grad = copy.reduced[position]
         self._hold_all(copy.used)
-        self.used = list(self._used_before)
+        self.used[:] = self._used_before
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ pool is swapped in and out, so every view (a parameter, or a tensor that autogra
 current memory. A `ChunkedBuffer` has two flat buffers and copies between them.
 """
 
-import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import chain
@@ -17,7 +16,7 @@ from shardwise._private import foreach_copy_, swap_storages
 from shardwise.comm.api import SharedBuffer
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
-from shardwise.runtime.memory import CAN_SWAP, Pool, swap_memory
+from shardwise.runtime.memory import CAN_SWAP, Arena, Pool, swap_memory
 
 __all__ = ["ChunkedBuffer", "FlatBuffer", "flat_buffer"]
 
@@ -48,8 +47,6 @@ class FlatBuffer:
         self._is_from_pool = True
         self._slots: dict[int, Tensor] = {}  # by rank
         self._private: torch.UntypedStorage | None = None  # replaces shared memory
-        names = [one.parameter.names for one in layout.extents]
-        self._key = zlib.crc32(repr((names, suffix)).encode())
         if owns_memory and pool.allocator is not None:
             storage = pool.allocator(self.num_bytes, self.name)
         else:
@@ -92,7 +89,6 @@ class FlatBuffer:
         assert memory is None or (CAN_SWAP and memory.nbytes() == self.num_bytes)
         self._is_from_pool = memory is None
         self._memory = self._pool.allocate(self.num_bytes, self.name) if memory is None else memory
-        self._pool.acquired_keys ^= self._key
         swap_memory(self._storage, self._memory)
 
     def take(self, other: "FlatBuffer") -> None:
@@ -106,7 +102,6 @@ class FlatBuffer:
         swap_storages(self._storage, other._storage)
         self._memory, other._memory = other._memory, None
         self._is_from_pool = True
-        self._pool.acquired_keys ^= self._key ^ other._key
 
     @property
     def whole(self) -> "FlatBuffer":
@@ -124,7 +119,8 @@ class FlatBuffer:
         shared, num_bytes = self._pool.shared, self.num_bytes
         if shared is None or not num_bytes:
             return None
-        address, in_use = self._storage.data_ptr(), self._pool.acquired_keys
+        assert isinstance(self._pool, Arena), "only an arena is shared"
+        address, in_use = self._storage.data_ptr(), self._pool.in_use
         return SharedBuffer(shared, address, num_bytes, in_use, self._use_private)
 
     def release(self) -> None:
@@ -138,7 +134,6 @@ class FlatBuffer:
         if self._is_from_pool:
             # Without swapping, acquiring an idle block would free it and allocate another.
             self._pool.free(self._memory, to_allocator=not CAN_SWAP)
-        self._pool.acquired_keys ^= self._key
         self._memory = None
 
     def _use_private(self, memory: torch.UntypedStorage | None) -> None:
@@ -175,32 +170,27 @@ class ChunkedBuffer:
     ) -> None:
         self.layout = layout
         self._chunks = FlatBuffer(layout, pool, dtype=dtype, suffix=" in chunks")
-        # Not in shared memory: it is written while other ranks may still read there.
-        self._whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
+        # What ``views`` view. Not in shared memory: it is written while other ranks may read it.
+        self.whole = FlatBuffer(layout.whole, own_pool, dtype=dtype, owns_memory=owns_memory)
         self._owns_memory = owns_memory
-        self._first = self._whole if fills_views else self._chunks
+        self._first = self.whole if fills_views else self._chunks
         self.num_bytes = self._chunks.num_bytes
         self.name = self._chunks.name
         self.flat = self._chunks.flat
-        self.views = self._whole.views
+        self.views = self.whole.views
         self.slot_of = self._chunks.slot_of
         self.shared_buffer = self._chunks.shared_buffer
-        self.storages = self._whole.storages
+        self.storages = self.whole.storages
 
     @property
     def is_acquired(self) -> bool:
-        return self._chunks.is_acquired or self._whole.is_acquired
-
-    @property
-    def whole(self) -> FlatBuffer:
-        """The buffer that ``views`` view."""
-        return self._whole
+        return self._chunks.is_acquired or self.whole.is_acquired
 
     def acquire(self) -> None:
         self._first.acquire()
 
     def unpack(self) -> None:
-        self._whole.acquire()
+        self.whole.acquire()
         chunks, parts = self._chunks_and_parts
         foreach_copy_(parts, chunks)
         self._chunks.release()
@@ -210,10 +200,10 @@ class ChunkedBuffer:
         chunks, parts = self._chunks_and_parts
         foreach_copy_(chunks, parts)
         if not self._owns_memory:
-            self._whole.release()
+            self.whole.release()
 
     def release(self) -> None:
-        for buffer in (self._chunks, self._whole):
+        for buffer in (self._chunks, self.whole):
             if buffer.is_acquired:
                 buffer.release()
 
@@ -234,7 +224,7 @@ class ChunkedBuffer:
         """Pair all chunks of full length [ranks, *chunk], and a shorter last one, if any."""
         spec, shards = extent.parameter, self.flat.view(self.layout.world_size, -1)
         dim = chunk_dim(spec)
-        parameter = self._whole.flat[whole.offset : whole.stop].view(spec.shape)
+        parameter = self.whole.flat[whole.offset : whole.stop].view(spec.shape)
         length = len(chunk_of(spec.shape[dim], self.layout.world_size, 0))
         num_full, rest = divmod(spec.shape[dim], max(1, length))
         last = parameter.narrow(dim, num_full * length, rest)

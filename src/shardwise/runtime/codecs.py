@@ -200,10 +200,10 @@ def _class_of(original: nn.Parameter) -> tuple[type | None, dict[str, Any]]:
         None and no attributes for `nn.Parameter` itself.
     """
     kind = vars(original).get(CLASS, type(original))
-    is_own = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        return None, {}
     own = {key: value for key, value in vars(original).items() if key != CLASS}
-    attributes = {key: value for key, value in own.items() if not isinstance(value, Sharding)}
-    return (kind, attributes) if is_own else (None, {})
+    return kind, {key: value for key, value in own.items() if not isinstance(value, Sharding)}
 
 
 def _own_part_of(original: Tensor, sharding: Sharding) -> Tensor:

@@ -93,7 +93,9 @@ class Gradients:
         self.parameters = parameters  # in the order of the layout's extents
         self.mesh = mesh
         self.state = GradientState.IDLE
-        self.accumulated = AccumulatedGradients(layout, parameters, mesh, pool)
+        # By position: this rank has computed a gradient since gradients were last handed over.
+        self.used = [False] * len(layout.extents)
+        self._accumulated: AccumulatedGradients | None = None  # see `accumulated`
         self._offloader = offloader
         self._dtype: torch.dtype = getattr(torch, layout.gradient_dtype)
         self._settings = settings
@@ -127,6 +129,16 @@ class Gradients:
         self._fresh: dict[int, Tensor | None] | None = None
 
     @property
+    def accumulated(self) -> AccumulatedGradients:
+        """What earlier backwards of the step have left; made when one leaves some."""
+        if self._accumulated is None:
+            pools = self._first_pool, self._pool
+            self._accumulated = AccumulatedGradients(
+                self._layout, self.parameters, self.mesh, *pools, self.used
+            )
+        return self._accumulated
+
+    @property
     def residual(self) -> Tensor | None:
         """Rounding errors of a quantized reduction, which the next one compensates."""
         return None if self._quantized is None else self._quantized.residual
@@ -149,9 +161,10 @@ class Gradients:
         if self.state is not GradientState.IDLE or not self.accumulated.is_empty:
             raise StepError("the memory of reductions cannot be replaced while one is in flight")
         self._use_buffer_of(pool or self._first_pool)
+        self.accumulated.pool = self._pool
 
     def _use_buffer_of(self, pool: Pool) -> None:
-        self._pool = self.accumulated.pool = pool  # of reductions
+        self._pool = pool  # of reductions
         self._padding: list[Tensor] | None = None  # parts of the buffer, once it had memory
         self._buffer: FlatBuffer | ChunkedBuffer = flat_buffer(
             self._layout,
@@ -202,7 +215,7 @@ class Gradients:
 
     def accept(self, position: int) -> None:
         """Take the gradient that autograd put on a dense parameter, now or at the reduction."""
-        self.accumulated.used[position] = True
+        self.used[position] = True
         if not self._waits_in_grad:
             self.write(position, self.parameters[position].take_gradient())
 
@@ -237,9 +250,10 @@ class Gradients:
         is_left = self.state is GradientState.FILLING
         if is_left:
             self._evict_all()
-        fresh = self._buffer.whole if is_left else None
         is_complete = self._settings.reduces_fully
-        self.accumulated.commit(fresh, self._written, is_complete=is_complete)
+        if is_left or not is_complete or self._accumulated is not None:
+            fresh = self._buffer.whole if is_left else None
+            self.accumulated.commit(fresh, self._written, is_complete=is_complete)
         if is_left:
             self._forget_written()
             self._close()
@@ -252,7 +266,8 @@ class Gradients:
         self.write_kept()
         self._open()
         self._evict_all()
-        self.accumulated.add_to(self._buffer.views, self._written)
+        if self._accumulated is not None:
+            self._accumulated.add_to(self._buffer.views, self._written)
         for position, view in enumerate(self._buffer.views):
             if not self._written[position]:
                 view.zero_()
@@ -266,9 +281,11 @@ class Gradients:
         if self._settings.collective_hook is not None:
             return self._call_hook(self._settings.collective_hook)
         all_reduces = self._settings.all_reduce_grads
-        carried, frees_carried = self.accumulated.take_sums()
-        if carried is not None and frees_carried:
-            self._scratch.append(carried.untyped_storage())
+        carried: Tensor | None = None
+        if self._accumulated is not None:
+            carried, frees_carried = self._accumulated.take_sums()
+            if carried is not None and frees_carried:
+                self._scratch.append(carried.untyped_storage())
         flat, row = self._buffer.flat, self.mesh.row
         stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
         out = self._reduce_target() if all_reduces else None
@@ -374,7 +391,7 @@ class Gradients:
         If it has handed over nothing, that stays for the reduction of a later backward.
         """
         if self._fresh is not None:
-            self.accumulated.used = [False] * len(self._written)
+            self.used[:] = [False] * len(self.used)
         self._fresh = None
 
     def step_in_backward(self, is_stepped: bool) -> None:
@@ -420,8 +437,9 @@ class Gradients:
 
     def gets_gradient(self, position: int) -> bool:
         """Whether a reduction hands a gradient to a parameter. All ranks agree."""
-        is_trained = self.parameters[position].sharded.requires_grad
-        return is_trained or self.accumulated.is_awaited[position]
+        if self.parameters[position].sharded.requires_grad:
+            return True
+        return self._accumulated is not None and self._accumulated.is_awaited[position]
 
     # -- parts of the above ----------------------------------------------------------------------
 
@@ -536,7 +554,7 @@ class Gradients:
         if self._settings.shard_hook is not None:
             self._settings.shard_hook(reduced)
         is_own = reduced is self.kept_memory
-        has_accumulated = self.accumulated.is_active
+        has_accumulated = self._accumulated is not None and self._accumulated.is_active
         self._fresh = self._fresh or {}
         pairs = zip(self.parameters, self._slices, strict=True)
         with torch.no_grad():

@@ -42,9 +42,8 @@ __all__ = [
 NO_TASK = -1
 
 
-def current_task() -> int:
-    """The id of the graph task that autograd runs in this thread, or `NO_TASK`."""
-    return _private.current_graph_task()
+# The id of the graph task that autograd runs in this thread, or `NO_TASK`.
+current_task = _private.current_graph_task
 
 
 def before_node(node: torch.autograd.graph.Node, callback: Callable[[], None]) -> None:

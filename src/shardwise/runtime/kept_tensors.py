@@ -82,7 +82,7 @@ class ParameterViews:
                     f"return a copy (.clone()) from {owner}"
                 )
             if id(tensor) not in copies:
-                is_kept = self._is_kept(tensor)
+                is_kept = all(_storage_id(x) in self._kept for x in nested.plain_tensors(tensor))
                 copies[id(tensor)] = tensor.view_as(tensor) if is_kept else _copy_of(tensor)
             return copies[id(tensor)]
 
@@ -106,13 +106,11 @@ class ParameterViews:
         return all(flat.codec.buffer.storages for flat in unit.flats)
 
     def _unit_of_plain(self, tensor: Tensor) -> str | None:
-        label = self._labels.get(_storage_id(tensor))
-        if label is None or not self._is_kept(tensor):
+        storage = _storage_id(tensor)
+        label = self._labels.get(storage)
+        if storage not in self._kept:
             return label
         return label if tensor.requires_grad and tensor.is_leaf else None
-
-    def _is_kept(self, tensor: Tensor) -> bool:
-        return all(_storage_id(part) in self._kept for part in nested.plain_tensors(tensor))
 
 
 @dataclass(eq=False, slots=True)

@@ -6,6 +6,7 @@ steps. Whole gradients are in a `Pool` of blocks.
 """
 
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,8 +56,6 @@ class Pool(PeakCounter):
 
     shared: SharedMemory | None = None  # set if other ranks can write to the memory
     allocator: Allocator | None = None  # of an arena: allocates memory that a backend registers
-    # XOR of the keys of acquired buffers: equal on ranks that have acquired the same buffers.
-    acquired_keys = 0
 
     def __init__(
         self,
@@ -212,6 +211,11 @@ class Arena(Pool):
     @property
     def _arena_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.nbytes()
+
+    @property
+    def in_use(self) -> int:
+        """A number that is equal on ranks that have the same buffers in use."""
+        return zlib.crc32(repr(sorted(self._alive.values())).encode())
 
     def _place(self) -> None:
         """Plan offsets within the peak of allocated bytes (plus 1/64).

@@ -249,7 +249,10 @@ class FSDPParameter:
         is_dense = source is self.dense or target is self.dense
         if not self.sharding.carries_attributes:
             return
-        _copy_attributes(source, target)
+        attributes, own = attributes_of(source), vars(target)
+        for name in attributes_of(target).keys() - attributes.keys():
+            del own[name]
+        own.update(attributes)
         if is_dense and not attributes_of(target):
             self._num_internal = len(source.__dict__) + len(target.__dict__)
 
@@ -312,11 +315,3 @@ def _memory_of(tensor: Tensor) -> int:
 
 def _is_internal(name: str) -> bool:
     return name in _OF_EVERY_PARAMETER or name.startswith("_shardwise")
-
-
-def _copy_attributes(source: Tensor, target: Tensor) -> None:
-    """Give ``target`` exactly the attributes that `attributes_of` finds in ``source``."""
-    attributes, own = attributes_of(source), vars(target)
-    for name in attributes_of(target).keys() - attributes.keys():
-        del own[name]
-    own.update(attributes)

@@ -616,7 +616,7 @@ class Scheduler:
             case EventKind.FINISH_REDUCE:
                 self._finish_offload()
                 unit.collect(comm)
-                self._offloading = unit
+                self._offloading = unit if unit.plan.offloads_gradients else None
             case EventKind.STEP:
                 self._finish_offload(of=unit)
                 self.observer.step(unit, comm)

@@ -25,7 +25,7 @@ from shardwise.plan.options import UnitSettings
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime.codecs import GatheredBuffer, HostCodec, RunCodec, SlotCodec
 from shardwise.runtime.gradients import Gradients
-from shardwise.runtime.memory import Pool, Pools
+from shardwise.runtime.memory import Pools
 from shardwise.runtime.offload import HostOffloader
 from shardwise.runtime.parameters import FSDPParameter, reclaim_locals
 from shardwise.tensor.mesh import DataParallelMesh
@@ -64,8 +64,14 @@ class FlatParameters:
         is_private = plan.subgroup or plan.has_own_ranks or is_small or self._blocks
         self._pool = pools.own if is_private else pools.gathered
         self._part: Tensor | None = None  # [world_size * S / subgroup]
-        self._part_name = f"part for {layout.extents[0].parameter.name}"
-        self.codec = self._make_codec(pools.own, offloader)
+        self.codec: SlotCodec
+        if layout.is_extended:
+            precision = plan.options.precision
+            self.codec = self.extension_codec(self.parameters, mesh, pools.own, precision)
+        elif offloader is None:
+            self.codec = RunCodec(layout, mesh.rank, self._pool, pools.own)
+        else:
+            self.codec = HostCodec(layout, mesh.rank, self._pool, pools.own, offloader)
         self.held: GatheredBuffer | None = None  # of `sw.gathered`, between steps
         self.gradients: Gradients | None = None
         if layout.trainable:
@@ -144,7 +150,8 @@ class FlatParameters:
         if not self.codec.can_split:
             return None  # all ranks gather these parameters again
         buffer, size = self.codec.buffer, self.layout.num_elements // self._plan.subgroup
-        self._part = part = self._pool.allocate_tensor(size, buffer.flat.dtype, self._part_name)
+        name = f"part for {self.layout.extents[0].parameter.name}"
+        self._part = part = self._pool.allocate_tensor(size, buffer.flat.dtype, name)
         if not self._plan.two_level_gather:
             subgroup = self.mesh.subgroup(self._plan.subgroup)
             buffer.pack()
@@ -162,16 +169,6 @@ class FlatParameters:
         if self._part is not None:
             self._pool.free(self._part.untyped_storage())
             self._part = None
-
-    # -- construction and copies -----------------------------------------------------------------
-
-    def _make_codec(self, own_pool: Pool, offloader: HostOffloader | None) -> SlotCodec:
-        layout, plan, mesh = self.layout, self._plan, self.mesh
-        if layout.is_extended:
-            return self.extension_codec(self.parameters, mesh, own_pool, plan.options.precision)
-        if offloader is None:
-            return RunCodec(layout, mesh.rank, self._pool, own_pool)
-        return HostCodec(layout, mesh.rank, self._pool, own_pool, offloader)
 
     def reclaim_locals(self) -> None:
         """Adopt parameters of this layout that were replaced."""

@@ -516,10 +516,12 @@ class Sequencer:
             self._emit(EventKind.RESHARD_TO_SUBGROUP, unit)
 
     def _free_subgroup(self, unit: int) -> None:
+        if not self._status[unit].has_subgroup_shard:
+            return
         outlives = self._units[unit].two_level_gather and self._is_accumulating
         if self.steps_in_backward and self._settings[unit].reduces_fully:
             outlives = False  # this unit has stepped, even if others accumulate
-        if self._status[unit].has_subgroup_shard and not outlives and not self.is_in_use(unit):
+        if not outlives and not self.is_in_use(unit):
             self._status[unit].has_subgroup_shard = False
             self._emit(EventKind.FREE_SUBGROUP, unit)
 

@@ -83,20 +83,19 @@ def across(
     If their dtypes differ, they are promoted to one that holds all of them.
     """
     own = torch.stack(list(values))
-    runs = [Run(0, own.numel())] * (mesh.shards if group is None else group).size
-    return gather_runs(own, runs, mesh, "scalars", group)
+    return gather_runs(own, len(own), mesh, "scalars", group)
 
 
 def gather_runs(
     run: Tensor,
-    runs: Sequence[Run],
+    longest: int,
     mesh: DataParallelMesh,
     what: str,
     group: RankGroup | None = None,
 ) -> Tensor:
     """Gather the 1-D ``run`` of each rank: [ranks, longest], padded with zeros.
 
-    ``runs`` gives the lengths on all ranks.
+    ``longest`` is the largest of their lengths.
 
     Raises:
         StepError: some ranks cannot take part, inside `sw.join`.
@@ -104,10 +103,9 @@ def gather_runs(
     device = run.device
     if device.type == "cpu" and mesh.accelerator is not None:  # a shard in host memory
         run = run.to(mesh.accelerator)
-    longest = max(len(other) for other in runs)
-    with torch.inference_mode(mode=False):  # another thread writes to it
-        gathered = run.new_zeros(len(runs), longest)
     group = mesh.shards if group is None else group
+    with torch.inference_mode(mode=False):  # another thread writes to it
+        gathered = run.new_zeros(group.size, longest)
     comm = communicator(mesh.world, run.device)
     if comm.refusal:
         raise StepError(comm.refusal)

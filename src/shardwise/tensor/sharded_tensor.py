@@ -168,7 +168,7 @@ class ShardedTensor(AssignableDTensor):
             local = local_of(self).detach()
             if len(runs) == 1:
                 return local.clone().view(self._sharding.shape)
-            padded = gather_runs(local, runs, mesh, self._sharding.label)
+            padded = gather_runs(local, max(map(len, runs)), mesh, self._sharding.label)
             pieces = [row[: len(run)] for row, run in zip(padded, runs, strict=True)]
             return torch.cat(pieces).view(self._sharding.shape)
 
