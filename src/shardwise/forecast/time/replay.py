@@ -112,7 +112,7 @@ def replay(
         units, passes, prefetch=prefetch, holds_gradients=holds_gradients, unreduced=unreduced
     )
     shared = _Collectives(len(programs), costs)
-    ranks = [_Rank(rank, program, order, costs, shared) for rank, program in enumerate(programs)]
+    ranks = [_Rank(program, order, costs, shared) for program in programs]
     running = [(rank, rank.run()) for rank in ranks]
     while running:  # each rank runs until it waits for a collective that is not launched everywhere
         running = [(rank, run) for rank, run in running if next(run, "ended") != "ended"]
@@ -292,16 +292,10 @@ class _Collectives:
 
 class _Rank:
     def __init__(
-        self,
-        rank: int,
-        program: Program,
-        order: Sequence[Batch],
-        costs: Costs,
-        shared: _Collectives,
+        self, program: Program, order: Sequence[Batch], costs: Costs, shared: _Collectives
     ) -> None:
         self._program, self._order = program, order
         self._costs, self._shared = costs, shared
-        self._rank = rank
         self._timed: list[tuple[TimedEvent, _Collective | None]] = []
         self.now = 0.0
         self.exposed = 0.0
