@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from torch import nn
 from torch.optim import AdamW
@@ -23,7 +23,6 @@ from shardwise.plan.plan import Plan
 __all__ = ["Forecast", "Forecaster", "Verdict"]
 
 _SECONDS_PER_HOUR = 3600.0
-_Key = tuple[Configuration, int]  # the shared settings, and the stage of the pipeline
 
 
 class Verdict(StrEnum):
@@ -85,9 +84,8 @@ class Forecaster:
         self.model = model
         self.machine = machine
         self.on_cpu = machine.computes_on_cpu  # whether ranks allocate in the memory of the host
-        self._modules: dict[_Key, nn.Module] = {}
-        self._plans: dict[_Key, Plan] = {}
-        self._workloads: dict[_Key, Workload] = {}
+        self._build, self._plan = cache(model.build), cache(plan_of)
+        self._trace = cache(partial(workload_of, model))
 
     @property
     def cluster(self) -> Cluster:
@@ -113,7 +111,9 @@ class Forecaster:
                 self.workload(configuration, stage),
                 configuration,
                 stage=stage,
-                buffer_bytes=self.buffer_bytes(configuration, stage),
+                buffer_bytes=sum(
+                    one.nbytes for one in self._module(configuration, stage).buffers()
+                ),
                 on_cpu=self.on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
@@ -140,8 +140,7 @@ class Forecaster:
         plan = self.plan(configuration, stage)
         has_states = configuration.optimizer == "adamw"
         optimizer = (lambda model: AdamW(model.parameters())) if has_states else None
-        module = self._module(configuration, stage % configuration.pipeline)
-        return save_plan(module, plan, optimizer=optimizer)
+        return save_plan(self._module(configuration, stage), plan, optimizer=optimizer)
 
     def plan(self, configuration: Configuration, stage: int = -1) -> Plan:
         """Plan the part of the model on one rank of a stage, by default of the last stage."""
@@ -153,28 +152,15 @@ class Forecaster:
             activation_offload=False,
             prefetch=1,
         )
-        key = shared, stage % configuration.pipeline
-        if key not in self._plans:
-            self._plans[key] = plan_of(self._module(*key), shared)
-        return replace(self._plans[key], prefetch=configuration.prefetch)
+        plan = self._plan(self._module(shared, stage), shared)
+        return replace(plan, prefetch=configuration.prefetch)
 
     def workload(self, configuration: Configuration, stage: int = -1) -> Workload:
         """Trace one micro-batch of one rank of a stage, by default of the last stage."""
-        key = _shared(configuration, _OF_TRACES), stage % configuration.pipeline
-        if key not in self._workloads:
-            self._workloads[key] = workload_of(self.model, *key)
-        return self._workloads[key]
-
-    def buffer_bytes(self, configuration: Configuration, stage: int = -1) -> int:
-        """Return the bytes of the model's buffers on one rank of a stage."""
-        module = self._module(configuration, stage % configuration.pipeline)
-        return sum(buffer.nbytes for buffer in module.buffers())
+        return self._trace(*_key(configuration, stage, _OF_TRACES))
 
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
-        key = _shared(configuration, _OF_MODULES), stage
-        if key not in self._modules:
-            self._modules[key] = self.model.build(*key)
-        return self._modules[key]
+        return self._build(*_key(configuration, stage, _OF_MODULES))
 
 
 # The settings that determine a module's parameters, and those that determine a trace.
@@ -203,7 +189,10 @@ _OF_TRACES = (
 )
 
 
-def _shared(configuration: Configuration, names: Iterable[str]) -> Configuration:
-    """Return a configuration with the named settings, and defaults for all others."""
+def _key(
+    configuration: Configuration, stage: int, names: Iterable[str]
+) -> tuple[Configuration, int]:
+    """Return a configuration with the named settings, and defaults for all others; and a stage."""
     settings = {name: getattr(configuration, name) for name in names}
-    return Configuration(shard_size=configuration.expert, **settings)
+    shared = Configuration(shard_size=configuration.expert, **settings)
+    return shared, stage % configuration.pipeline

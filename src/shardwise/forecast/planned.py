@@ -1,6 +1,7 @@
 """The plan that `fully_shard` makes under a configuration, and source code that trains with it."""
 
 from dataclasses import fields, is_dataclass, replace
+from inspect import signature
 from textwrap import indent
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.api import fully_shard
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
 from shardwise.optim.outer import Outer
@@ -17,7 +19,6 @@ from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
-from shardwise.plan.wire import UNQUANTIZED
 
 __all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
 
@@ -160,17 +161,7 @@ def _adapters_of(configuration: Configuration, adapters: Adapters) -> str:
     return f"{note}{cast}lora = LoraConfig(\n{lines})\nmodel = get_peft_model(model, lora)\n"
 
 
-_OMITTED = {  # arguments of `fully_shard` with their defaults
-    "units": None,
-    "prefetch": 1,
-    "mp_policy": DEFAULT_PRECISION,
-    "offload_policy": NO_OFFLOAD,
-    "granularity": "element",
-    "wire": UNQUANTIZED,
-    "sharding_factor": None,
-    "reshard_after_forward": None,
-    "reproducible": None,
-}
+_OPTIONS = signature(fully_shard).parameters
 
 
 def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
@@ -178,7 +169,7 @@ def _arguments(configuration: Configuration, dims: str) -> dict[str, str]:
     given = sharding_of(configuration) | ({"sharding_factor": None} if dims else {})
     found = {"mesh": dims} if dims else {}
     for name, value in given.items():
-        if name not in _OMITTED or value != _OMITTED[name]:
+        if value != _OPTIONS[name].default:
             found[name] = _code(value)
     return found
 

@@ -1,15 +1,16 @@
 """Bytes of the optimizer states on one rank."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
+from shardwise.optim.matrices import Matrices
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS, OptimizerSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 
-__all__ = ["hidden_matrices", "state_bytes", "stepped_bytes", "trained_layouts"]
+__all__ = ["hidden_matrices", "is_quantized", "state_bytes", "stepped_bytes", "trained_layouts"]
 
 
 def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
@@ -33,9 +34,12 @@ def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) ->
     Owners of matrices are assumed to be balanced, so the result is a mean over ranks.
     """
     spec = configuration.states
-    hidden = {one.parameter.name for _, one in hidden_matrices(plan)} if spec.has_owners else set()
+    ranks_of = {  # the ranks that share the states of a hidden matrix
+        extent.parameter.name: plan.num_ranks if spec.side_states else layout.world_size
+        for layout, extent in (hidden_matrices(plan) if spec.has_owners else ())
+    }
     layouts = trained_layouts(plan, offloaded=offloaded)
-    return round(sum(_bytes_of_layout(plan, layout, spec, hidden) for layout in layouts))
+    return round(sum(_bytes_of_layout(layout, spec, ranks_of) for layout in layouts))
 
 
 def stepped_bytes(unit: UnitPlan, configuration: Configuration) -> int:
@@ -43,30 +47,20 @@ def stepped_bytes(unit: UnitPlan, configuration: Configuration) -> int:
 
     The optimizer has no owners of matrices.
     """
-    spec = configuration.states
-    return round(
-        sum(
-            layout.shard_bytes + _bytes_of_layout(None, layout, spec, set())
-            for layout in unit.trainable_layouts
-        )
-    )
+    layouts, spec = unit.trainable_layouts, configuration.states
+    return round(sum(one.shard_bytes + _bytes_of_layout(one, spec, {}) for one in layouts))
 
 
-def _bytes_of_layout(
-    plan: Plan | None, layout: Layout, spec: OptimizerSpec, hidden: Collection[str]
-) -> float:
-    """Return the bytes of a layout's states; ``hidden`` matrices, of a ``plan``, have owners."""
+def _bytes_of_layout(layout: Layout, spec: OptimizerSpec, ranks_of: Mapping[str, int]) -> float:
+    """Return the bytes of a layout's states; ``ranks_of`` has the matrices with owners."""
     if spec.kind == "elements":
         return sum(one.num_bytes(layout.shard_elements, layout.itemsize) for one in spec.states)
     total = 0.0
-    for extent in layout.extents:
-        if plan is None or not spec.has_owners:
-            total += _bytes_of(layout, extent.parameter, spec)
-        elif extent.parameter.name not in hidden:
-            total += _bytes_of(layout, extent.parameter, OPTIMIZERS[ASSUMED])
+    for parameter in (extent.parameter for extent in layout.extents):
+        if parameter.name in ranks_of:
+            total += _matrix_bytes(layout, parameter, spec) / ranks_of[parameter.name]
         else:
-            ranks = plan.num_ranks if spec.side_states else layout.world_size
-            total += _matrix_bytes(layout, extent.parameter, spec) / ranks
+            total += _bytes_of(layout, parameter, spec)
     return total
 
 
@@ -75,19 +69,25 @@ def _bytes_of(layout: Layout, parameter: ParameterSpec, spec: OptimizerSpec) -> 
     size, shape, itemsize = parameter.num_elements, parameter.shape, layout.itemsize
     if spec.kind == "factored":
         return _factored_bytes(layout, shape)
-    states = spec.states
-    if spec.kind == "blocks" and (len(shape) < 2 or size < spec.min_elements):  # noqa: PLR2004
-        states = OPTIMIZERS[ASSUMED].states
+    has_own = not spec.has_owners and (spec.kind != "blocks" or is_quantized(parameter, spec))
+    states = spec.states if has_own else OPTIMIZERS[ASSUMED].states
     row = prod(shape[1:])
     return sum(one.num_bytes(size, itemsize, row) for one in states) / layout.world_size
 
 
+def is_quantized(parameter: ParameterSpec, spec: OptimizerSpec) -> bool:
+    """Whether the states of ``parameter`` are in blocks: not those of vectors and small ones."""
+    is_large = parameter.num_elements >= spec.min_elements and len(parameter.shape) > 1
+    return is_large and spec.states[0].block > 0
+
+
 def _matrix_bytes(layout: Layout, parameter: ParameterSpec, spec: OptimizerSpec) -> int:
     """Return the bytes of a hidden matrix's states on all ranks together."""
-    shape = parameter.shape
-    stack, m, n = (1, shape[0], prod(shape[1:])) if len(shape) != 3 else shape  # noqa: PLR2004
-    elements = len(spec.states) * m * n + spec.side_states * (m * m + n * n)
-    return stack * elements * layout.itemsize
+    elements = sum(
+        stack * (len(spec.states) * m * n + spec.side_states * (m * m + n * n))
+        for stack, m, n in Matrices(parameter.name, parameter.shape).shapes
+    )
+    return elements * layout.itemsize
 
 
 def _factored_bytes(layout: Layout, shape: tuple[int, ...]) -> int:

@@ -9,10 +9,10 @@ from itertools import pairwise
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.states import hidden_matrices, trained_layouts
+from shardwise.forecast.states import hidden_matrices, is_quantized, trained_layouts
 from shardwise.forecast.time.owned import SOAP_LARGEST_SIDE, Load, largest_part, returned_copies
 from shardwise.optim.matrices import Matrices
-from shardwise.plan.layout import Layout, ParameterSpec
+from shardwise.plan.layout import Layout
 from shardwise.plan.optimizers import OptimizerSpec
 from shardwise.plan.plan import Plan
 
@@ -69,18 +69,13 @@ def _block_bytes(layouts: list[Layout], spec: OptimizerSpec) -> Iterator[int]:
         for extent in layout.extents:
             parameter = extent.parameter
             size = min(parameter.num_elements, layout.shard_elements)
-            if not _is_quantized(parameter, spec):
+            if not is_quantized(parameter, spec):
                 yield (3 + is_copied) * _FLOAT_BYTES * size  # the averages are not decoded
                 continue
             row = prod(parameter.shape[1:]) or 1
             padded = -(-size // row) * -(-row // block) * block
             scaled = _FLOAT_BYTES * (1 + (row % block > 0)) + 8 + 1
             yield (4 + is_copied) * _FLOAT_BYTES * size + scaled * padded
-
-
-def _is_quantized(parameter: ParameterSpec, spec: OptimizerSpec) -> bool:
-    is_large = parameter.num_elements >= spec.min_elements and len(parameter.shape) > 1
-    return is_large and spec.states[0].block > 0
 
 
 def _owner_bytes(plan: Plan, spec: OptimizerSpec, *, on_cpu: bool) -> int:

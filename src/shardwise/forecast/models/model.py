@@ -135,11 +135,6 @@ class Model:
         low = (p.dtype for p in self._parameters if p.requires_grad and p.dtype in LOW_DTYPES)
         return next(low, torch.float32)
 
-    @cached_property
-    def layers(self) -> int:
-        """Number of blocks in all stacks."""
-        return sum(len(stack.kinds) for stack in find_stacks(self.build(Configuration())))
-
 
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
@@ -173,7 +168,10 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
         is_stage=stage < configuration.pipeline - 1,
     )
     tokens = configuration.micro_batch * configuration.sequence // configuration.context
-    workload = replace(workload, tokens=tokens, sent_bytes=_sent_bytes(module, configuration))
+    sent = 0
+    if configuration.pipeline > 1:
+        sent = prod(_boundary(module, configuration)) * configuration.compute_dtype.itemsize
+    workload = replace(workload, tokens=tokens, sent_bytes=sent)
     for name, order in orders.items():
         workload = workload.repeated(name, order)
     return workload
@@ -216,12 +214,6 @@ def _boundary(module: nn.Module, configuration: Configuration) -> tuple[int, int
     assert isinstance(module, Transformer)
     ranks = configuration.context * module.part.sequence_ranks
     return configuration.micro_batch, configuration.sequence // ranks, module.shape.hidden
-
-
-def _sent_bytes(module: nn.Module, configuration: Configuration) -> int:
-    if configuration.pipeline == 1:
-        return 0
-    return prod(_boundary(module, configuration)) * configuration.compute_dtype.itemsize
 
 
 def _loss_of_logits(output: Any) -> Any:

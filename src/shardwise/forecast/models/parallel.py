@@ -75,22 +75,17 @@ class ModelPart:
 
     def gather_sequence(self, x: Tensor) -> Tensor:
         """Gather [batch, time / sequence_ranks, ...] to [batch, time, ...]."""
+        tensor = self.configuration.tensor
         if not self.configuration.sequence_parallel:
-            return self._sum(x, in_forward=False)
-        return _collective(x, "all_gather", "tensor", self.configuration.tensor)
+            return _collective(x, "", "all_reduce", "tensor", tensor)
+        return _collective(x, "all_gather", "reduce_scatter", "tensor", tensor)
 
     def scatter_sequence(self, x: Tensor) -> Tensor:
         """Sum [batch, time, ...] over ranks and scatter to [batch, time / sequence_ranks, ...]."""
+        tensor = self.configuration.tensor
         if not self.configuration.sequence_parallel:
-            return self._sum(x, in_forward=True)
-        return _collective(x, "reduce_scatter", "tensor", self.configuration.tensor)
-
-    def _sum(self, x: Tensor, *, in_forward: bool) -> Tensor:
-        """All-reduce ``x`` over tensor-parallel ranks in forward, or its gradient in backward."""
-        if self.configuration.tensor == 1:
-            return x
-        result: Tensor = _Sum.apply(x, in_forward)  # type: ignore[no-untyped-call]
-        return result
+            return _collective(x, "all_reduce", "", "tensor", tensor)
+        return _collective(x, "reduce_scatter", "all_gather", "tensor", tensor)
 
     def embed(self, x: Tensor) -> Tensor:
         """Convert the output of this rank's embedding to the input of its blocks."""
@@ -108,18 +103,14 @@ class ModelPart:
 
     def exchange_tokens(self, x: Tensor) -> Tensor:
         """Send [1, tokens, hidden] to the ranks of their experts, or back."""
-        return _collective(x, "all_to_all", "expert", self.configuration.expert)
+        return _collective(x, "all_to_all", "all_to_all", "expert", self.configuration.expert)
 
 
-def _collective(x: Tensor, name: str, axis: str, size: int) -> Tensor:
+def _collective(x: Tensor, name: str, backward: str, axis: str, size: int) -> Tensor:
+    """Run a collective on ``x``, and another one on its gradient; "": none."""
     if size == 1:
         return x
-    shape = list(x.shape)
-    if name == "all_gather":
-        shape[1] *= size
-    elif name == "reduce_scatter":
-        shape[1] //= size
-    result: Tensor = _operator(x, name, axis, shape)
+    result: Tensor = _Collective.apply(x, name, backward, axis, size)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -133,38 +124,22 @@ def _(x: Tensor, name: str, axis: str, shape: Sequence[int]) -> Tensor:  # noqa:
     return x.new_empty(shape)
 
 
-_BACKWARD = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_to_all": "all_to_all",
-}
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    x, ctx.name, ctx.axis, _ = inputs
-    ctx.shape = list(x.shape)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return _operator(gradient, _BACKWARD[ctx.name], ctx.axis, ctx.shape), None, None, None
-
-
-_operator.register_autograd(_backward, setup_context=_keep)
-
-
-class _Sum(torch.autograd.Function):
-    """An all-reduce of the input in forward, or of the gradient in backward."""
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, backward: str, axis: str, size: int) -> Tensor:
+        ctx.name, ctx.axis, ctx.shape = backward, axis, list(x.shape)
+        shape = list(x.shape)
+        if name == "all_gather":
+            shape[1] *= size
+        elif name == "reduce_scatter":
+            shape[1] //= size
+        return _operator(x, name, axis, shape) if name else x.view_as(x)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, in_forward: bool) -> Tensor:
-        ctx.in_forward = in_forward
-        return _operator(x, "all_reduce", "tensor", list(x.shape)) if in_forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.in_forward:
-            return gradient, None
-        return _operator(gradient, "all_reduce", "tensor", list(gradient.shape)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.name:
+            gradient = _operator(gradient, ctx.name, ctx.axis, ctx.shape)
+        return gradient, None, None, None, None
 
 
 class _GatheredLogits(torch.autograd.Function):

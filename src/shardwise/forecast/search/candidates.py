@@ -13,7 +13,7 @@ from shardwise.forecast.configuration import (
     Offload,
     OffloadStep,
 )
-from shardwise.plan.spelling import counted, did_you_mean
+from shardwise.plan.spelling import counted, divisors, expected_one_of
 from shardwise.plan.strategy import PRESETS, resolve_strategy
 
 __all__ = ["OBJECTIVES", "Degree", "Goal", "Objective", "configurations", "offloaded"]
@@ -77,10 +77,7 @@ class Goal:
             )
         for kind in self.offload:
             if kind not in get_args(Offload):
-                raise ConfigError(
-                    f"offload={kind!r}: expected one of {', '.join(get_args(Offload))}"
-                    f"{did_you_mean(kind, get_args(Offload))}"
-                )
+                raise ConfigError(f"offload={kind!r}: {expected_one_of(get_args(Offload), kind)}")
 
 
 def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Configuration]:
@@ -216,10 +213,9 @@ def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
     if goal.micro_batches:
         wrong = [size for size in goal.micro_batches if rank_batch % size]
         if wrong:
-            fitting = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
             raise ConfigError(
                 f"micro_batch={wrong[0]}: expected a divisor of the "
-                f"{counted(rank_batch, 'sequence')} per rank: {', '.join(map(str, fitting))}"
+                f"{counted(rank_batch, 'sequence')} per rank: {divisors(rank_batch)}"
             )
         return list(goal.micro_batches)
     if leaves := goal.settings.reproducible:

@@ -24,7 +24,7 @@ from shardwise.forecast.search.search import Ranking, search
 from shardwise.forecast.time.step import StepTime
 from shardwise.forecast.view.text import describe, reasons
 from shardwise.page.formatting import bytes_text, seconds_text
-from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
+from shardwise.plan.optimizers import OPTIMIZERS, optimizer_spec
 from shardwise.plan.spelling import counted
 
 __all__ = ["Estimate", "estimate", "settings_of"]
@@ -273,14 +273,6 @@ def _several(given: Any) -> tuple[Any, ...]:
     return (given,) if is_one else tuple(given)
 
 
-def _known_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer of this name, and import its class if that is not one of the table."""
-    spec = optimizer_spec(name)
-    if name not in OPTIMIZERS:
-        find_function(name)
-    return spec
-
-
 def settings_of(
     model: Model,
     base: Configuration | None = None,
@@ -309,7 +301,9 @@ def settings_of(
     if base.units == "auto":
         changes["units"] = model.units
     if optimizer is not None and optimizer != base.optimizer:
-        spec = _known_optimizer(optimizer)
+        spec = optimizer_spec(optimizer)
+        if optimizer not in OPTIMIZERS:  # a class, which must exist
+            find_function(optimizer)
         changes |= {"optimizer": optimizer, "optimizer_loop": spec.loop}
         changes["optimizer_options"] = spec.options
     if wire is not None:
