@@ -3,7 +3,6 @@
 from dataclasses import fields, replace
 from typing import Any
 
-import tomli_w
 import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
@@ -18,7 +17,7 @@ from shardwise.train.optimizer import spec_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_tensor_parallel
 
-__all__ = ["averaged_replicas", "config_of", "configuration_of", "shared_settings", "toml_of"]
+__all__ = ["averaged_replicas", "config_of", "configuration_of", "shared_settings"]
 
 _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
 
@@ -66,13 +65,12 @@ def shared_settings(config: Config) -> Configuration:
 
     It varies the ranks, the strategy, the prefetch, the batch of a rank, checkpointing and offload.
     """
-    varied = {"strategy", "replicas", "tensor", "prefetch"}
-    shard = ShardConfig.model_validate(config.shard.model_dump(exclude=varied) | {"nproc": 1})
-    memory = MemoryConfig.model_validate(
-        config.memory.model_dump(include={"step_in_backward", "accumulate"})
-    )
-    train = config.train.model_copy(update={"micro_batch": 0})
-    changes = {"shard": shard, "train": train, "memory": memory}
+    kept = config.memory.model_dump(include={"step_in_backward", "accumulate"})
+    changes = {
+        "shard": ShardConfig(nproc=1, units=config.shard.units),
+        "train": config.train.model_copy(update={"micro_batch": 0}),
+        "memory": MemoryConfig(**kept),
+    }
     found = configuration_of(config.model_copy(update=changes))
     return replace(found, micro_batch=1, accumulation=1)
 
@@ -98,11 +96,6 @@ def config_of(configuration: Configuration, base: Config) -> Config:
     if lacking:
         raise ConfigError(f"shardwise train cannot train with {', '.join(lacking)}")
     return config
-
-
-def toml_of(config: Config) -> str:
-    """Return ``config`` as TOML, without keys that have their defaults."""
-    return tomli_w.dumps(config.model_dump(exclude_defaults=True))
 
 
 def _changed(configuration: Configuration, base: Config) -> Config:

@@ -128,14 +128,6 @@ class Trainer:
 
     # -- replicas --------------------------------------------------------------------------------
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Leave the other replicas of [replicas], if there are any, at the end."""
-        try:
-            yield
-        finally:
-            self.replicas.close()
-
     def adopt_step(self) -> bool:
         """Set the step to that of the other replicas; return whether it has changed."""
         step = self.replicas.step_of(self.step)
