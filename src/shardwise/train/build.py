@@ -60,7 +60,8 @@ def _check_step_in_backward(config: Config) -> None:
     if config.precision.compute == "float16":
         remedy = "precision.compute=bfloat16"
         raise ConfigError(message.format("the loss scale of float16", remedy))
-    accumulates = config.accumulates and not config.train.reproducible  # which holds wholes
+    # A reproducible run holds whole gradients.
+    accumulates = config.num_micro_batches > 1 and not config.train.reproducible
     if accumulates and configuration_of(config).accumulate == "shards":
         remedy = "memory.accumulate=whole"
         raise ConfigError(message.format("the sum over all micro-batches", remedy))

@@ -120,8 +120,7 @@ class Trainer:
         if not options.enabled:
             yield
             return
-        num_passes = self.config.rank_batch // self.config.micro_batch
-        steps = StepsOfRun(options.steps, self.step + 1, num_passes)
+        steps = StepsOfRun(options.steps, self.step + 1, self.config.num_micro_batches)
         place = directory if self.ranks.index == 0 else directory / f"tensor-{self.ranks.index}"
         with sw.record(self.model, place, steps=steps, optimizer=self.optimizer) as self.recorder:
             yield
