@@ -108,7 +108,7 @@ def _dcp_component(
     return OpenComponent("object", reader, value)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _DistributedSource:
     """A source of tensors whose rows are spread over the files of any number of ranks."""
 

@@ -397,12 +397,9 @@ def changed_config(base: Config, changes: Mapping[str, dict[str, Any]]) -> Confi
         raise ConfigError(_explain(error, None, changes)) from None
 
 
-def to_toml(config: Config, *, whole: bool = True) -> str:
-    """The configuration as TOML, from which `read_config` restores an equal one.
-
-    If it is not ``whole``, keys that have their defaults are left out.
-    """
-    return tomli_w.dumps(config.model_dump(exclude_defaults=not whole))
+def to_toml(config: Config) -> str:
+    """The configuration as TOML, from which `read_config` restores an equal one."""
+    return tomli_w.dumps(config.model_dump())
 
 
 def _parse_override(text: str) -> tuple[str, str, object]:

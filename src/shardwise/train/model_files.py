@@ -11,16 +11,9 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.hugging_face import settings_of
 from shardwise.forecast.models.model import Model, resolve_model
 from shardwise.train.build import check_combinations, forecast_model
-from shardwise.train.config import (
-    Config,
-    ModelConfig,
-    TokenizerConfig,
-    check_batch,
-    read_config,
-    to_toml,
-)
+from shardwise.train.config import Config, ModelConfig, TokenizerConfig, check_batch, read_config
 from shardwise.train.huggingface import HuggingFace, settings_from
-from shardwise.train.planned import averaged_replicas, config_of, shared_settings
+from shardwise.train.planned import averaged_replicas, config_of, shared_settings, toml_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_settings
 
@@ -98,7 +91,7 @@ class ModelFiles:
         if config.shard.tensor > 1:
             check_settings(settings, config.shard.tensor)
         check_combinations(config)
-        return to_toml(config, whole=False)
+        return toml_of(config)
 
     def write_model(self, sequence: int) -> None:
         if self.directory is not None:

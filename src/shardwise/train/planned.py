@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
+import tomli_w
 import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
@@ -17,7 +18,7 @@ from shardwise.train.optimizer import spec_of
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import check_tensor_parallel
 
-__all__ = ["averaged_replicas", "config_of", "configuration_of", "shared_settings"]
+__all__ = ["averaged_replicas", "config_of", "configuration_of", "shared_settings", "toml_of"]
 
 _OFFLOADS: dict[str, Offload] = {"none": "none", "optimizer": "optimizer", "all": "parameters"}
 
@@ -96,6 +97,11 @@ def config_of(configuration: Configuration, base: Config) -> Config:
     if lacking:
         raise ConfigError(f"shardwise train cannot train with {', '.join(lacking)}")
     return config
+
+
+def toml_of(config: Config) -> str:
+    """Return ``config`` as TOML, without keys that have their defaults."""
+    return tomli_w.dumps(config.model_dump(exclude_defaults=True))
 
 
 def _changed(configuration: Configuration, base: Config) -> Config:

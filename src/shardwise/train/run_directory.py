@@ -198,7 +198,7 @@ def _prepare(run: RunDirectory, config: Config) -> None:
         shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "run": {"directory": directory, "overwrite": False},
         "checkpoint": {"directory": _absolute(config.checkpoint.directory)},
     }
