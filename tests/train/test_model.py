@@ -131,9 +131,9 @@ class Successor(nn.Module):
 
 
 def write(model: nn.Module, config: SampleConfig, *, context: int = 8, seed: int = 0) -> str:
-    source = Gpt(Config())
-    device = torch.device("cpu")
-    return generate(model, source, config, Bytes(), context=context, seed=seed, device=device)
+    run = {"model": {"context": context}, "train": {"seed": seed}}
+    source = Gpt(Config.model_validate({**run, "sample": config.model_dump()}))
+    return generate(model, source, Bytes(), torch.device("cpu"))
 
 
 def test_the_prompt_is_followed_by_generated_bytes() -> None:

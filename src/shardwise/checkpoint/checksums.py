@@ -5,10 +5,9 @@ a boundary between ranks falls inside a block, each rank computes the checksum o
 two are combined. zlib-ng is sixteen times as fast as zlib, which would take a third of a load.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-import numpy as np
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 __all__ = [
@@ -19,16 +18,13 @@ __all__ = [
     "by_tensor",
     "combine",
     "crc32",
-    "decode_parts",
-    "encode_parts",
     "split_at_blocks",
 ]
 
 BLOCK_BYTES = 1 << 20  # a multiple of every dtype's size
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BlockPart:
+class BlockPart(NamedTuple):
     """The checksum of bytes ``[start, stop)`` of a tensor, all in one block."""
 
     tensor: int  # number of the tensor in the checkpoint
@@ -88,14 +84,3 @@ def combine(parts: Iterable[BlockPart], start: int, stop: int) -> int | None:
         crc = crc32_combine(crc, part.crc, part.stop - part.start)
         end = part.stop
     return crc if end == stop else None
-
-
-def encode_parts(parts: Sequence[BlockPart]) -> bytes:
-    """``parts`` as bytes to send to other ranks, 32 per part."""
-    rows = [(part.tensor, part.start, part.stop, part.crc) for part in parts]
-    return np.array(rows, dtype=np.int64).tobytes()
-
-
-def decode_parts(encoded: bytes) -> list[BlockPart]:
-    rows = np.frombuffer(encoded, dtype=np.int64).reshape(-1, 4)
-    return [BlockPart(*row) for row in rows.tolist()]

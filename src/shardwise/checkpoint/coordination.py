@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,10 +179,15 @@ class Coordinator:
         rows = self._gather_rows(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
+    def all_gather_rows(self, rows: Sequence[Sequence[int]], length: int) -> list[list[list[int]]]:
+        """The ``rows`` of every rank, of ``length`` integers each, in order of rank."""
+        encoded = self.all_gather(np.array(rows, dtype=np.int64).tobytes())
+        return [np.frombuffer(x, dtype=np.int64).reshape(-1, length).tolist() for x in encoded]
+
     def all_to_all(self, sent: Sequence[Tensor], num_bytes: Sequence[int]) -> list[Tensor]:
         """Send one tensor [n] of uint8 to each rank; receive one, of ``num_bytes``, from each."""
         with torch.inference_mode(mode=False):  # as in `_gather_rows`
-            received = [_empty(size) for size in num_bytes]
+            received = [torch.empty(n, dtype=torch.uint8, device=_CPU) for n in num_bytes]
             received[self.rank] = sent[self.rank]
             pairs = {  # both ranks of a pair know whether either sends anything
                 rank: (own, other)
@@ -236,10 +242,6 @@ class Coordinator:
         else:
             work.collective = None  # the watch does not know this queue
             self._comm.wait(work)
-
-
-def _empty(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=_CPU)
 
 
 _ADVICE = {

@@ -7,7 +7,7 @@ names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -108,26 +108,20 @@ def _dcp_component(
     return OpenComponent("object", reader, value)
 
 
+@dataclass
 class _DistributedSource:
     """A source of tensors whose rows are spread over the files of any number of ranks."""
 
     # Read whole slices: torch reads all that a rank wrote of a tensor, however little is needed.
     read_bytes = 1 << 62
 
-    def __init__(
-        self,
-        files: DataReader,
-        stored: Mapping[str, tuple[str, TensorStorageMetadata]],
-        specs: Mapping[str, Spec],
-    ) -> None:
-        """``stored`` gives each tensor's key and description, by its name."""
-        self.specs = specs
-        self._files = files
-        self._stored = stored
+    files: DataReader
+    stored: Mapping[str, tuple[str, TensorStorageMetadata]]  # key and description, by name
+    specs: Mapping[str, Spec]
 
     def read(self, name: str, start: int, content: memoryview) -> None:
         """Fill ``content`` as `Source` specifies; whole rows are read."""
-        key, stored = self._stored[name]
+        key, stored = self.stored[name]
         row_bytes = prod(stored.size[1:]) * self.specs[name].itemsize
         first, last = start // row_bytes, -(-(start + content.nbytes) // row_bytes)
         size = torch.Size((last - first, *stored.size[1:])) if stored.size else stored.size
@@ -136,7 +130,7 @@ class _DistributedSource:
         items = create_read_items_for_chunk_list(key, stored, [ChunkStorageMetadata(at, size)])
         if sum(prod(item.lengths) for item in items) != rows.numel():
             raise CheckpointDamaged(f"{name}: no file contains all of it")
-        _read(self._files, items, _Rows(rows), name)
+        _read(self.files, items, _Rows(rows), name)
         begin = start - first * row_bytes
         content[:] = bytes_of(rows.view(-1))[begin : begin + content.nbytes]
 
@@ -148,16 +142,8 @@ class _Rows(DefaultLoadPlanner):
         super().__init__()
         self._rows = rows
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._rows
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:  # noqa: ARG002 - there is only one
+        return self._rows
 
 
 class _Value(DefaultLoadPlanner):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.checksums import decode_parts, encode_parts
+from shardwise.checkpoint.checksums import BlockPart
 from shardwise.checkpoint.collect import check_kinds, checkpoint_mesh
 from shardwise.checkpoint.coordination import coordinated
 from shardwise.checkpoint.foreign import open_foreign
@@ -125,9 +125,9 @@ def load(
         wait_for_device(device)  # threads read into tensors, and know none of its streams
         with ranks.raises_together("read"):
             plan.read()
-        parts = ranks.all_gather(encode_parts(opened.unchecked))
+        by_rank = ranks.all_gather_rows(opened.unchecked, len(BlockPart._fields))
         with ranks.raises_together("assign what was read"):
-            opened.check([part for encoded in parts for part in decode_parts(encoded)])
+            opened.check([BlockPart(*row) for rows in by_rank for row in rows])
             plan.assign_slices()
             plan.finish()
     return Loaded(plan.state, plan.report, opened.bytes_read)

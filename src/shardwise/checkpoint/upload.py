@@ -190,8 +190,8 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
     """The bytes that ranks hold of each tensor, as ``(start, stop, rank)`` in ascending order."""
     rows = [(number, held.start_byte, held.stop_byte) for number, held in own.items()]
     holders: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, encoded in enumerate(ranks.all_gather(np.array(rows, dtype=np.int64).tobytes())):
-        for number, start, stop in np.frombuffer(encoded, dtype=np.int64).reshape(-1, 3).tolist():
+    for rank, rows_of_rank in enumerate(ranks.all_gather_rows(rows, 3)):
+        for number, start, stop in rows_of_rank:
             if start < stop:
                 holders.setdefault(number, []).append((start, stop, rank))
     return {number: sorted(found) for number, found in holders.items()}

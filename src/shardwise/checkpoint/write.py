@@ -9,8 +9,6 @@ from shardwise.checkpoint.checksums import (
     block_sums,
     by_tensor,
     crc32,
-    decode_parts,
-    encode_parts,
     split_at_blocks,
 )
 from shardwise.checkpoint.collect import WriteJob
@@ -50,10 +48,10 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
                 own = _write_in_place(job.folder, job, ranks)
         else:
             own = upload(job.folder, job, ranks, token)
-        encoded = ranks.all_gather(encode_parts(own))
+        by_rank = ranks.all_gather_rows(own, len(BlockPart._fields))
         with ranks.raises_together("complete the checkpoint"):
             if owner is not None:
-                parts = [part for each in encoded for part in decode_parts(each)]
+                parts = [BlockPart(*row) for rows in by_rank for row in rows]
                 commit(job.folder, _manifest(job, parts).render(), owner)
     except StepError:  # other ranks may still be writing
         raise

@@ -15,7 +15,7 @@ from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.planned import plan_of, sharding_of
 from shardwise.plan.plan import Plan
-from shardwise.train.config import Config, MemoryConfig
+from shardwise.train.config import Config, MemoryConfig, changed_config
 from shardwise.train.data import open_corpus
 from shardwise.train.optimizer import check_optimizer
 from shardwise.train.planned import configuration_of
@@ -60,7 +60,8 @@ def _check_step_in_backward(config: Config) -> None:
     if config.precision.compute == "float16":
         remedy = "precision.compute=bfloat16"
         raise ConfigError(message.format("the loss scale of float16", remedy))
-    accumulates = config.accumulates and not config.train.reproducible  # which holds wholes
+    # A reproducible run holds whole gradients.
+    accumulates = config.num_micro_batches > 1 and not config.train.reproducible
     if accumulates and configuration_of(config).accumulate == "shards":
         remedy = "memory.accumulate=whole"
         raise ConfigError(message.format("the sum over all micro-batches", remedy))
@@ -76,9 +77,8 @@ def forecast_model(config: Config, shape: Shape | None = None) -> Model:
     Its blocks are neither recomputed nor compiled, and it has no adapters. With a ``shape``, ranks
     can divide it.
     """
-    model = config.model.model_copy(update={"lora_rank": 0})
-    train = config.train.model_copy(update={"compile": False})
-    plain = config.model_copy(update={"model": model, "train": train, "memory": MemoryConfig()})
+    plain = changed_config(config, {"model": {"lora_rank": 0}, "train": {"compile": False}})
+    plain = plain.model_copy(update={"memory": MemoryConfig()})
     return Model(config.run.name, shape, factory=partial(build_model, plain))
 
 

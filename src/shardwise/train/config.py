@@ -7,7 +7,7 @@ library with a local rank for each GPU, or with two on CPUs.
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -31,6 +31,16 @@ class Section(BaseModel):
     """A table: unknown keys are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterable[str]:
+        """Contradictions between the values of this section."""
+        return ()
 
 
 class RunConfig(Section):
@@ -58,24 +68,18 @@ class ModelConfig(Section):
     width: Positive = 128  # hidden size of the GPT
     context: Positive = 128  # tokens per sequence
 
-    @model_validator(mode="after")
-    def _check_width(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         multiple = 2 * self.heads
         if self.width % multiple:
-            raise ValueError(
+            yield (
                 f"width={self.width}: expected a multiple of 2 * heads = {multiple} "
                 f"(rotary embeddings rotate pairs), such as {_multiples_near(self.width, multiple)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_adapters(self) -> Self:
         if self.lora_rank and not self.path:
-            raise ValueError(
+            yield (
                 f"lora_rank={self.lora_rank}: expected the model of model.path to adapt, and the "
                 "GPT is trained from its initial values; set model.path, or lora_rank=0"
             )
-        return self
 
 
 class TokenizerConfig(Section):
@@ -84,11 +88,9 @@ class TokenizerConfig(Section):
     path: str = ""  # the directory of a tokenizer; "": the one in model.path, if that is set
     vocabulary: NonNegative = 0  # train a byte-level BPE of this size on the documents; 0: do not
 
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.path and self.vocabulary:
-            raise ValueError("expected either a path or a vocabulary to train, got both")
-        return self
+            yield "expected either a path or a vocabulary to train, got both"
 
 
 class DataConfig(Section):
@@ -129,32 +131,26 @@ class TrainConfig(Section):
     validation_batches: NonNegative = 16
     patience: NonNegative = 0  # stop after this many validations without a lower loss; 0: do not
 
-    @model_validator(mode="after")
-    def _check_patience(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.patience and not self.validate_every:
-            raise ValueError(
+            yield (
                 f"patience={self.patience} counts validations, but validate_every=0 validates only "
                 "after the last step; set validate_every"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_reproducible(self) -> Self:
         leaves = self.reproducible
         if leaves & (leaves - 1):
-            raise ValueError(f"reproducible={leaves}: expected a power of two, or 0")
+            yield f"reproducible={leaves}: expected a power of two, or 0"
         if leaves and self.global_batch % leaves:
-            raise ValueError(
+            yield (
                 f"reproducible={leaves}: expected a number that divides "
                 f"global_batch={self.global_batch}, such as {math.gcd(self.global_batch, leaves)}"
             )
         if leaves and self.micro_batch not in (0, self.global_batch // leaves):
-            raise ValueError(
+            yield (
                 f"micro_batch={self.micro_batch} with reproducible={leaves}: a step of "
                 f"{self.global_batch} sequences has {leaves} micro-batches of "
                 f"{self.global_batch // leaves}; leave out micro_batch"
             )
-        return self
 
     @property
     def warmup_steps(self) -> int:
@@ -250,20 +246,18 @@ class ReplicasConfig(Section):
     quorum_timeout: PositiveFloat = 600.0  # seconds to wait for enough replicas
     retries: NonNegative = 10  # how often to ask a lighthouse that does not answer
 
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.number >= self.count:
-            raise ValueError(f"number={self.number}: expected less than count={self.count}")
+            yield f"number={self.number}: expected less than count={self.count}"
         if self.minimum > self.count:
-            raise ValueError(
+            yield (
                 f"minimum={self.minimum}: no step would ever count with count={self.count} replicas"
             )
         if self.count > 1 and not self.lighthouse:
-            raise ValueError(
+            yield (
                 f"count={self.count} needs a lighthouse; set replicas.lighthouse to "
                 f"http://host:port, or run `shardwise train --replicas {self.count}`"
             )
-        return self
 
 
 class OuterConfig(Section):
@@ -319,11 +313,6 @@ class Config(Section):
     @property
     def num_micro_batches(self) -> int:
         return self.rank_batch // self.micro_batch
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether a step has several micro-batches."""
-        return self.num_micro_batches > 1
 
     def with_ranks(self, num_ranks: int) -> "Config":
         """The same run on ``num_ranks`` ranks; a ConfigError if they cannot divide its batch."""

@@ -50,9 +50,6 @@ class HuggingFace:
         _check_causal(settings, f"{self.directory}/config.json")
         return settings
 
-    def check(self) -> None:
-        _ = self.settings
-
     @property
     def has_weights(self) -> bool:
         """Whether training starts from weights in the directory."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
         resolve("run.callbacks", name, {})(config, run.path) for name in config.run.callbacks
     ]
     stop = trainer.stop.handled() if every else nullcontext()
-    with trainer.joined(), trainer.recorded(run.path), stop:
+    with closing(trainer.replicas), trainer.recorded(run.path), stop:
         for trained in steps(trainer, records[-1].seconds if records else 0.0):
             for callback in callbacks:
                 callback(trainer, trained)

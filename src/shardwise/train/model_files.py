@@ -87,7 +87,6 @@ class ModelFiles:
             if config.shard.tensor > 1:
                 settings = settings_from(fields)
         elif isinstance(source := source_of(config), HuggingFace):
-            source.check()
             settings = source.settings
         if config.shard.tensor > 1:
             check_settings(settings, config.shard.tensor)

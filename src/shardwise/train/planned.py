@@ -66,13 +66,12 @@ def shared_settings(config: Config) -> Configuration:
 
     It varies the ranks, the strategy, the prefetch, the batch of a rank, checkpointing and offload.
     """
-    varied = {"strategy", "replicas", "tensor", "prefetch"}
-    shard = ShardConfig.model_validate(config.shard.model_dump(exclude=varied) | {"nproc": 1})
-    memory = MemoryConfig.model_validate(
-        config.memory.model_dump(include={"step_in_backward", "accumulate"})
-    )
-    train = config.train.model_copy(update={"micro_batch": 0})
-    changes = {"shard": shard, "train": train, "memory": memory}
+    kept = config.memory.model_dump(include={"step_in_backward", "accumulate"})
+    changes = {
+        "shard": ShardConfig(nproc=1, units=config.shard.units),
+        "train": config.train.model_copy(update={"micro_batch": 0}),
+        "memory": MemoryConfig(**kept),
+    }
     found = configuration_of(config.model_copy(update=changes))
     return replace(found, micro_batch=1, accumulation=1)
 

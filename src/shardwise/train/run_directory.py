@@ -16,7 +16,7 @@ from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config, TrainConfig, to_toml
+from shardwise.train.config import Config, TrainConfig, changed_config, to_toml
 from shardwise.train.data import Corpus, open_corpus
 from shardwise.train.sinks import StepMetrics, read_history
 from shardwise.train.source import source_of
@@ -198,12 +198,11 @@ def _prepare(run: RunDirectory, config: Config) -> None:
         shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
-    section = config.run.model_copy(update={"directory": directory, "overwrite": False})
-    store = config.checkpoint.model_copy(
-        update={"directory": _absolute(config.checkpoint.directory)}
-    )
-    written = config.model_copy(update={"run": section, "checkpoint": store})
-    replace_text(run.config, to_toml(written))
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"directory": directory, "overwrite": False},
+        "checkpoint": {"directory": _absolute(config.checkpoint.directory)},
+    }
+    replace_text(run.config, to_toml(changed_config(config, changes)))
 
 
 def replace_text(path: Path, text: str) -> None:

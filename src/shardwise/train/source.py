@@ -23,9 +23,6 @@ __all__ = ["Gpt", "Source", "source_of"]
 class Gpt:
     """The GPT of `model.py`."""
 
-    block_width: int
-    num_layers: int
-
     def __init__(self, config: Config) -> None:
         self.config = config
         self.num_layers, self.block_width = config.model.layers, config.model.width

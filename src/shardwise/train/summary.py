@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.local_devices import peak_memory_bytes
 from shardwise.train.build import memory_of
-from shardwise.train.config import SampleConfig
 from shardwise.train.sinks import StepMetrics
 from shardwise.train.source import Source
 from shardwise.train.tokenizer import Tokenizer
@@ -41,15 +40,8 @@ class Summary:
 def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
     """Generate the sample, and gather the measurements of all ranks."""
     config, world, runtime = trainer.config, trainer.world, trainer.runtime
-    sample = generate(  # without sw.gathered: the whole model may not fit
-        trainer.model,
-        trainer.source,
-        config.sample,
-        trainer.corpus.tokenizer,
-        context=config.model.context,
-        seed=config.train.seed,
-        device=world.device,
-    )
+    # Without sw.gathered: the whole model may not fit.
+    sample = generate(trainer.model, trainer.source, trainer.corpus.tokenizer, world.device)
     rank, process = memory_of(config, world.device.type)
     transient = max(world.gather(runtime.pools.peak_bytes))
     shares = trainer.overlapped_shares
@@ -75,29 +67,21 @@ def summarize(trainer: Trainer, records: Sequence[StepMetrics]) -> Summary:
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module,
-    source: Source,
-    config: SampleConfig,
-    tokenizer: Tokenizer,
-    *,
-    context: int,
-    seed: int,
-    device: torch.device,
-) -> str:
-    """Return the prompt and ``config.bytes`` generated tokens.
+def generate(model: nn.Module, source: Source, tokenizer: Tokenizer, device: torch.device) -> str:
+    """Return the prompt and ``sample.bytes`` generated tokens.
 
     Control characters are replaced by U+FFFD. A forward of a sharded model gathers units, so every
     rank must call this function. The result is the same on all ranks.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = tokenizer.encode(config.prompt)
+    options, context = source.config.sample, source.config.model.context
+    generator = torch.Generator().manual_seed(source.config.train.seed)
+    tokens = tokenizer.encode(options.prompt)
     model.eval()
-    for _ in range(config.bytes):
+    for _ in range(options.bytes):
         window = torch.tensor([tokens[-context:]], device=device)  # [1, time]
         logits = source.logits(model, window)[0, -1].float().cpu()[: tokenizer.vocabulary]
-        best = logits.topk(min(config.top_k, len(logits)))  # [top_k]
-        probabilities = torch.softmax(best.values / config.temperature, dim=0)
+        best = logits.topk(min(options.top_k, len(logits)))  # [top_k]
+        probabilities = torch.softmax(best.values / options.temperature, dim=0)
         choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
         tokens.append(int(best.indices[choice]))
     model.train()

@@ -120,21 +120,12 @@ class Trainer:
         if not options.enabled:
             yield
             return
-        num_passes = self.config.rank_batch // self.config.micro_batch
-        steps = StepsOfRun(options.steps, self.step + 1, num_passes)
+        steps = StepsOfRun(options.steps, self.step + 1, self.config.num_micro_batches)
         place = directory if self.ranks.index == 0 else directory / f"tensor-{self.ranks.index}"
         with sw.record(self.model, place, steps=steps, optimizer=self.optimizer) as self.recorder:
             yield
 
     # -- replicas --------------------------------------------------------------------------------
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Leave the other replicas of [replicas], if there are any, at the end."""
-        try:
-            yield
-        finally:
-            self.replicas.close()
 
     def adopt_step(self) -> bool:
         """Set the step to that of the other replicas; return whether it has changed."""

@@ -9,7 +9,7 @@ from shardwise.forecast.machines.find import local_machine
 from shardwise.forecast.options import bytes_of
 from shardwise.forecast.search.fit import Search, choose
 from shardwise.train.build import forecast_model
-from shardwise.train.config import Config
+from shardwise.train.config import Config, changed_config
 from shardwise.train.planned import config_of, configuration_of
 
 __all__ = ["within"]
@@ -27,14 +27,13 @@ def within(config: Config, budget: str) -> Config:
             f"--memory {budget}: it does not search with shard.tensor={degree}; write a file with "
             f"`shardwise plan FILE.toml --tensor {degree} --config PLAN.toml` instead"
         )
-    plain = config.model_copy(
-        update={
-            "shard": config.shard.model_copy(update={"strategy": "fsdp", "replicas": 1}),
-            "train": config.train.model_copy(update={"micro_batch": 0}),
-            "memory": config.memory.model_copy(
-                update={"checkpoint_every": 0, "activations": "device", "accumulate": "shards"}
-            ),
-        }
+    plain = changed_config(
+        config,
+        {
+            "shard": {"strategy": "fsdp", "replicas": 1},
+            "train": {"micro_batch": 0},
+            "memory": {"checkpoint_every": 0, "activations": "device", "accumulate": "shards"},
+        },
     )
     search = Search(
         forecast_model(plain),

@@ -93,9 +93,8 @@ def count_changes(
             if found is not None and len(found[0]):
                 starts, _ = runs_of(_positions(source.tensor, found[0]), source.tensor.numel())
                 own[:, column] += torch.tensor([len(found[0]), len(starts)], device="cpu")
-    encoded = coordinator.all_gather(own.numpy().tobytes())
-    every = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int64) for one in encoded])
-    by_output = every.view(-1, 2, len(outputs)).permute(2, 1, 0).tolist()
+    by_rank = coordinator.all_gather_rows(own.tolist(), len(outputs))
+    by_output = torch.tensor(by_rank, device="cpu").permute(2, 1, 0).tolist()
     return [Counts(elements, runs) for elements, runs in by_output]
 
 

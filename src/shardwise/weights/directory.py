@@ -81,14 +81,10 @@ class Directory:
                     "its directory belong to the current version; choose another directory"
                 )
         self._take_lock()
-        if self.version != manifest.version - 1:
-            raise CheckpointError(
-                f"{self.path}: has version {self.version}, expected {manifest.version - 1}; "
-                "another program publishes there"
-            )
+        self._manifest = manifest
+        self._check_last_version()
         self._remove_others()
         self._sent.clear()
-        self._manifest = manifest
 
     def send(self, bucket: Sequence[Update]) -> None:
         manifest = self._manifest
@@ -101,6 +97,7 @@ class Directory:
             self._sent[update.name] = name
 
     def commit(self, version: int) -> None:
+        self._check_last_version()
         infos, files = self._manifest.tensors, self._current() | self._sent
         missing = [name for name in infos if name not in files]
         if missing:
@@ -141,16 +138,16 @@ class Directory:
 
     def _current(self) -> dict[str, str]:
         """The files of the current version, if updates build on it."""
-        base = self._manifest.base
-        if base is None:
-            return {}
-        version, files = _read_index(self.path)
-        if version != base:
+        return {} if self._manifest.base is None else _read_index(self.path)[1]
+
+    def _check_last_version(self) -> None:
+        """Raise a CheckpointError if another program has published since the last version."""
+        found, expected = self.version, self._manifest.version - 1
+        if found != expected:
             raise CheckpointError(
-                f"{self.path}: has version {version}, expected {base}; another program publishes "
+                f"{self.path}: has version {found}, expected {expected}; another program publishes "
                 "there"
             )
-        return files
 
     def _changed(self, update: Update) -> Tensor:
         """A copy of a tensor of the current version with the changes of ``update``."""

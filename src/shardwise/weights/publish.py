@@ -4,6 +4,7 @@ import json
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -96,75 +97,68 @@ def publish(
     return version
 
 
+@dataclass
 class _Publication:
     """One version on its way to a target, which only the first rank uses."""
 
-    def __init__(
-        self,
-        target: Target,
-        outputs: Sequence[Output],
-        ranks: Ranks,
-        coordinator: Coordinator,
-        bucket_bytes: int,
-    ) -> None:
-        self._target = target
-        self._outputs = outputs
-        self._ranks = ranks
-        self._coordinator = coordinator
-        self._bucket_bytes = bucket_bytes
-        self._error: Exception | None = None  # of the target
+    target: Target
+    outputs: Sequence[Output]
+    ranks: Ranks
+    coordinator: Coordinator
+    bucket_bytes: int
+    error: Exception | None = None  # of the target
 
     def run(self, baseline: Baseline | None) -> tuple[int, list[Output]]:
         """Publish what has changed since ``baseline``; return the version and what was sent."""
         last, accepts_runs, is_known = self._describe_target(baseline)
         if not is_known:
             baseline = None  # somebody else has written there, or it was deleted
-        whole, in_runs = list(self._outputs), dict[str, Counts]()
+        whole, in_runs = list(self.outputs), dict[str, Counts]()
         if baseline is not None:
-            counts = count_changes(baseline, self._outputs, self._ranks, self._coordinator)
+            counts = count_changes(baseline, self.outputs, self.ranks, self.coordinator)
             changed = [(o, c) for o, c in zip(whole, counts, strict=True) if any(c.elements)]
             in_runs = {o.name: c for o, c in changed if accepts_runs and _is_smaller(o, c)}
             whole = [o for o, _ in changed if o.name not in in_runs]
         version, base = last + 1, None if baseline is None else last
-        manifest = Manifest(version, base, {one.name: one.info for one in self._outputs})
-        with self._coordinator.raises_together("begin a version"):
-            if self._ranks.is_receiver:
-                self._target.begin(manifest)
-        for bucket in gather_buckets(whole, self._ranks, self._bucket_bytes):
+        manifest = Manifest(version, base, {one.name: one.info for one in self.outputs})
+        with self.coordinator.raises_together("begin a version"):
+            if self.ranks.is_receiver:
+                self.target.begin(manifest)
+        for bucket in gather_buckets(whole, self.ranks, self.bucket_bytes):
             self._send([Update(name, tensor) for name, tensor in bucket])
-        patched = [output for output in self._outputs if output.name in in_runs]
+        patched = [output for output in self.outputs if output.name in in_runs]
         if baseline is not None:
-            most = self._bucket_bytes // 2  # which are received, and then joined
+            most = self.bucket_bytes // 2  # which are received, and then joined
             for group in in_groups(patched, lambda one: in_runs[one.name].num_bytes(one), most):
-                self._send(gather_runs(baseline, in_runs, group, self._ranks))
-        with self._coordinator.raises_together("publish a version"):
-            if self._error is not None:
-                raise self._error
-            if self._ranks.is_receiver:
-                self._target.commit(version)
+                self._send(gather_runs(baseline, in_runs, group, self.ranks))
+        with self.coordinator.raises_together("publish a version"):
+            if self.error is not None:
+                raise self.error
+            if self.ranks.is_receiver:
+                self.target.commit(version)
         return version, [*whole, *patched]
 
     def _describe_target(self, baseline: Baseline | None) -> tuple[int, bool, bool]:
         """The target's last version, whether it accepts runs, and has what was sent last."""
         described = b""
-        with self._coordinator.raises_together("read the last version"):
-            if self._ranks.is_receiver:
-                version = self._target.version
+        with self.coordinator.raises_together("read the last version"):
+            if self.ranks.is_receiver:
+                version = self.target.version
                 is_known = baseline is not None and (
-                    (baseline.version, baseline.identity) == (version, identity_of(self._target))
+                    (baseline.version, baseline.identity) == (version, identity_of(self.target))
                 )
-                about = version, self._target.accepts_runs, is_known
+                about = version, self.target.accepts_runs, is_known
                 described = json.dumps(about).encode()
-        last, accepts_runs, is_known = json.loads(self._coordinator.all_gather(described)[0])
+        last, accepts_runs, is_known = json.loads(self.coordinator.all_gather(described)[0])
         return last, accepts_runs, is_known
 
     def _send(self, bucket: Sequence[Update]) -> None:
         """Hand a bucket to the target, on the first rank. After an error, the rest is dropped."""
-        if self._error is None and bucket:
+        if self.error is None and bucket:
             try:
-                self._target.send(bucket)
+                self.target.send(bucket)
             except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
-                self._error = error
+                self.error = error
 
 
 def _is_smaller(output: Output, counts: Counts) -> bool:

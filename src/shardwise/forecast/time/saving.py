@@ -36,7 +36,7 @@ __all__ = ["CheckpointPlan", "FileRange", "Storage", "Traffic", "save_plan"]
 
 _Integers = NDArray[np.int64]  # [ranks]
 _Place = tuple[Layout, ParameterExtent]  # where the parameter is that a tensor is sharded like
-_SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.encode_parts`
+_SUM_BYTES = 32  # per checksum that ranks exchange after a save; see `checksums.BlockPart`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
