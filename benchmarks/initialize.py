@@ -25,7 +25,8 @@ from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
 from shardwise.bench.machine import available_bytes
-from shardwise.bench.memory import high_water_bytes, reset_high_water, resident_bytes
+from shardwise.bench.memory import high_water_bytes, reset_high_water
+from shardwise.forecast.memory.process import resident_bytes
 from shardwise.forecast.models.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.plan.plan import make_plan
