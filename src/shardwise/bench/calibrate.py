@@ -20,13 +20,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.bench.machine import available_bytes, describe_machine
+from shardwise.bench.machine import describe_machine
 from shardwise.bench.work import fused_adamw
 from shardwise.comm.device import is_accelerator, wait_for_device
 from shardwise.forecast.adapters import Adapters
@@ -120,8 +121,11 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
     gathers = most.collectives.get("gather/4")
     link = bandwidth if gathers is None else gathers.points[-1][0] / gathers.points[-1][1]
     on_gpu = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
-    memory = memory if on_gpu else memory // max(ranks)
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if on_gpu
+        else psutil.virtual_memory().available // max(ranks)
+    )
     return measured_accelerator(
         "this machine",
         peak,
