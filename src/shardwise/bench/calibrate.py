@@ -28,7 +28,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.bench.machine import describe_machine
-from shardwise.bench.work import fused_adamw
+from shardwise.bench.work import fused_adamw, next_token_loss
 from shardwise.comm.device import is_accelerator, wait_for_device
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.machines.calibrated import (
@@ -173,8 +173,7 @@ def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
     tokens = torch.randint(0, shape.vocab, (_BATCH, shape.context + 1), device=device)
 
     def step() -> None:
-        logits = model(tokens[:, :-1]).flatten(0, 1).float()
-        functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+        next_token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
     return step
