@@ -31,9 +31,10 @@ from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.engines import ENGINES
 from shardwise.bench.harness import Figures, Round
-from shardwise.bench.memory import Peak, resident_bytes
+from shardwise.bench.memory import Peak
 from shardwise.bench.options import Setting
 from shardwise.bench.work import gpt_work
+from shardwise.forecast.memory.process import resident_bytes
 from shardwise.forecast.models.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.train.model import GPT, gpt_shape

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,8 +25,8 @@ import shardwise as sw
 from benchmarks import make_parser, print_figures
 from shardwise.bench import harness
 from shardwise.bench.harness import Figures
-from shardwise.bench.machine import available_bytes
-from shardwise.bench.memory import high_water_bytes, reset_high_water, resident_bytes
+from shardwise.bench.memory import high_water_bytes, reset_high_water
+from shardwise.forecast.memory.process import resident_bytes
 from shardwise.forecast.models.transformer import Shape
 from shardwise.launch.world import World
 from shardwise.plan.plan import make_plan
@@ -52,7 +53,7 @@ def main() -> None:
     if unknown := set(modes) - set(MODES):
         parser.error(f"unknown modes {sorted(unknown)}; expected some of {', '.join(MODES)}")
     sizes = measure_sizes(SHAPES[options.parameters], options.ranks)
-    if (needed := needed_bytes(sizes, modes)) > (available := available_bytes()):
+    if (needed := needed_bytes(sizes, modes)) > (available := psutil.virtual_memory().available):
         parser.error(
             f"--modes {options.modes} needs {needed / 1e9:.1f} GB of memory, but only "
             f"{available / 1e9:.1f} GB are available; choose fewer --parameters, or --modes meta"

@@ -107,6 +107,13 @@ def test_torch_wrap_policies() -> None:
         assert len(FSDP.fsdp_modules(model)) == 3
 
 
+def test_a_module_at_two_places_is_wrapped_once_as_in_fsdp1() -> None:
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert len(FSDP.fsdp_modules(model)) == 2
+
+
 def test_custom_policy_as_units() -> None:
     policy = CustomPolicy(lambda module: isinstance(module, Block))
     assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 3

@@ -77,7 +77,7 @@ def test_a_summary_names_the_straggler_and_the_peak() -> None:
     )
     assert summary.peak is not None
     most = max(sample.total for rank in RANKS for sample in rank.memory)
-    assert summary.peak[1].bytes == most
+    assert summary.peak[1].total == most
     assert summarize(record_run(Run())).straggler is None
 
 

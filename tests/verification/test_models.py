@@ -42,7 +42,7 @@ def test_adapters_alone_are_trained() -> None:
     model = MODELS["lora"].model_fn()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 12
-    assert all(name.endswith((".down", ".up")) for name in trained)
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in trained)
 
 
 def test_every_batch_divides_into_the_usual_numbers_of_ranks() -> None:

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.cli.run_verify import BUILT_IN
 from shardwise.plan.strategy import STRATEGIES
 from shardwise.tensor.mesh import resolve_mesh
-from shardwise.verification.batches import cut_batches
+from shardwise.verification.batches import cut_batch
 from shardwise.verification.exchange import RankExchange
 from shardwise.verification.reference import Reference, Training
 from tests.models import CASES, WIDTH, Block, Stack, UnusedAndReused, build
@@ -142,8 +142,8 @@ def test_the_reference_trains_on_the_whole_batch() -> None:
     peers = RankExchange(dist.group.WORLD)
     training = Training(Stack, _square, None)
     reference = Reference(training, resolve_mesh(None, STRATEGIES["ddp"]), peers)
-    batches = cut_batches(_rows, 3, peers, reference.device)
-    outcomes = reference.train(batches, zeros=False)
+    batches = [cut_batch(_rows, step, peers, reference.device) for step in range(3)]
+    outcomes = [reference.step(parts, zeros=False) for parts in batches]
     model = training.build()
     optimizer = training.optimizer(model)
     for parts, outcome in zip(batches, outcomes, strict=True):

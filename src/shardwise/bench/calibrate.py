@@ -20,14 +20,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.bench.machine import available_bytes, describe_machine
-from shardwise.bench.work import fused_adamw
+from shardwise.bench.machine import describe_machine
+from shardwise.bench.work import fused_adamw, next_token_loss
 from shardwise.comm.device import is_accelerator, wait_for_device
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.machines.calibrated import (
@@ -120,8 +121,11 @@ def _accelerator(ranks: dict[int, RanksCalibration]) -> dict[str, str | float | 
     gathers = most.collectives.get("gather/4")
     link = bandwidth if gathers is None else gathers.points[-1][0] / gathers.points[-1][1]
     on_gpu = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
-    memory = memory if on_gpu else memory // max(ranks)
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if on_gpu
+        else psutil.virtual_memory().available // max(ranks)
+    )
     return measured_accelerator(
         "this machine",
         peak,
@@ -169,8 +173,7 @@ def _training_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
     tokens = torch.randint(0, shape.vocab, (_BATCH, shape.context + 1), device=device)
 
     def step() -> None:
-        logits = model(tokens[:, :-1]).flatten(0, 1).float()
-        functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+        next_token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
     return step

@@ -7,6 +7,7 @@ their models do not fit into memory together, they run in several heats, each wi
 
 from collections.abc import Callable, Sequence
 
+import psutil
 import torch
 
 from shardwise.bench import report
@@ -22,7 +23,6 @@ from shardwise.bench.harness import (
     run_ranks,
     show_progress,
 )
-from shardwise.bench.machine import available_bytes
 from shardwise.bench.measure import (
     MMAP_THRESHOLD,
     inspect_engine,
@@ -83,7 +83,7 @@ def _num_runs(measure: str, setting: Setting) -> int:
 
 def _measure_time(compared: Comparison, eta: TimeLeft) -> None:
     setting, rounds = compared.setting, compared.rounds
-    heats = plan_heats(setting, compared.num_parameters, available_bytes())
+    heats = plan_heats(setting, compared.num_parameters, psutil.virtual_memory().available)
     for number, names in enumerate(heats):
         suffix = f", heat {number + 1} of {len(heats)}" if len(heats) > 1 else ""
         title = f"steps of {len(names)} engines{suffix}{eta}"

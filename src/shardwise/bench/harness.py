@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from shardwise.bench.machine import busy_seconds, describe_machine, reference_seconds
+from shardwise.bench.machine import describe_machine, reference_seconds
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import read_rank_env
 from shardwise.launch.local import run_on_local_ranks
@@ -109,12 +110,13 @@ def interleave(
                 begin("" if number else f"({rounds} rounds)")
             start = (number - warm_up) % len(names)
             reference = reference_seconds()
-            began, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
+            psutil.cpu_percent()  # of all processes; the next call measures from here
+            began, own = time.perf_counter(), time.process_time()
             found = {name: cases[name](number) for name in (*names[start:], *names[:start])}
             seconds = time.perf_counter() - began
-            busy, own = busy_seconds() - busy, time.process_time() - own
-            load = os.getloadavg()[0]
-            measured.append(Round(found, reference, load, busy / seconds, own / seconds))
+            own = (time.process_time() - own) / seconds
+            busy, load = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1), os.getloadavg()[0]
+            measured.append(Round(found, reference, load, busy, own))
     return measured[warm_up:]
 
 

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "available_bytes",
-    "busy_seconds",
     "describe_machine",
     "read_field",
     "reference_seconds",
@@ -36,19 +34,6 @@ def describe_machine() -> dict[str, str | int]:
         "deepspeed": _version("deepspeed"),
         "malloc": _malloc_settings(os.environ),
     }
-
-
-def available_bytes() -> int:
-    """Memory available without swapping."""
-    return int(psutil.virtual_memory().available)
-
-
-def busy_seconds() -> float:
-    """CPU time of all processes on the machine."""
-    cpu = psutil.cpu_times()
-    # On Linux, guest time is part of user and nice time, and waiting for I/O is idle time.
-    idle = ("idle", "iowait", "guest", "guest_nice")
-    return float(sum(getattr(cpu, name) for name in cpu._fields if name not in idle))
 
 
 def reference_seconds() -> float:

@@ -19,12 +19,11 @@ from shardwise.bench.memory import (
     allocated_bytes,
     high_water_bytes,
     reset_high_water,
-    resident_bytes,
-    set_mmap_threshold,
 )
 from shardwise.bench.options import Setting
 from shardwise.bench.traffic import watch_traffic
 from shardwise.bench.work import TrainedModel, Work, gpt_work
+from shardwise.forecast.memory.process import resident_bytes, set_mmap_threshold
 from shardwise.launch.world import World
 from shardwise.schedule.events import WAITS
 

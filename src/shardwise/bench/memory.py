@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.bench.machine import read_field
-from shardwise.forecast.memory.process import resident_bytes, set_mmap_threshold
 
 __all__ = [
     "Peak",
@@ -16,8 +15,6 @@ __all__ = [
     "allocated_bytes",
     "high_water_bytes",
     "reset_high_water",
-    "resident_bytes",
-    "set_mmap_threshold",
 ]
 
 

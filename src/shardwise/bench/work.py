@@ -18,6 +18,7 @@ __all__ = [
     "Work",
     "fused_adamw",
     "gpt_work",
+    "next_token_loss",
     "tiny_work",
 ]
 
@@ -92,7 +93,7 @@ def gpt_work(setting: Setting) -> Work:
     def draw(generator: torch.Generator) -> Tensor:
         return torch.randint(0, shape.vocab, size, generator=generator)
 
-    return Work(lambda: GPT(shape), Block, draw, _next_token_loss, setting.is_bf16)
+    return Work(lambda: GPT(shape), Block, draw, next_token_loss, setting.is_bf16)
 
 
 def tiny_work(setting: Setting) -> Work:
@@ -117,7 +118,7 @@ class _Tiny(nn.Module):
         return y
 
 
-def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1]).flatten(0, 1).float()
     return functional.cross_entropy(logits, tokens[:, 1:].flatten())
 

@@ -12,7 +12,7 @@ import typer
 from shardwise.cli.options import check_outputs, split_names
 from shardwise.errors import ConfigError
 from shardwise.plan.optimizers import OPTIMIZERS
-from shardwise.plan.spelling import did_you_mean
+from shardwise.plan.spelling import expected_one_of
 
 if TYPE_CHECKING:
     import torch
@@ -284,9 +284,7 @@ def _dtype(name: str) -> "torch.dtype":
     import torch  # noqa: PLC0415
 
     if name not in _DTYPES:
-        raise ConfigError(
-            f"--dtype {name}: expected one of {', '.join(_DTYPES)}{did_you_mean(name, _DTYPES)}"
-        )
+        raise ConfigError(f"--dtype {name}: {expected_one_of(_DTYPES, name)}")
     found: torch.dtype = getattr(torch, name)
     return found
 

@@ -16,7 +16,7 @@ from shardwise.launch.environment import RankEnv, read_rank_env
 from shardwise.launch.local import check_num_ranks, default_num_ranks, run_on_local_ranks
 from shardwise.launch.world import World, join_world
 from shardwise.plan.optimizers import OPTIMIZERS
-from shardwise.plan.wire import UNQUANTIZED, Wire
+from shardwise.plan.wire import UNQUANTIZED
 from shardwise.train.model import GPT, Block, gpt_shape
 from shardwise.verification.engines import splits_batch
 from shardwise.verification.models import (
@@ -82,7 +82,7 @@ class VerifyOptions:
             raise ConfigError(
                 f"--granularity {self.granularity}: expected one of {', '.join(_GRANULARITIES)}"
             )
-        if self._wire() != UNQUANTIZED and self.tolerance is None:
+        if parse_wire(self.wire) != UNQUANTIZED and self.tolerance is None:
             raise ConfigError(
                 f"--wire {self.wire}: quantized values differ from one process by up to 1/254 "
                 "(int8), 1/16 (fp8) or 1/14 (int4) of the largest value in their block; pass "
@@ -98,10 +98,7 @@ class VerifyOptions:
         has_blocks = spec is not None and spec.kind == "blocks"
         granularity = self.granularity or ("row" if has_blocks else None)
         options: dict[str, Any] = {} if granularity is None else {"granularity": granularity}
-        return options if self.wire is None else {**options, "wire": self._wire()}
-
-    def _wire(self) -> Wire:
-        return parse_wire(self.wire)
+        return options if self.wire is None else {**options, "wire": parse_wire(self.wire)}
 
     def dims(self) -> dict[str, int]:
         """The sizes of the mesh's dims by name; empty without a mesh."""

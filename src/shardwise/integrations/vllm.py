@@ -6,8 +6,8 @@ of the trainer pulls weights from a `WeightSource`; a sparse engine of the worke
 comes. Neither class needs vLLM to be installed in the trainer.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -127,25 +127,17 @@ class SparseWeights:
             "shapes": [self._shapes[one.name] for one in bucket],
             "num_updates_list": [len(indices) for _, indices in patches],
         }
-        errors: list[BaseException] = []
-        thread = threading.Thread(target=self._tell, args=(information, errors))
-        thread.start()  # the workers receive while they are told
+        thread = ThreadPoolExecutor(max_workers=1)
+        told = thread.submit(self._client.update_weights, information)
+        thread.shutdown(wait=False)  # the workers receive while they are told
         for one, indices in patches:
             self._broadcast(indices)
             self._broadcast(one.values.reshape(-1))
-        thread.join()
-        if errors:
-            raise errors[0]
+        told.result()
 
     def commit(self, version: int) -> None:
         self._client.finish_weight_update()
         self.version = version
-
-    def _tell(self, information: dict[str, Any], errors: list[BaseException]) -> None:
-        try:
-            self._client.update_weights(information)
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that sends
-            errors.append(error)
 
 
 def _indices_of(update: Update) -> Tensor:

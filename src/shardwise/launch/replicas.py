@@ -11,14 +11,14 @@ from multiprocessing.context import SpawnProcess
 
 from shardwise.errors import PackageMissing, RankError
 from shardwise.launch.local import end_with_launcher
+from shardwise.launch.stop_signal import STOP_SIGNALS
+from shardwise.launch.world import CONFIG_EXIT_CODE
 
 __all__ = ["run_replicas"]
 
 _MAX_RESTARTS = 3  # of each replica
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 60.0  # for replicas to end after the first one that has trained all steps
-_CONFIG_ERROR = 2  # the exit code of a command that cannot run
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 Main = Callable[[list[str]], int]
 
@@ -44,7 +44,7 @@ def run_replicas(
     common = [*arguments, *_set("replicas.lighthouse", address), *_set("replicas.count", count)]
     stopped: list[int] = []
     handlers = {
-        stop: signal.signal(stop, lambda number, _: stopped.append(number)) for stop in _STOPS
+        stop: signal.signal(stop, lambda number, _: stopped.append(number)) for stop in STOP_SIGNALS
     }
     lives = dict.fromkeys(range(count), 0)
     running = {number: _start(main, common, number, f"{directory}/{number}") for number in lives}
@@ -58,7 +58,7 @@ def run_replicas(
                     until = min(until, time.monotonic() + _GRACE_SECONDS)
                     continue
                 lives[number] += 1
-                if code == _CONFIG_ERROR or lives[number] > _MAX_RESTARTS:
+                if code == CONFIG_EXIT_CODE or lives[number] > _MAX_RESTARTS:
                     raise RankError(f"replica {number} ended with code {code}")
                 if until == math.inf:
                     again = f"{directory}/{number}-{lives[number]}"

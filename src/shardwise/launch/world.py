@@ -15,11 +15,11 @@ from shardwise.launch.environment import RankEnv
 from shardwise.launch.rendezvous import fresh_store
 from shardwise.local_devices import local_device
 
-__all__ = ["World", "join_world"]
+__all__ = ["CONFIG_EXIT_CODE", "World", "join_world"]
 
 T = TypeVar("T")
 
-CONFIG_EXIT_CODE = 2
+CONFIG_EXIT_CODE = 2  # of a command that cannot run
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 /** Charts of lines and points: values over a run or a number of devices, and configurations. */
 
 import { bytesText, secondsText } from "data";
-import { color, onTheme, prepare, showTooltip, ticks } from "painter";
+import { color, dashedLine, onTheme, prepare, showTooltip, ticks } from "painter";
 
 const HEIGHT = 190;
 const [LEFT, RIGHT, TOP, BOTTOM] = [58, 8, 10, 22];
@@ -81,7 +81,7 @@ function paint(canvas, chart, format) {
     context.fillText(text, Math.min(axis.x(mark), canvas.clientWidth - half), HEIGHT - 8);
   }
   context.textAlign = "left";
-  if (chart.limit) paintLimit(context, axis.x(chart.limit));
+  if (chart.limit) dashedLine(context, axis.x(chart.limit), TOP, HEIGHT - BOTTOM);
   chart.lines.forEach((line, number) => {
     context.strokeStyle = context.fillStyle = color(COLORS[number]);
     context.lineWidth = 1.5;
@@ -101,16 +101,6 @@ function marks(axis, chart) {
   if (chart.log_x) return [...new Set(chart.lines.flatMap((line) => line.x))].filter((value, at, all) => axis.width / all.length > 44 || at % 2 === 0);
   const found = ticks(axis.first, axis.last, axis.width / 80);
   return chart.x_unit ? found : found.filter(Number.isInteger);
-}
-
-function paintLimit(context, x) {
-  context.strokeStyle = color("text");
-  context.setLineDash([3, 3]);
-  context.beginPath();
-  context.moveTo(x, TOP);
-  context.lineTo(x, HEIGHT - BOTTOM);
-  context.stroke();
-  context.setLineDash([]);
 }
 
 function hover(canvas, chart, format, event) {

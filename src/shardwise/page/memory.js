@@ -1,12 +1,19 @@
 /** The memory of one rank over a step, by category, on the time axis of the timeline. */
 
 import { bytesText, index, lowerBound, secondsText } from "data";
-import { color, oncePerFrame, onTheme, prepare, showTooltip, ticks } from "painter";
+import { color, dashedLine, oncePerFrame, onTheme, prepare, showTooltip, ticks } from "painter";
 import { GUTTER } from "view";
 
 const HEIGHT = 220;
 const [TOP, BOTTOM] = [20, 8];
-const COLORS = { optimizer: "optimizer-memory" }; // other colors have the category's name
+const COLORS = {
+  shards: "backward",
+  optimizer: "forward",
+  gradients: "reduce",
+  gathered: "gather",
+  activations: "activations",
+  buffers: "other",
+};
 
 const canvas = document.getElementById("memory-canvas");
 
@@ -21,7 +28,7 @@ export class MemoryChart {
     const legend = document.getElementById("memory-legend");
     for (const name of index.categories) {
       const item = legend.appendChild(document.createElement("li"));
-      item.innerHTML = `<i style="--color: var(--${COLORS[name] ?? name})"></i>${name}`;
+      item.innerHTML = `<i style="--color: var(--${COLORS[name]})"></i>${name}`;
     }
   }
 
@@ -54,7 +61,7 @@ export class MemoryChart {
     index.categories.forEach((name, category) => {
       const below = [...heights];
       corners.forEach(({ sample }, at) => (heights[at] += this.memory.categories[category][sample]));
-      context.fillStyle = color(COLORS[name] ?? name);
+      context.fillStyle = color(COLORS[name]);
       this.fillBand(context, corners, below, heights);
     });
     this.paintPeak(context);
@@ -108,13 +115,8 @@ export class MemoryChart {
     if (x < GUTTER || x > GUTTER + this.view.width) return;
     const text = `peak ${bytesText(this.peak.bytes)}, ${this.unit(this.peak.sample)}`;
     const fits = x + context.measureText(text).width + 12 < GUTTER + this.view.width;
-    context.fillStyle = context.strokeStyle = color("text");
-    context.setLineDash([3, 3]);
-    context.beginPath();
-    context.moveTo(x, TOP - 8);
-    context.lineTo(x, HEIGHT - BOTTOM);
-    context.stroke();
-    context.setLineDash([]);
+    dashedLine(context, x, TOP - 8, HEIGHT - BOTTOM);
+    context.fillStyle = color("text");
     context.textAlign = fits ? "left" : "right";
     context.fillText(text, x + (fits ? 6 : -6), 9);
     context.textAlign = "left";

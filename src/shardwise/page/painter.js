@@ -50,6 +50,17 @@ export function ticks(low, high, count) {
   return found;
 }
 
+/** Draw a vertical line that marks `x`. */
+export function dashedLine(context, x, top, bottom) {
+  context.strokeStyle = color("text");
+  context.setLineDash([3, 3]);
+  context.beginPath();
+  context.moveTo(x, top);
+  context.lineTo(x, bottom);
+  context.stroke();
+  context.setLineDash([]);
+}
+
 /** Draw at most once per frame. */
 export function oncePerFrame(draw) {
   let waiting = false;

@@ -1,5 +1,6 @@
 /** The timeline and memory of a step, with the controls that choose step, ranks and unit. */
 
+import { addChart } from "charts";
 import { index, loadStep, secondsText } from "data";
 import { MemoryChart, peakOf } from "memory";
 import { Timeline } from "timeline";
@@ -89,8 +90,9 @@ function listen() {
   }
 }
 
-/** Show the last step, because the first ones of a run are slower, and handle buttons and keys. */
-export async function startStep() {
+/** Draw the charts and the last step, because the first ones of a run are slower; handle buttons. */
+export async function start() {
+  for (const chart of index.charts) addChart(get("charts"), chart);
   const label = (step) => `${step.step}: ${secondsText(step.stepSeconds)}, ${secondsText(step.exposedSeconds)} exposed`;
   addOptions(get("step"), index.steps.map((step, number) => [number, label(step)]));
   addOptions(get("unit"), index.labels.slice(0, index.numUnits).map((label, number) => [number, label]));
@@ -100,10 +102,6 @@ export async function startStep() {
   await showStep();
   get("memory-rank").value = positionOfHighestPeak();
   memory.show(step, Number(get("memory-rank").value));
-}
-
-/** Signal that everything is drawn. */
-export function ready() {
   requestAnimationFrame(() => requestAnimationFrame(() => {
     document.documentElement.dataset.ready = performance.now().toFixed(0); // milliseconds to the first drawing
   }));

@@ -6,7 +6,6 @@ import { KIND, drawTrack, findBar, linksOf } from "tracks";
 import { GUTTER } from "view";
 
 const RULER = 24;
-const NAMES = ["compute", "gather", "reduce"];
 const WORDS = {
   FORWARD: "forward",
   BACKWARD: "backward",
@@ -16,18 +15,7 @@ const WORDS = {
   GATHER: "gather",
   REDUCE: "reduce",
 };
-const CSS = {
-  FORWARD: "forward",
-  BACKWARD: "backward",
-  WAIT_GATHER: "exposed",
-  WAIT_REDUCE: "exposed",
-  STEP: "optimizer",
-  GATHER: "gather",
-  REDUCE: "reduce",
-  DATA: "data",
-  OPTIMIZER: "optimizer",
-  OTHER: "other",
-};
+const CSS = { WAIT_GATHER: "exposed", WAIT_REDUCE: "exposed", STEP: "optimizer" };
 const kindNames = Object.keys(KIND);
 
 export class Timeline {
@@ -58,7 +46,7 @@ export class Timeline {
   }
 
   readColors() {
-    const paints = kindNames.map((name) => color(CSS[name]));
+    const paints = kindNames.map((name) => color(CSS[name] ?? name.toLowerCase()));
     const dimmed = paints.map((paint) => `${paint}40`);
     const only = (list, name) => list.map((paint, kind) => (kind === KIND[name] ? paint : null));
     this.colors = [paints, dimmed];
@@ -143,7 +131,7 @@ export class Timeline {
       const font = context.font;
       context.font = font.replace("11px", "9.5px");
       context.textAlign = "right";
-      for (const track of [1, 2]) context.fillText(NAMES[track], GUTTER - 8, boxes[track].top + 5.5);
+      for (const track of [1, 2]) context.fillText(index.tracks[track], GUTTER - 8, boxes[track].top + 5.5);
       context.textAlign = "left";
       context.font = font;
     }

@@ -95,7 +95,7 @@ class MemoryMeter:
 
     def _bytes_of(self, *tensors: Tensor) -> int:
         storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            storage_id(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
             for tensor in tensors
             if tensor.device == self._device
         }

@@ -34,7 +34,7 @@ def tiles(summary: Summary, header: Header) -> str:
     if summary.peak is not None:
         rank, peak = summary.peak
         where = f"rank {rank}, at {header.units[peak.unit].label}"
-        found.append(("Peak memory", bytes_text(peak.bytes), where))
+        found.append(("Peak memory", bytes_text(peak.total), where))
     if summary.straggler is None:
         found.append(("Straggler", "none", "ranks do equal work"))
     else:
@@ -65,7 +65,7 @@ def _finding(finding: Finding, summary: Summary) -> str:
     saves = "".join(f"<b>{escape(line)}</b>" for line in savings(finding, summary.seconds))
     buttons = ""
     if finding.unit is not None:
-        label = escape(summary.units[finding.unit].label)
+        label = escape(summary.units[finding.unit].figures.label)
         buttons += f'<button data-unit="{finding.unit}">Show {label}</button>'
     if finding.rank is not None:
         buttons += f'<button data-rank="{finding.rank}">Show rank {finding.rank}</button>'
@@ -93,7 +93,7 @@ def units_table(summary: Summary) -> str:
 
 
 def _unit_row(unit: UnitSummary) -> str:
-    name = escape(unit.label)
+    figures, name = unit.figures, escape(unit.figures.label)
     button = f'<button data-unit="{unit.index}" aria-pressed="false">{name}</button>'
     times = (
         cell(seconds, seconds_text(seconds), "exposed" if kind in EXPOSED else "")
@@ -101,9 +101,9 @@ def _unit_row(unit: UnitSummary) -> str:
     )
     return (
         f'<tr data-name="{name}"><th scope="row" data-value="{unit.index}">{button}</th>'
-        + cell(unit.num_elements, f"{unit.num_elements:,}")
-        + cell(unit.gathered_bytes, bytes_text(unit.gathered_bytes))
-        + cell(unit.shard_bytes, bytes_text(unit.shard_bytes))
+        + cell(figures.num_elements, f"{figures.num_elements:,}")
+        + cell(figures.gathered_bytes, bytes_text(figures.gathered_bytes))
+        + cell(figures.shard_bytes, bytes_text(figures.shard_bytes))
         + "".join(times)
         + "</tr>"
     )
@@ -123,6 +123,7 @@ def _rank_row(rank: RankSummary, summary: Summary, longest: float) -> str:
     button = f'<button data-rank="{rank.rank}">rank {rank.rank}</button>'
     times = (rank.seconds, rank.compute_seconds, rank.exposed_seconds, rank.around_seconds)
     peak = rank.peak
+    where = escape(summary.units[peak.unit].figures.label) if peak else NOTHING
     return (
         f'<tr><th scope="row" data-value="{rank.rank}">{button}{badge}</th>'
         + "".join(cell(seconds, seconds_text(seconds)) for seconds in times)
@@ -131,10 +132,8 @@ def _rank_row(rank: RankSummary, summary: Summary, longest: float) -> str:
         + cell(rank.own_bytes, bytes_text(rank.own_bytes))
         + cell(rank.padding_bytes, bytes_text(rank.padding_bytes))
         + cell(rank.padded_tokens or 0, percent(rank.padded_tokens or 0))
-        + cell(peak.bytes if peak else 0, bytes_text(peak.bytes if peak else 0))
-        + cell(
-            peak.unit if peak else -1, escape(summary.units[peak.unit].label) if peak else NOTHING
-        )
+        + cell(peak.total if peak else 0, bytes_text(peak.total if peak else 0))
+        + cell(peak.unit if peak else -1, where)
         + "</tr>"
     )
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from shardwise.page.timeline import BarKind, Timeline
-from shardwise.recording.format import MemorySample, RankRecording
+from shardwise.recording.format import MemorySample, RankRecording, UnitFigures
 
-__all__ = ["EXPOSED", "Peak", "RankSummary", "Summary", "UnitSummary", "summarize"]
+__all__ = ["EXPOSED", "RankSummary", "Summary", "UnitSummary", "summarize"]
 
 STRAGGLER_THRESHOLD = 0.05  # share of a step; smaller differences are noise
 _IN_STEPS = (BarKind.FORWARD, BarKind.BACKWARD, BarKind.STEP)
@@ -26,27 +26,15 @@ _UNIT_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """The figures of one unit."""
+    """The time of one unit, with its other figures."""
 
     index: int
-    label: str
-    num_elements: int
-    gathered_bytes: int
-    shard_bytes: int
+    figures: UnitFigures
     seconds: Mapping[BarKind, float]  # of a step, as means over ranks and steps
 
     @property
     def exposed_seconds(self) -> float:
         return sum(self.seconds[kind] for kind in EXPOSED)
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most memory that a rank held."""
-
-    bytes: int
-    step: int
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ class RankSummary:
     own_bytes: int
     padding_bytes: int
     padded_tokens: float | None  # padding as a share of all tokens
-    peak: Peak | None
+    peak: MemorySample | None  # the sample with the most memory
 
     @property
     def busy_seconds(self) -> float:
@@ -94,10 +82,10 @@ class Summary:
         return self.exposed_seconds / self.seconds if self.seconds else 0.0
 
     @property
-    def peak(self) -> tuple[int, Peak] | None:
+    def peak(self) -> tuple[int, MemorySample] | None:
         """The rank that held the most memory, and its peak."""
-        found = [(rank.rank, rank.peak) for rank in self.ranks if rank.peak is not None]
-        return max(found, key=lambda one: one[1].bytes) if found else None
+        found = ((rank.rank, rank.peak) for rank in self.ranks if rank.peak is not None)
+        return max(found, key=lambda one: one[1].total, default=None)
 
 
 def summarize(ranks: Sequence[RankRecording]) -> Summary:
@@ -111,14 +99,7 @@ def summarize(ranks: Sequence[RankRecording]) -> Summary:
         rows.append(_rank_row(rank, steps, by_kind))
     per_step = 1 / max(1, len(steps) * len(ranks))
     units = tuple(
-        UnitSummary(
-            index,
-            figures.label,
-            figures.num_elements,
-            figures.gathered_bytes,
-            figures.shard_bytes,
-            {kind: per_step * by_unit[index, kind] for kind in _UNIT_KINDS},
-        )
+        UnitSummary(index, figures, {kind: per_step * by_unit[index, kind] for kind in _UNIT_KINDS})
         for index, figures in enumerate(ranks[0].header.units)
     )
     return Summary(steps, units, tuple(rows), _straggler(rows))
@@ -157,15 +138,8 @@ def _rank_row(
         own_bytes=sum(unit.own_bytes for unit in rank.header.units),
         padding_bytes=sum(unit.shard_bytes - unit.own_bytes for unit in rank.header.units),
         padded_tokens=padded / (tokens + padded) if tokens + padded else None,
-        peak=_peak(rank.memory),
+        peak=max(rank.memory, key=lambda sample: sample.total, default=None),
     )
-
-
-def _peak(samples: Sequence[MemorySample]) -> Peak | None:
-    if not samples:
-        return None
-    most = max(samples, key=lambda sample: sample.total)
-    return Peak(most.total, most.step, most.unit)
 
 
 def _straggler(rows: Sequence[RankSummary]) -> int | None:

@@ -36,7 +36,7 @@ def overview(summary: Summary) -> str:
     ]
     if summary.peak is not None:
         rank, peak = summary.peak
-        parts.append(f"peak {bytes_text(peak.bytes)} on rank {rank}")
+        parts.append(f"peak {bytes_text(peak.total)} on rank {rank}")
     if summary.straggler is not None:
         parts.append(f"rank {summary.straggler} is the straggler")
     return "; ".join(parts)
@@ -63,7 +63,7 @@ def _units_table(units: Sequence[UnitSummary]) -> Table:
     by_cost = sorted(units, key=lambda unit: -unit.exposed_seconds)
     for unit in by_cost[:MAX_ROWS]:
         times = map(seconds_text, unit.seconds.values())
-        table.add_row(Text(unit.label), bytes_text(unit.gathered_bytes), *times)
+        table.add_row(Text(unit.figures.label), bytes_text(unit.figures.gathered_bytes), *times)
     _caption_hidden_rows(table, len(units))
     return table
 
@@ -88,7 +88,7 @@ def _rank_cells(rank: RankSummary) -> tuple[str, ...]:
         *map(seconds_text, times),
         bytes_text(rank.padding_bytes),
         NOTHING if rank.padded_tokens is None else percent(rank.padded_tokens),
-        NOTHING if rank.peak is None else bytes_text(rank.peak.bytes),
+        NOTHING if rank.peak is None else bytes_text(rank.peak.total),
     )
 
 

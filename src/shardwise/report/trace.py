@@ -9,12 +9,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from shardwise.page.timeline import compute_spans
+from shardwise.page.timeline import by_step, compute_spans
 from shardwise.recording.format import MEMORY_CATEGORIES, RankRecording, RecordedEvent
 from shardwise.schedule.events import EventKind
 
@@ -86,8 +84,8 @@ class _Rank:
         for span in self._recording.spans:
             figures = {"step": span.step}
             yield self._slice("around the steps", span.name, span.began, span.ended, figures)
-        for _, events in groupby(self._recording.events, key=attrgetter("step")):
-            yield from self._step(list(events))
+        for events in by_step(self._recording.events).values():
+            yield from self._step(events)
         for sample in self._recording.memory:
             held = {name: getattr(sample, name) for name in MEMORY_CATEGORIES}
             yield {

@@ -12,7 +12,7 @@ from shardwise._private import pytree
 from shardwise.errors import PlanError
 from shardwise.verification.exchange import RankExchange
 
-__all__ = ["SEED", "Part", "cut_batches"]
+__all__ = ["SEED", "Part", "cut_batch"]
 
 SEED = 0
 
@@ -36,19 +36,13 @@ class Part:
         return [Part(_rows(self.rows, piece, num_pieces), self.seed) for piece in range(num_pieces)]
 
 
-def cut_batches(
-    batch_fn: Callable[[int], Any], num_steps: int, exchange: RankExchange, device: torch.device
-) -> list[list[Part]]:
-    """Return the parts of each batch, by step and part, on ``device`` and in float64.
-
-    Raise a PlanError if a batch differs between ranks, or does not divide evenly over them.
-    """
-    return [_cut(batch_fn, step, exchange, device) for step in range(num_steps)]
-
-
-def _cut(
+def cut_batch(
     batch_fn: Callable[[int], Any], step: int, exchange: RankExchange, device: torch.device
 ) -> list[Part]:
+    """Return the parts of the batch of a step, on ``device`` and in float64.
+
+    Raise a PlanError if the batch differs between ranks, or does not divide evenly over them.
+    """
     torch.manual_seed(SEED + step)
     batch = batch_fn(step)
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.forecast.adapters import Adapters
+from shardwise.forecast.models.adapted import adapt
 from shardwise.plan.policies import Units
 
 __all__ = ["MODELS", "VOCABULARY", "Subject", "next_token_loss", "random_tokens"]
@@ -163,32 +165,19 @@ class Adapted(LanguageModel):
 
     def __init__(self) -> None:
         super().__init__(AdaptedBlock() for _ in range(3))
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad = name.endswith(("down", "up"))
+        adapt(self, Adapters(rank=3), base=torch.float32, trained=torch.float32)
 
 
 class AdaptedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.wide = AdaptedLinear(WIDTH, 2 * WIDTH)
-        self.narrow = AdaptedLinear(2 * WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.narrow(functional.gelu(self.wide(self.norm(x))))
         return x + y
-
-
-class AdaptedLinear(nn.Module):
-    def __init__(self, num_inputs: int, num_outputs: int, rank: int = 3) -> None:
-        super().__init__()
-        self.base = nn.Linear(num_inputs, num_outputs)
-        self.down = nn.Parameter(torch.randn(rank, num_inputs) / num_inputs**0.5)
-        self.up = nn.Parameter(torch.zeros(num_outputs, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + x @ self.down.T @ self.up.T
-        return y
 
 
 # -- batches and losses --------------------------------------------------------------------------

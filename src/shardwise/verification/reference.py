@@ -107,13 +107,6 @@ class Reference:
         self._exchange.raise_first(self._difference(model))
         return model
 
-    def train(self, batches: Sequence[Sequence[Part]], *, zeros: bool) -> list[Outcome]:
-        """Train one step per batch, each model on its part.
-
-        With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
-        """
-        return [self.step(parts, zeros=zeros) for parts in batches]
-
     def contributions(
         self, name: str, parts: Sequence[Part], before: Mapping[str, Tensor], num_pieces: int
     ) -> list[Tensor]:
@@ -134,7 +127,10 @@ class Reference:
         return [gradient / total for gradient in found]
 
     def step(self, parts: Sequence[Part], *, zeros: bool) -> Outcome:
-        """Train one step, as in `train`."""
+        """Train one step, each model on its part.
+
+        With ``zeros``, the gradient of a parameter that no part used is zero instead of None.
+        """
         loss, counts = 0.0, []
         for model, part in zip(self._models, parts, strict=True):
             own, count = self._training.backward(model, part)

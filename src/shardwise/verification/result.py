@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ShardwiseError
+from shardwise.plan.spelling import counted
 
 __all__ = ["Comparison", "Verification", "VerificationError", "Worst"]
 
@@ -86,7 +87,8 @@ class Verification:
 
     @property
     def title(self) -> str:
-        return f"{self.model}, {self._ranks} against one process: relative errors"
+        ranks = counted(self.num_ranks, "rank")
+        return f"{self.model}, {ranks} against one process: relative errors"
 
     @property
     def table(self) -> str:
@@ -97,8 +99,9 @@ class Verification:
     @property
     def explanation(self) -> str:
         """One line for each strategy that differs."""
+        ranks = counted(self.num_ranks, "rank")
         return "\n".join(
-            f"{self.model} with {one.strategy} on {self._ranks} differs from one process: "
+            f"{self.model} with {one.strategy} on {ranks} differs from one process: "
             f"{'; '.join(one.differences)} (tolerance {one.tolerance:.0e})"
             for one in self.comparisons
             if not one.ok
@@ -112,7 +115,3 @@ class Verification:
         """
         if not self.ok:
             raise VerificationError(self.explanation)
-
-    @property
-    def _ranks(self) -> str:
-        return f"{self.num_ranks} rank{'' if self.num_ranks == 1 else 's'}"

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.api import fully_shard
-from shardwise.comm.device import own_device
 from shardwise.errors import PlanError
-from shardwise.local_devices import num_local_accelerators
+from shardwise.local_devices import local_device
 from shardwise.optim.outer import Outer
 from shardwise.plan.policies import Units
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
@@ -27,7 +26,7 @@ from shardwise.plan.spelling import did_you_mean
 from shardwise.plan.strategy import STRATEGIES, Strategy, resolve_strategy
 from shardwise.plan.wire import UNQUANTIZED, Wire
 from shardwise.tensor.mesh import all_ranks_of, resolve_mesh
-from shardwise.verification.batches import cut_batches
+from shardwise.verification.batches import cut_batch
 from shardwise.verification.compare import Judge
 from shardwise.verification.engines import Engine, set_up
 from shardwise.verification.exchange import RankExchange
@@ -135,13 +134,13 @@ def verify(
     console = Console(
         quiet=quiet or exchange.rank > 0, soft_wrap=True, markup=False, highlight=False
     )
-    device = _device()
+    device = local_device()
     generators = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(generators, device_type=device.type):
         reference = Reference(training, dp_mesh, exchange)
-        batches = cut_batches(batch_fn, steps, exchange, reference.device)
+        batches = [cut_batch(batch_fn, step, exchange, reference.device) for step in range(steps)]
         zeros = options.get("unused") == "zeros"
-        outcomes = reference.train(batches, zeros=zeros)
+        outcomes = [reference.step(parts, zeros=zeros) for parts in batches]
         if corrupt is not None:
             _check_gets_gradient(corrupt, outcomes)
         judge = Judge(
@@ -198,9 +197,8 @@ def resolve_strategies(
         distinct = dict.fromkeys(STRATEGIES.values())
         if mesh is None and dist.is_initialized():
             return list(distinct)
-        return [
-            row for row in distinct if _needs_two_dims(row) == (mesh is not None and mesh.ndim > 1)
-        ]
+        has_two_dims = mesh is not None and mesh.ndim > 1
+        return [row for row in distinct if (row.num_axes > 1) is has_two_dims]
     if isinstance(strategies, (str, Strategy)):
         strategies = [strategies]
     if not (rows := [resolve_strategy(strategy) for strategy in strategies]):
@@ -213,9 +211,9 @@ def _with_meshes(
 ) -> list[tuple[Strategy, DeviceMesh | None]]:
     """Pair each strategy with the user's mesh or, if there is none, the mesh that it needs."""
     two_dims = mesh
-    if mesh is None and dist.is_initialized() and any(map(_needs_two_dims, rows)):
+    if mesh is None and dist.is_initialized() and any(row.num_axes > 1 for row in rows):
         two_dims = _two_dims(device)
-    return [(row, two_dims if _needs_two_dims(row) else mesh) for row in rows]
+    return [(row, two_dims if row.num_axes > 1 else mesh) for row in rows]
 
 
 def _two_dims(device: torch.device) -> DeviceMesh:
@@ -233,18 +231,13 @@ def _replica_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         if resolve_mesh(None, STRATEGIES["ddp"]).group is None:
             raise PlanError("outer=: expected at least two ranks; start them with torchrun")
-        return _two_dims(_device())
+        return _two_dims(local_device())
     if mesh.ndim != 2 or not mesh.mesh_dim_names:  # noqa: PLR2004
         raise PlanError(
             f"outer= with {mesh}: expected two named dims, (replicas, ranks of a replica), as in "
             "init_device_mesh(device, (2, 4), mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh
-
-
-def _needs_two_dims(row: Strategy) -> bool:
-    """Whether the strategy needs a mesh of replicas and shards."""
-    return row.num_axes > 1
 
 
 def _check_gets_gradient(name: str, outcomes: Sequence[Outcome]) -> None:
@@ -263,7 +256,3 @@ def _corrupt(parameter: nn.Parameter, exchange: RankExchange) -> None:
     ]
     if owners and exchange.rank == owners[-1]:
         parameter.register_hook(lambda gradient: gradient + CORRUPTION)  # type: ignore[no-untyped-call]
-
-
-def _device() -> torch.device:
-    return own_device() if num_local_accelerators() else torch.device("cpu")
