@@ -261,24 +261,35 @@ def test_steps_are_on_the_device_that_the_loaded_options_need(
 
 
 class _Scaled(nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(2, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.full(shape, 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
-def test_states_of_a_scalar_parameter_that_are_numbers_are_not_sharded(
-    kind: Any, tmp_path: Path
+class _Numbered(torch.optim.NAdam):
+    """Keeps a number in a tensor of shape [1], as QHAdam and AdaNorm of pytorch_optimizer do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["weight"] = torch.cat([state.get("weight", torch.ones(1)) / 2])
+        return loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, _Numbered])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_states_of_a_parameter_of_one_element_that_are_numbers_are_not_sharded(
+    kind: Any, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    models = [sw.fully_shard(_Scaled()) for _ in range(2)]
+    models = [sw.fully_shard(_Scaled(shape)) for _ in range(2)]
     saved, loaded = [kind(model.parameters(), lr=0.01) for model in models]
     step(models[0], saved)
     sw.save(tmp_path / "x", model=models[0], optimizer=saved)

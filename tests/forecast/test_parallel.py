@@ -133,6 +133,19 @@ def test_flops_of_a_pipeline_are_a_mean_over_its_stages() -> None:
     assert (found.model_flops, found.hardware_flops) == (whole.model_flops, whole.hardware_flops)
 
 
+def test_a_pipeline_is_as_slow_as_its_slowest_stage() -> None:
+    """Of 7 blocks on 3 stages the first has 3, and the last has 2 and a small head."""
+    machine, configuration = machine_of("3xA100"), replace(ONE, shard_size=1, pipeline=3)
+    seconds = {}
+    for layers in (6, 7):
+        forecaster = Forecaster(Model("", replace(LLAMA, layers=layers)), machine)
+        found = forecaster.forecast(configuration)
+        seconds[layers] = found.step.seconds
+        blocks = {one.event.unit for one in found.step.replayed.events[0]} - {0}
+        assert len(blocks) == len(forecaster.plan(configuration, found.stage).units) - 1
+    assert seconds[7] > 1.1 * seconds[6]
+
+
 def test_selective_checkpointing_keeps_results_of_reduce_scatters() -> None:
     found = operations(LLAMA, tensor=2, checkpointing="selective")
     again = Counter(one.name for one in found if one.kind is Kind.COLLECTIVE and one.is_recomputed)

@@ -103,6 +103,17 @@ def test_documents_are_tokenized_once(jsonl: Path, monkeypatch: pytest.MonkeyPat
     assert opened(jsonl).digest != first.digest
 
 
+def test_halves_of_characters_in_json_are_replaced(tmp_path: Path) -> None:
+    """As bytes that are no UTF-8 are in text files; `json.loads` returns such halves as they are."""
+    texts = ["a whole \U0001f600", "and half a \ud83d"]
+    write_jsonl(tmp_path / "texts.jsonl", texts + TEXTS)
+    assert {*texts[:1], "and half a ?"} < texts_of(opened(tmp_path / "texts.jsonl"))
+    chat = [{"role": "user", "content": texts[1]}, {"role": "assistant", "content": texts[0]}]
+    write_jsonl(tmp_path / "chats.jsonl", [chat, *CHATS], "messages")
+    documents = texts_of(opened(tmp_path / "chats.jsonl", column="messages"))
+    assert any("and half a ?" in text and texts[0] in text for text in documents)
+
+
 def test_validation_documents_of_their_own(jsonl: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "other.jsonl", ["held out"] * 3)
     corpus = opened(jsonl, validation=str(tmp_path / "other.jsonl"))

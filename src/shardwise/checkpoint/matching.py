@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -247,13 +248,13 @@ class OptimizerStates:
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
         saved = component.tree["state"]
         # Keys of states that are single numbers, such as NAdam's "mu_product". They are never
-        # sharded, as in torch, even if a scalar parameter has the same shape.
+        # sharded, as in torch, even if a parameter of one element has the same shape.
         self._numbers = {"step"} | {
             key
             for name in parameters.keys() & saved.keys()
             for key, value in saved[name].items()
-            if parameters[name].ndim
-            and any(not self._specs[x].shape for x in tree.tensor_names(value))
+            if parameters[name].numel() > 1
+            and any(prod(self._specs[x].shape) == 1 for x in tree.tensor_names(value))
         }
         self._states = {
             selected[name]: {

@@ -41,6 +41,7 @@ class Forecast:
     cluster: Cluster
     memory: Certificate
     time: StepTime | None = None  # None: not predicted
+    stage: int = -1  # the pipeline stage whose time it is
 
     @property
     def missing_bytes(self) -> int:
@@ -122,14 +123,24 @@ class Forecaster:
         return Forecast(configuration, self.cluster, largest)
 
     def timed(self, forecast: Forecast) -> Forecast:
-        """Add the time of a step, predicted for the last pipeline stage."""
+        """Add the time of a step, predicted for the slowest pipeline stage."""
         configuration = forecast.configuration
-        plan, workload = self.plan(configuration), self.workload(configuration)
         whole = None
-        if configuration.pipeline > 1:  # the last stage has the head
+        if configuration.pipeline > 1:
             whole = self.workload(replace(configuration, pipeline=1, chunks=1))
-        time = step_time(plan, workload, self.machine, configuration, whole)
-        return replace(forecast, time=time)
+        # The first stage has the most blocks, and the last one has the head.
+        times = {
+            stage: step_time(
+                self.plan(configuration, stage),
+                self.workload(configuration, stage),
+                self.machine,
+                configuration,
+                whole,
+            )
+            for stage in sorted({0, configuration.pipeline - 1})
+        }
+        slowest = max(times, key=lambda stage: times[stage].seconds)
+        return replace(forecast, time=times[slowest], stage=slowest)
 
     def checkpoint(self, configuration: Configuration, stage: int = -1) -> CheckpointPlan:
         """Plan the checkpoint of the model, and of its optimizer if that is AdamW.

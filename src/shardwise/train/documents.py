@@ -42,12 +42,16 @@ def read_jsonl(path: Path, column: str) -> Iterator[Document]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)[column]
+                document = json.loads(line)[column]
+                if "\\ud" in line.lower():  # halves of characters, which may lack the other half
+                    text = json.dumps(document, ensure_ascii=False)
+                    document = json.loads(text.encode(errors="replace"))
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
                     f"{path}, line {number}: expected a JSON object with the key {column!r} "
                     "(data.column)"
                 ) from None
+            yield document
 
 
 def read_parquet(path: Path, column: str) -> Iterator[Document]:

@@ -41,7 +41,7 @@ class Planned:
     @cached_property
     def recording(self) -> RankRecording:
         """The winner's predicted step, as a recording."""
-        plan = self.forecaster.plan(self.winner.configuration)
+        plan = self.forecaster.plan(self.winner.configuration, self.winner.stage)
         return recording_of(self.winner, plan)
 
     @property
