@@ -271,19 +271,21 @@ def fail_once(limit: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @on_ranks(2)
-def test_a_step_after_one_that_failed_equals_one_process() -> None:
+@pytest.mark.parametrize("kind", FLAT, ids=lambda kind: kind.__name__)
+def test_a_step_after_one_that_failed_equals_one_process(kind: Any) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(0)
     reference = Stage().double()
     model = sw.fully_shard(copy.deepcopy(reference), mesh=mesh["dp"], units=Block)
-    schedule = build_schedule(pipelining.Schedule1F1B, mesh, {0: model}, 1)
+    schedule = build_schedule(kind, mesh, {0: model}, 1)
     schedule._loss_fn = fail_once(3)
     x, y = torch.randn(2, 2 * MICROBATCHES * ROWS, WIDTH).double()
     own, target = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in (x, y))
     with pytest.raises(ValueError, match="no loss"):
         schedule.step(own, target=target)
-    schedule._internal_losses.clear()
-    schedule.step(own, target=target)
+    with pytest.raises(sw.StepError, match="stage 0: the schedule still has losses of an earlier"):
+        schedule.step(own, target=target)
+    build_schedule(kind, mesh, {0: model}, 1).step(own, target=target)
     accumulate_reference([reference], x, y, torch.float64)
     for _, name, parameter, wanted in pairs({0: model}, [reference]):
         gradient = None if parameter.grad is None else full(parameter.grad)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed import pipelining
 
-from shardwise._private import can_divide_backwards, stage_backwards
+from shardwise._private import can_divide_backwards, next_node_number, node_number, stage_backwards
 from shardwise.errors import PlanError, StepError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import TRANSACTION
@@ -39,6 +39,8 @@ class PipelineStage(pipelining.PipelineStage):
     It takes the same arguments as torch's class. Call `fully_shard` on the stage's module itself,
     over the ranks that hold the same stage.
     """
+
+    _first_node = 0  # of the graph of this step
 
     @property
     def _schedulers(self) -> list[Scheduler]:
@@ -85,6 +87,7 @@ class PipelineStage(pipelining.PipelineStage):
                 scheduler.abandon(StepError("the last step of the pipeline did not reach its end"))
                 scheduler.drop_accumulated()
         self._accumulate(True)
+        self._first_node = next_node_number()
 
     def forward_one_chunk(
         self,
@@ -106,7 +109,17 @@ class PipelineStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward of one micro-batch, or only the half that reaches the inputs."""
+        """Run the backward of one micro-batch, or only the half that reaches the inputs.
+
+        Raises:
+            StepError: ``loss`` is of an earlier step, which raised: torch's schedules keep it.
+        """
+        node = None if loss is None else loss.grad_fn
+        if node is not None and node_number(node) < self._first_node:
+            raise StepError(
+                f"stage {self.stage_index}: the schedule still has losses of an earlier step, "
+                "which raised; after an exception in a step, create the schedule anew"
+            )
         if self.has_backward and not full_backward:
             self._is_divisible = can_divide_backwards() and _all_reach(
                 *self.fwd_cache[bwd_chunk_id]

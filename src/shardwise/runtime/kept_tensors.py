@@ -204,7 +204,8 @@ class Entries:
         return _Saved(tensor.detach(), tensor._version, entry)
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        if saved.entry is not None and not _has_memory(saved.tensor):
+        is_ready = saved.tensor._version == saved.version and _has_memory(saved.tensor)
+        if saved.entry is not None and not is_ready:  # freed, or gathered ahead and not awaited
             self._is_needed = True
             saved.entry.callback(False)
         if saved.tensor._version != saved.version:

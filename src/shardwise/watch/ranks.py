@@ -100,6 +100,12 @@ class RankWatch(Watch):
         self._device = device
         self._rank, self._num_ranks = world.own_rank, world.size
         self._parent = weakref.ref(world.parent)
+        members = dist.get_process_group_ranks(world.parent)
+        is_job = members == list(range(self._num_ranks))
+        listed = ", ".join(map(str, members))
+        self._numbering = (
+            "" if is_job else f"; ranks of this mesh, in order, are {listed} of the job"
+        )
         self._queues = queues
         self.place = place
         self.patience = patience = patience or usual_patience()
@@ -280,6 +286,7 @@ class RankWatch(Watch):
             ]
             beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
             others = describe_elsewhere(elsewhere, beats)
+        others += self._numbering
         _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, wait.seconds, place, others)
 
     def _log_slow_recovery(self, wait: SlowWait) -> None:
@@ -292,12 +299,13 @@ class RankWatch(Watch):
                 absent, {one: self._monitor.heartbeat(one) for one in absent}
             )
             text = "rank %d has waited for %.1f s to go on after an error%s"
-            _log.warning(text, self._rank, wait.seconds, others)
+            _log.warning(text, self._rank, wait.seconds, others + self._numbering)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
         agreed = error
-        failure = replace(self._report(), failure=type(error).__name__, error=str(error))
+        text = f"{error}{self._numbering}"
+        failure = replace(self._report(), failure=type(error).__name__, error=text)
         try:
             with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
                 agreed = self._monitor.announce(failure).raised

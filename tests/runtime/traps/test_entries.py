@@ -306,6 +306,42 @@ def test_a_loss_that_begins_inside_a_unit_in_a_later_step_is_refused() -> None:
     model(own_part(batch()))[0].sum().backward()
 
 
+class Equilibrium(nn.Module):
+    """Solves for its gradient in a hook, through a graph that only the hook's closure holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.cell(x))
+        start = y.detach().requires_grad_()
+        again = torch.tanh(self.cell(start) / 4)
+
+        def solve(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(3):
+                (change,) = torch.autograd.grad(again, start, found, retain_graph=True)
+                found = gradient + change
+            return found
+
+        y.register_hook(solve)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@on_ranks(2)
+def test_a_hook_reads_a_unit_that_was_gathered_ahead(options: dict[str, Any]) -> None:
+    """As in deep equilibrium models."""
+    made = nn.Sequential(Equilibrium(), nn.Linear(WIDTH, WIDTH), Equilibrium()).double()
+    reference, model = sharded_pair(made, units=Equilibrium, **options)
+    for step in range(3):
+        for m, x in ((reference, batch(step)), (model, own_part(batch(step)))):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert_equal_models(model, reference, step)
+
+
 @on_ranks(1)
 def test_a_hooked_module_has_one_hook_of_the_engine() -> None:
     model: Any = sw.fully_shard(build("stack"), units=Block)
