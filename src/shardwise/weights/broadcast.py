@@ -1,6 +1,7 @@
 """A target of `publish` that sends versions to other processes of a process group."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +34,27 @@ class Broadcast:
         self._device = torch.device(device)
 
     def begin(self, manifest: Manifest) -> None:
-        self._announce(kind="begin", base=manifest.base)
+        self._say(kind="begin", version=manifest.version, base=manifest.base)
 
     def send(self, bucket: Sequence[Update]) -> None:
-        self._announce(kind="send", updates=[one.to("meta") for one in bucket])
+        described = [
+            [one.name, list(one.values.shape), [_kind_of(x) for x in one.parts]] for one in bucket
+        ]
+        sizes = [[len(part) for part in one.parts] for one in bucket]
+        self._say(kind="send", updates=described, sizes=sizes)
         for one in bucket:
             for part in one.parts:
                 _broadcast(part.to(self._device).view(torch.uint8), self._group)
 
     def commit(self, version: int) -> None:
-        self._announce(kind="commit", version=version)
+        self._say(kind="commit", version=version)
         _check_receivers(version, self._device, self._group)
         self.version = version
 
-    def _announce(self, **message: Any) -> None:
-        """Tell the receivers what comes; tensors in ``message`` have no elements."""
-        dist.broadcast_object_list([message], group=self._group, device=self._device, group_src=0)
+    def _say(self, **message: Any) -> None:
+        content = bytearray(json.dumps(message).encode())
+        _broadcast(torch.tensor([len(content)], device=self._device), self._group)
+        _broadcast(torch.frombuffer(content, dtype=torch.uint8).to(self._device), self._group)
 
 
 class Receiver:
@@ -77,25 +83,23 @@ class Receiver:
         pending: list[Update] = []
         base: int | None = None
         while True:
-            announced: list[Any] = [None]
-            dist.broadcast_object_list(
-                announced, group=self._group, device=self._device, group_src=0
-            )
-            [message] = announced
+            message = self._hear()
             if message["kind"] == "begin":
                 pending, base = [], message["base"]
             elif message["kind"] == "send":
-                pending += map(self._received, message["updates"])
+                pending += self._updates(message)
             else:
                 self._take_over(pending, base, message["version"])
                 return self.version
 
-    def _received(self, described: Update) -> Update:
-        """Receive an update, of which ``described`` has the shapes and dtypes."""
-        parts = [torch.empty_like(part, device=self._device) for part in described.parts]
-        for part in parts:
-            _broadcast(part.view(torch.uint8), self._group)
-        return Update(described.name, parts[0].view(described.values.shape), *parts[1:])
+    def _updates(self, message: dict[str, Any]) -> Iterator[Update]:
+        for (name, shape, kinds), sizes in zip(message["updates"], message["sizes"], strict=True):
+            parts = []
+            for kind, size in zip(kinds, sizes, strict=True):
+                part = torch.empty(size, dtype=getattr(torch, kind), device=self._device)
+                _broadcast(part.view(torch.uint8), self._group)
+                parts.append(part)
+            yield Update(name, parts[0].view(shape), *parts[1:])
 
     def _take_over(self, updates: Sequence[Update], base: int | None, version: int) -> None:
         """Replace the tensors; if that raises on any receiver, the last version stays on all."""
@@ -123,6 +127,14 @@ class Receiver:
                 update.apply_(changed)
         return tensors
 
+    def _hear(self) -> dict[str, Any]:
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        _broadcast(length, self._group)
+        content = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        _broadcast(content, self._group)
+        message: dict[str, Any] = json.loads(content.cpu().numpy().tobytes())
+        return message
+
 
 def _check_receivers(
     version: int,
@@ -137,6 +149,10 @@ def _check_receivers(
         raise error
     if num_failed:
         raise RuntimeError(f"a receiver could not take over version {version}; see its error")
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
