@@ -13,12 +13,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy as TorchCustomPolicy,
     ModuleWrapPolicy,
-    _construct_wrap_fn,
     _module_wrap_policy,
     _or_policy,
     _Policy,
-    _post_order_apply,
-    _recursive_wrap,
     _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
@@ -50,6 +47,7 @@ __all__ = [
 ]
 
 Wrapper = Callable[..., nn.Module]
+Policy = Callable[..., bool]
 
 
 class CustomPolicy(TorchCustomPolicy):
@@ -69,7 +67,7 @@ def wrap_children(
     root: nn.Module,
     policy: Any,
     wrapper: Wrapper,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
 ) -> None:
@@ -88,31 +86,23 @@ def wrap_children(
         if module is not root and isinstance(module, classes) and module not in ignored_modules
     }
     _keep_full_precision(full_precision)
-
-    def wrap_one(module: nn.Module, **own: Any) -> nn.Module:
-        if module in full_precision:
-            own["mixed_precision"] = None
-        return wrapper(module, **own)
-
+    without = {"mixed_precision": None}
     if isinstance(policy, _Policy):
         # These policies choose modules and options for each before any module is wrapped, which
         # only a private method does.
         chosen = policy._run_policy(root, set(ignored_modules), dict(options))
-        chosen |= {module: chosen.get(module, options) for module in full_precision}
-        _post_order_apply(root, _construct_wrap_fn(root, chosen, wrap_one))
+        chosen |= {m: {**chosen.get(m, options), **without} for m in full_precision}
+        _wrap_chosen(root, chosen, wrapper)
         return
     if full_precision:
         by_class = partial(_wrap_module_cls_individually, module_classes=classes)
         policy = partial(_or_policy, policies=[policy, by_class])
-    _recursive_wrap(
-        root,
-        policy,
-        wrap_one,
-        set(ignored_modules),
-        set(ignored_params),
-        only_wrap_children=True,
-        **options,
-    )
+
+    def wrap_one(module: nn.Module) -> nn.Module:
+        return wrapper(module, **{**options, **(without if module in full_precision else {})})
+
+    ignored = {id(parameter) for parameter in ignored_params}
+    _wrap_recursively(root, policy, wrap_one, (ignored_modules, ignored), is_root=True)
 
 
 def _full_precision_classes(options: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
@@ -146,3 +136,36 @@ def _check_none_wrapped(
                 f"{name} in {type(root).__name__}; pass auto_wrap_policy to the outermost wrapper "
                 "only, or wrap all modules by hand"
             )
+
+
+def _wrap_chosen(
+    module: nn.Module, chosen: Mapping[nn.Module, dict[str, Any]], wrapper: Wrapper
+) -> None:
+    for name, child in module.named_children():
+        _wrap_chosen(child, chosen, wrapper)
+        if child in chosen:
+            setattr(module, name, wrapper(child, **chosen[child]))
+
+
+def _wrap_recursively(
+    module: nn.Module,
+    policy: Policy,
+    wrap_one: Callable[[nn.Module], nn.Module],
+    ignored: tuple[Collection[nn.Module], set[int]],
+    *,
+    is_root: bool = False,
+) -> tuple[nn.Module, int]:
+    """Wrap ``module`` if ``policy`` chooses it; return it and its number of wrapped elements."""
+    modules, parameters = ignored
+    total = sum(p.numel() for p in module.parameters() if id(p) not in parameters)
+    if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        return module, 0
+    num_wrapped = 0
+    for name, child in module.named_children():
+        if child not in modules:
+            replaced, count = _wrap_recursively(child, policy, wrap_one, ignored)
+            setattr(module, name, replaced)
+            num_wrapped += count
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=total - num_wrapped):
+        return module, num_wrapped
+    return wrap_one(module), total
