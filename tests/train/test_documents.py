@@ -104,7 +104,7 @@ def test_documents_are_tokenized_once(jsonl: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_halves_of_characters_in_json_are_replaced(tmp_path: Path) -> None:
-    """As bytes that are no UTF-8 are in text files; `json.loads` returns such halves as they are."""
+    """As bytes that are no UTF-8 are in text files; `json.loads` keeps such halves."""
     texts = ["a whole \U0001f600", "and half a \ud83d"]
     write_jsonl(tmp_path / "texts.jsonl", texts + TEXTS)
     assert {*texts[:1], "and half a ?"} < texts_of(opened(tmp_path / "texts.jsonl"))
