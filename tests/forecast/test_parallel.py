@@ -141,7 +141,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage() -> None:
         forecaster = Forecaster(Model("", replace(LLAMA, layers=layers)), machine)
         found = forecaster.forecast(configuration)
         seconds[layers] = found.step.seconds
-        blocks = {one.event.unit for one in found.step.replayed.events[0]} - {0}
+        blocks = {one.unit for one in found.step.replayed.events[0]} - {0}
         assert len(blocks) == len(forecaster.plan(configuration, found.stage).units) - 1
     assert seconds[7] > 1.1 * seconds[6]
 

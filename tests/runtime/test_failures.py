@@ -326,14 +326,15 @@ def _raise(where: str, position: int, raising: Sequence[int], strategy: str = "f
 @on_ranks(4)
 def test_errors_within_a_dim_of_a_mesh_list_its_ranks_in_the_job() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = sw.fully_shard(nn.Sequential(FailingLinear(), nn.Linear(WIDTH, WIDTH)), mesh=mesh["dp"])
-    failing, rank = model[0], dist.get_rank()
+    failing, rank = FailingLinear(), dist.get_rank()
+    model = sw.fully_shard(nn.Sequential(failing, nn.Linear(WIDTH, WIDTH)), mesh=mesh["dp"])
     failing.ranks = dist.new_group([2])
     failing.where = "forward" if rank == 2 else ""
     error = {0: sw.PeerAborted, 2: ValueError}.get(rank)
     with contextlib.nullcontext() if error is None else pytest.raises(error) as raised:
         model(torch.ones(1, WIDTH)).mean().backward()
     if rank == 0:
+        assert raised is not None
         assert str(raised.value).endswith("; ranks of this mesh, in order, are 0, 2 of the job")
     dist.barrier()
 

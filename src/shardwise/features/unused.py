@@ -91,7 +91,7 @@ class UsedParameterSync:
 
 def used_of(gradients: Iterable[Gradients]) -> list[bool]:
     """Whether this rank used each parameter."""
-    return [is_used for each in gradients for is_used in each.accumulated.used]
+    return [is_used for each in gradients for is_used in each.used]
 
 
 def check_all_used(

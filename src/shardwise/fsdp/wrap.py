@@ -92,7 +92,7 @@ def wrap_children(
         # only a private method does.
         chosen = policy._run_policy(root, set(ignored_modules), dict(options))
         chosen |= {m: {**chosen.get(m, options), **without} for m in full_precision}
-        _wrap_chosen(root, chosen, wrapper)
+        _wrap_chosen(root, chosen, wrapper, {})
         return
     if full_precision:
         by_class = partial(_wrap_module_cls_individually, module_classes=classes)
@@ -139,12 +139,18 @@ def _check_none_wrapped(
 
 
 def _wrap_chosen(
-    module: nn.Module, chosen: Mapping[nn.Module, dict[str, Any]], wrapper: Wrapper
+    module: nn.Module,
+    chosen: Mapping[nn.Module, dict[str, Any]],
+    wrapper: Wrapper,
+    wrapped: dict[nn.Module, nn.Module],
 ) -> None:
+    """Wrap the ``chosen`` modules; ``wrapped`` has those that another parent has, too."""
     for name, child in module.named_children():
-        _wrap_chosen(child, chosen, wrapper)
+        if child not in wrapped:
+            _wrap_chosen(child, chosen, wrapper, wrapped)
+            wrapped[child] = wrapper(child, **chosen[child]) if child in chosen else child
         if child in chosen:
-            setattr(module, name, wrapper(child, **chosen[child]))
+            setattr(module, name, wrapped[child])
 
 
 def _wrap_recursively(
