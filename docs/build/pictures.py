@@ -12,12 +12,13 @@ import torch
 from docs.build.drawing import FAINT, INK, RANKS, Drawing
 from torch import nn
 
-from shardwise.forecast.time.replay import Costs, Part, Program, TimedEvent, replay
+from shardwise.forecast.time.replay import Costs, Part, Program, replay
 from shardwise.plan.granularity import Granularity
 from shardwise.plan.layout import Layout, ParameterSpec, lay_out
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.strategy import PRESETS, AxisPlacement
-from shardwise.schedule.events import COMPUTE, EventKind
+from shardwise.recording.format import RecordedEvent
+from shardwise.schedule.events import COMPUTE, Event, EventKind
 
 DOCS = Path(__file__).parents[2] / "docs"
 EMPTY, EDGE = "#eef0f3", "#8a94a3"
@@ -181,7 +182,9 @@ def timeline() -> Drawing:
     )
     plan = _small_plan()
     events = _replayed(plan)
-    scale = (drawing.width - 90) / max(one.span[1] if one.span else one.ended for one in events)
+    scale = (drawing.width - 90) / max(
+        one.spans[0][1] if one.spans else one.ended for one in events
+    )
     labels = ["root", *map(str, range(NUM_BLOCKS))]
     drawing.text(80, 34, "time →", anchor="start", size=12.5, color=FAINT)
     for lane, top in LANES.items():
@@ -191,7 +194,7 @@ def timeline() -> Drawing:
         x, width = 80 + began * scale, (ended - began) * scale
         drawing.rect(x, LANES[lane], width, LANE_HEIGHT, LANE_COLORS[kind], stroke=EDGE, rx=3)
         drawing.text(x + width / 2, LANES[lane] + 21, labels[unit], size=12.5)
-    turn = min(one.began for one in events if one.event.kind is EventKind.BACKWARD)
+    turn = min(one.began for one in events if one.event is EventKind.BACKWARD)
     x = 80 + turn * scale
     drawing.line(x, 42, x, 186)
     drawing.text(x - 6, 50, "forward", anchor="end", size=12, color=FAINT)
@@ -207,7 +210,7 @@ def _small_plan() -> Plan:
     return make_plan(model, world_size=2, units=nn.Linear)
 
 
-def _replayed(plan: Plan) -> Sequence[TimedEvent]:
+def _replayed(plan: Plan) -> Sequence[RecordedEvent]:
     """A step with durations that were made up: a backward takes twice as long as a forward."""
     order = [(EventKind.FORWARD, unit) for unit in range(NUM_BLOCKS + 1)]
     order += [(EventKind.BACKWARD, unit) for unit in (0, *range(NUM_BLOCKS, 0, -1))]
@@ -216,27 +219,27 @@ def _replayed(plan: Plan) -> Sequence[TimedEvent]:
     return replay(plan.units, [Program((parts,))], costs, prefetch=plan.prefetch).events[0]
 
 
-def _bars(events: Sequence[TimedEvent]) -> Iterator[tuple[str, int, float, float]]:
+def _bars(events: Sequence[RecordedEvent]) -> Iterator[tuple[str, int, float, float]]:
     """Kind, unit, begin and end of what is drawn."""
     for one in events:
-        if one.event.kind in COMPUTE and (seconds := SECONDS[one.event.kind, one.event.unit > 0]):
-            yield one.event.kind.value, one.event.unit, one.ended, one.ended + seconds
+        if one.event in COMPUTE and (seconds := SECONDS[one.event, one.unit > 0]):
+            yield one.event.value, one.unit, one.ended, one.ended + seconds
     free_at: defaultdict[EventKind, float] = defaultdict(float)  # the streams, which have an order
     for one in events:
-        if one.span is not None:
-            began = max(one.span[0], free_at[one.event.kind])
-            free_at[one.event.kind] = one.span[1]
-            yield one.event.kind.value, one.event.unit, began, one.span[1]
+        for launched, ended in one.spans:
+            began = max(launched, free_at[one.event])
+            free_at[one.event] = ended
+            yield one.event.value, one.unit, began, ended
 
 
-def _memory(drawing: Drawing, events: Sequence[TimedEvent], scale: float) -> None:
+def _memory(drawing: Drawing, events: Sequence[RecordedEvent], scale: float) -> None:
     """The bytes of gathered units as a curve."""
     drawing.text(72, CURVE_TOP + 30, "gathered", anchor="end", bold=True)
     drawing.text(72, CURVE_TOP + 46, "memory", anchor="end", bold=True)
     held = [(0.0, 0)]
     for one in events:
-        if one.event.gathered_change:
-            held.append((one.ended, held[-1][1] + one.event.gathered_change))
+        if change := Event(one.event, one.unit, one.bytes).gathered_change:
+            held.append((one.ended, held[-1][1] + change))
     held.append((max(one.ended for one in events), held[-1][1]))
     peak = max(size for _, size in held)
     unit = (CURVE_BOTTOM - CURVE_TOP) / peak

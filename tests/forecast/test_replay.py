@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.forecast.time.replay import Costs, Part, Program, replay, schedule
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.schedule.events import EventKind
+from shardwise.schedule.events import Event, EventKind
 
 BLOCKS = 3
 COMPUTE, GATHER, REDUCE = 10.0, 4.0, 3.0
@@ -55,7 +55,7 @@ def test_a_replay_has_the_events_of_the_schedule(strategy: str, prefetch: int) -
     plan = make_plan(model, world_size=2, units=nn.Linear, strategy=strategy, prefetch=prefetch)
     found = replay(plan.units, [program_of(plan)] * 2, Costs(transfer), prefetch=prefetch)
     for events in found.events:
-        assert [timed.event for timed in events] == schedule(plan)
+        assert [Event(one.event, one.unit, one.bytes) for one in events] == schedule(plan)
 
 
 def test_without_prefetch_every_gather_is_exposed() -> None:
@@ -89,8 +89,8 @@ def test_held_gradients_are_reduced_once() -> None:
     seconds, _ = run(plan, programs)
     assert held < seconds
     found = replay(plan.units, programs, Costs(transfer), prefetch=1, holds_gradients=True)
-    reduces = [timed for timed in found.events[0] if timed.event.kind is EventKind.REDUCE]
-    assert {timed.step for timed in reduces} == {3}
+    reduces = [one for one in found.events[0] if one.event is EventKind.REDUCE]
+    assert {one.step for one in reduces} == {3}
     assert len(reduces) == BLOCKS
 
 

@@ -226,8 +226,7 @@ def test_a_second_backward_of_a_retained_graph_is_replayed() -> None:
     assert find(ranks)
     events = measure(ranks).replayed().events[0]
     reduced = [
-        Counter(e.event.unit for e in events if e.event.kind == "reduce" and e.step == n)
-        for n in (0, 1)
+        Counter(e.unit for e in events if e.event == "reduce" and e.step == n) for n in (0, 1)
     ]
     assert reduced[0] == reduced[1] == Counter(range(len(ranks[0].header.units)))
 

@@ -330,9 +330,9 @@ def _span_seconds(run: _Run, name: str) -> list[float]:
 def _waits(run: _Run) -> Mapping[int, float]:
     """Return the seconds that the first rank waits for gathers in the replay, by unit."""
     waits: defaultdict[int, float] = defaultdict(float)
-    for timed in run.base.events[0]:
-        if timed.event.kind is EventKind.WAIT and timed.ended > timed.began:
-            waits[timed.event.unit] += timed.ended - timed.began
+    for event in run.base.events[0]:
+        if event.event is EventKind.WAIT and event.seconds > 0:
+            waits[event.unit] += event.seconds
     return waits
 
 

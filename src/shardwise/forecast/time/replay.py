@@ -7,12 +7,13 @@ units in the same order, but their compute may take different times.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, dropwhile
 from typing import Protocol
 
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.plan import Plan
+from shardwise.recording.format import RecordedEvent
 from shardwise.schedule.events import Event, EventKind
 from shardwise.schedule.sequencer import Call, Outcome, ScheduledUnit, Sequencer
 
@@ -22,7 +23,6 @@ __all__ = [
     "Part",
     "Program",
     "Replayed",
-    "TimedEvent",
     "batches",
     "replay",
     "schedule",
@@ -62,24 +62,13 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedEvent:
-    """A replayed event, with times as in `Record`."""
-
-    event: Event
-    step: int
-    began: float
-    ended: float
-    span: tuple[float, float] | None = None  # its collective, from the launch on this rank
-
-
-@dataclass(frozen=True, slots=True)
 class Replayed:
     """A replayed update."""
 
     seconds: float  # time of the slowest rank
     exposed_seconds: tuple[float, ...]  # time that compute waited for collectives, by rank
     peak_gathered_bytes: int
-    events: tuple[tuple[TimedEvent, ...], ...]  # by rank
+    events: tuple[tuple[RecordedEvent, ...], ...]  # by rank; their steps are passes
 
 
 @dataclass(frozen=True)
@@ -296,7 +285,7 @@ class _Rank:
     ) -> None:
         self._program, self._order = program, order
         self._costs, self._shared = costs, shared
-        self._timed: list[tuple[TimedEvent, _Collective | None]] = []
+        self._timed: list[tuple[RecordedEvent, _Collective | None]] = []
         self.now = 0.0
         self.exposed = 0.0
 
@@ -319,17 +308,17 @@ class _Rank:
                         yield
                     self.exposed += max(0.0, awaited.ended - self.now)
                     self.now = max(self.now, awaited.ended)
-                self._timed.append((TimedEvent(event, number, began, self.now), collective))
+                timed = RecordedEvent(number, event.kind, event.unit, event.bytes, began, self.now)
+                self._timed.append((timed, collective))
             if index >= 0:
                 seconds = self._program.passes[number][index].seconds
                 self.now = self._shared.compute(self.now, seconds)
         self.now += self._program.outside_seconds
 
-    def finished(self) -> Iterator[TimedEvent]:
-        """Yield all events; those that launched a collective have its span."""
+    def finished(self) -> Iterator[RecordedEvent]:
+        """Yield all events; those that launched a collective that moves anything have its span."""
         for timed, collective in self._timed:
-            if collective is None:
-                yield timed
+            if collective is not None and collective.ended > timed.ended:
+                yield replace(timed, spans=((timed.ended, collective.ended),))
             else:
-                span = (timed.ended, collective.ended)
-                yield TimedEvent(timed.event, timed.step, timed.began, timed.ended, span)
+                yield timed

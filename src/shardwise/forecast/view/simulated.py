@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from itertools import accumulate, groupby
 
 from shardwise.forecast.forecast import Forecast
-from shardwise.forecast.time.replay import TimedEvent
 from shardwise.plan.plan import Plan
 from shardwise.recording.format import (
     Header,
@@ -16,7 +15,7 @@ from shardwise.recording.format import (
     StepTotals,
     UnitFigures,
 )
-from shardwise.schedule.events import COMPUTE, GATHERS, WAITS, EventKind, describe
+from shardwise.schedule.events import COMPUTE, GATHERS, WAITS, Event, EventKind
 
 __all__ = ["recording_of"]
 
@@ -44,38 +43,24 @@ def recording_of(forecast: Forecast, plan: Plan) -> RankRecording:
     span = Span(len(passes), "optimizer", ends[-1], ends[-1] + update)
     return RankRecording(
         header,
-        tuple(map(_recorded, events)),
+        events,
         (span,) if update else (),
         tuple(_samples(forecast, plan, passes[-1])),
         tuple(map(_totals, passes, ends)),
     )
 
 
-def _recorded(timed: TimedEvent) -> RecordedEvent:
-    # The schedule also has collectives that move nothing.
-    spans = (timed.span,) if timed.span and timed.span[1] > timed.span[0] else ()
-    return RecordedEvent(
-        timed.step,
-        timed.event.kind,
-        timed.event.unit,
-        timed.event.bytes,
-        timed.began,
-        timed.ended,
-        spans,
-    )
-
-
-def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterator[MemorySample]:
+def _samples(forecast: Forecast, plan: Plan, events: list[RecordedEvent]) -> Iterator[MemorySample]:
     """Yield the memory of the last micro-batch, the only one that the certificate covers."""
     labels = [unit.label for unit in plan.units]
     moments = deque(forecast.memory.timeline)
     moment = moments[0]
     unit = 0
     for timed in events:
-        if moments and moments[0].label == describe(timed.event, labels):
+        if moments and moments[0].label == f"{timed.event.value} {labels[timed.unit]}":
             moment = moments.popleft()
-        if timed.event.kind in COMPUTE:
-            unit = timed.event.unit
+        if timed.event in COMPUTE:
+            unit = timed.unit
         yield MemorySample(
             shards=moment.parameters,
             gathered=moment.gathered,
@@ -89,16 +74,16 @@ def _samples(forecast: Forecast, plan: Plan, events: list[TimedEvent]) -> Iterat
         )
 
 
-def _totals(events: list[TimedEvent], ended: float) -> StepTotals:
-    changes = (one.event.gathered_change for one in events)
-    collectives = [one for one in events if one.event.kind in _COLLECTIVES and one.span]
+def _totals(events: list[RecordedEvent], ended: float) -> StepTotals:
+    changes = (Event(one.event, one.unit, one.bytes).gathered_change for one in events)
+    collectives = [one for one in events if one.event in _COLLECTIVES]
     return StepTotals(
         step=events[0].step,
         began=events[0].began,
         ended=ended,
         updates=0,
-        exposed_seconds=sum(e.ended - e.began for e in events if e.event.kind in WAITS),
-        communication_seconds=sum(e.span[1] - e.span[0] for e in collectives if e.span),
-        communication_bytes=sum(one.event.bytes for one in collectives),
+        exposed_seconds=sum(one.seconds for one in events if one.event in WAITS),
+        communication_seconds=sum(end - begin for one in collectives for begin, end in one.spans),
+        communication_bytes=sum(one.bytes for one in collectives),
         peak_gathered_bytes=max(accumulate(changes, initial=0)),
     )
