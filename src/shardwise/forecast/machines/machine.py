@@ -15,7 +15,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -96,22 +96,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """Seconds of a segment by kind of operation.
+    """Seconds of a segment.
 
     ``host`` is the time of its launches, and ``engine`` what the engine adds where the host
     computes.
     """
 
-    matmul: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    collective: float = 0.0
+    by_kind: Mapping[Kind, float]  # on the device
     host: float = 0.0
     engine: float = 0.0
 
     @property
     def device(self) -> float:
-        return self.matmul + self.attention + self.memory + self.collective
+        return sum(self.by_kind.values())
 
     @property
     def seconds(self) -> float:

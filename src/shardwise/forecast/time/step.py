@@ -112,9 +112,9 @@ class _Step:
         configuration = self.configuration
         micro_batches = configuration.accumulation
         costs = self._costs
-        work = SegmentCost(**{kind: sum(getattr(one, kind) for one in costs) for kind in Kind})
-        compute = {kind.value: getattr(work, kind) * micro_batches for kind in Kind}
-        host = (sum(cost.seconds for cost in costs) - work.device) * micro_batches
+        work = {kind.value: sum(one.by_kind[kind] for one in costs) for kind in Kind}
+        compute = {name: seconds * micro_batches for name, seconds in work.items()}
+        host = (sum(cost.seconds for cost in costs) - sum(work.values())) * micro_batches
         sends = self._send_seconds() * micro_batches
         bubble = (seconds + sends) * (configuration.pipeline - 1) / micro_batches
         bubble /= configuration.chunks
@@ -377,21 +377,21 @@ class _Pricing:
     def cost(self, operations: Sequence[Operation]) -> SegmentCost:
         """Predict the operations of a segment."""
         constants = self._machine.constants
-        totals = {kind.value: 0.0 for kind in Kind}
+        totals = dict.fromkeys(Kind, 0.0)
         launches = 0
         for kind, group in groupby(operations, key=lambda operation: operation.kind):
             run = list(group)
             if kind is Kind.MEMORY and self._compiled:
                 num_bytes = fused_bytes(run, self._reads)
                 kernels = min(len(run), _FUSED_KERNELS)
-                totals["memory"] += self._machine.memory_seconds(num_bytes)
-                totals["memory"] += kernels * constants.kernel_seconds
+                totals[kind] += self._machine.memory_seconds(num_bytes)
+                totals[kind] += kernels * constants.kernel_seconds
                 launches += kernels
             else:
-                totals[kind.value] += sum(map(self._seconds, run))
+                totals[kind] += sum(map(self._seconds, run))
                 launches += len(run)
         host = launches * constants.operation_seconds + constants.unit_seconds
-        return SegmentCost(**totals, host=host)
+        return SegmentCost(totals, host)
 
     def _seconds(self, operation: Operation) -> float:
         if operation.kind is Kind.COLLECTIVE:
