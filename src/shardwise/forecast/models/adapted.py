@@ -51,15 +51,12 @@ def adapt(
     plain = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]
     found = list(_targets(module, adapters.targets))
     for name, layer in found:
-        parent, _, child = name.rpartition(".")
-        adapted = LoRALinear(layer, adapters, trained)
-        setattr(module.get_submodule(parent), child, adapted)
+        module.set_submodule(name, LoRALinear(layer, adapters, trained))
     if adapters.quantized:  # the layers without adapters, too, as transformers and fsdp_qlora do
         targets = {layer for _, layer in found}
         for name, layer in plain:
-            parent, _, child = name.rpartition(".")
-            if layer not in targets and child not in _HEADS:
-                setattr(module.get_submodule(parent), child, NF4Linear(layer))
+            if layer not in targets and name.rpartition(".")[2] not in _HEADS:
+                module.set_submodule(name, NF4Linear(layer))
     return module
 
 
