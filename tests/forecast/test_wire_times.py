@@ -29,7 +29,6 @@ def test_texts_become_options() -> None:
     assert parse_wire(None) == sw.Wire()
     text = "gather=int8, reduce=int4,block=128,error_feedback=true"
     assert parse_wire(text) == sw.Wire("int8", "int4", 128, error_feedback=True)
-    assert parse_outer(None) == (None, 1)
     assert parse_outer("every=16,replicas=4,mixing=0.5,dtype=bfloat16") == (
         sw.Outer(every=16, mixing=0.5, dtype="bfloat16"),
         4,

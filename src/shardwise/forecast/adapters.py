@@ -88,19 +88,17 @@ def parse_adapters(text: str, *, quantized: bool = False) -> Adapters:
     )
 
 
-def adapters_of(lora: Any, *, qlora: bool) -> Adapters | None:
-    """Return the adapters of a user's options; None if there are none.
+def adapters_of(lora: Any, *, qlora: bool) -> Adapters:
+    """Return the adapters of a user's options.
 
     Args:
         lora: a text as for `parse_adapters`, peft's LoraConfig or its fields, `Adapters`, or None.
         qlora: whether the base has 4-bit weights.
     """
-    if lora is None and not qlora:
-        return None
+    if lora is None:
+        return Adapters(quantized=qlora)
     if isinstance(lora, Adapters):
         return replace(lora, quantized=lora.quantized or qlora)
-    if lora is None:
-        return Adapters(quantized=True)
     if isinstance(lora, str):
         return parse_adapters(lora, quantized=qlora)
     if not isinstance(lora, Mapping) and not hasattr(lora, "to_dict"):

@@ -29,15 +29,13 @@ def parse_wire(text: str | None) -> Wire:
     return Wire(**options_of("wire", text, known, "gather=int8,reduce=int4"))
 
 
-def parse_outer(text: str | None) -> tuple[Outer | None, int]:
+def parse_outer(text: str) -> tuple[Outer, int]:
     """Parse the options of `Outer` and ``replicas=``; return them and the number of replicas.
 
     Raises:
         ConfigError: the text is malformed.
         PlanError: an option is out of range.
     """
-    if text is None:
-        return None, 1
     known = ["replicas", *(one.name for one in fields(Outer) if one.name != "optimizer")]
     found = options_of("outer", text, known, "every=32,replicas=2")
     replicas = found.pop("replicas", 2)
