@@ -59,7 +59,7 @@ def workload_of(depth: int) -> Workload:
         ),
     ]
     units = ("", *(f"layers.{n}" for n in range(depth)))
-    return Workload(units, (*forward, *backward), len(forward), sequences=1, tokens=8)
+    return Workload(units, (*forward, *backward), len(forward), tokens=8)
 
 
 def without_activations(depth: int) -> Workload:

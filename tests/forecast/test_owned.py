@@ -62,7 +62,7 @@ def step_of(plan: Plan, configuration: Configuration) -> StepTime:
     order = range(len(names))
     forward = [Segment(EventKind.FORWARD, unit, (), 0, 0, 0) for unit in order]
     backward = [Segment(EventKind.BACKWARD, unit, (), 0, 0, 0) for unit in (0, *order[:0:-1])]
-    workload = Workload(names, (*forward, *backward), len(forward), 1, 8192)
+    workload = Workload(names, (*forward, *backward), len(forward), 8192)
     return step_time(plan, workload, MACHINE, configuration)
 
 

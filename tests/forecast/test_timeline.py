@@ -38,7 +38,7 @@ def workload_of(tokens: int, extra: tuple[Operation, ...] = (), kept: int = 0) -
         for unit in [0, *reversed(_units()[1:])]
     ]
     names = ("", *(str(unit) for unit in range(BLOCKS)))
-    return Workload(names, (*forward, *backward), len(forward), 1, tokens)
+    return Workload(names, (*forward, *backward), len(forward), tokens)
 
 
 def _units() -> range:

@@ -82,7 +82,6 @@ class Workload:
     units: tuple[str, ...]  # names; the first is "", the root
     segments: tuple[Segment, ...]
     forward_segments: int  # number of segments in the forward pass, which come first
-    sequences: int
     tokens: int
     sent_bytes: int = 0  # sent from a pipeline stage to the next one
 

@@ -135,11 +135,6 @@ class Model:
         low = (p.dtype for p in self._parameters if p.requires_grad and p.dtype in LOW_DTYPES)
         return next(low, torch.float32)
 
-    @cached_property
-    def layers(self) -> int:
-        """Number of blocks in all stacks."""
-        return sum(len(stack.kinds) for stack in find_stacks(self.build(Configuration())))
-
 
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""

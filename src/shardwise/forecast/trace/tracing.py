@@ -93,7 +93,6 @@ def trace(
         units=names,
         segments=tuple(recorder.segments),
         forward_segments=forward_segments,
-        sequences=first.shape[0],
         tokens=first.numel() if first.dim() == 2 else first.shape[0],  # noqa: PLR2004
     )
 
