@@ -111,7 +111,9 @@ class Forecaster:
                 self.workload(configuration, stage),
                 configuration,
                 stage=stage,
-                buffer_bytes=self.buffer_bytes(configuration, stage),
+                buffer_bytes=sum(
+                    one.nbytes for one in self._module(configuration, stage).buffers()
+                ),
                 on_cpu=self.on_cpu,
             )
             for stage in sorted({0, configuration.pipeline - 1})
@@ -156,10 +158,6 @@ class Forecaster:
     def workload(self, configuration: Configuration, stage: int = -1) -> Workload:
         """Trace one micro-batch of one rank of a stage, by default of the last stage."""
         return self._trace(*_key(configuration, stage, _OF_TRACES))
-
-    def buffer_bytes(self, configuration: Configuration, stage: int = -1) -> int:
-        """Return the bytes of the model's buffers on one rank of a stage."""
-        return sum(buffer.nbytes for buffer in self._module(configuration, stage).buffers())
 
     def _module(self, configuration: Configuration, stage: int) -> nn.Module:
         return self._build(*_key(configuration, stage, _OF_MODULES))

@@ -202,7 +202,8 @@ class Search(Forecaster):
         super().__init__(model, machine)
         self.on_cpu = on_cpu
         self.overhead_bytes = 0  # memory of the process beyond tensors, on a CPU
-        self._blocks = _blocks(model.build(Configuration()))
+        stacks = find_stacks(model.build(Configuration()))
+        self._blocks = stacks[0].blocks if len(stacks) == 1 else ()
 
     @property
     def num_blocks(self) -> int:
@@ -303,8 +304,3 @@ def _missing(search: Search, base: Configuration, budget: int) -> str:
         f"block {'kept' if least.checkpointing == 'none' else 'recomputed'}; its peak "
         f"({peak.label}) is mostly {held}; {best} would save {saved[best]:,} bytes"
     )
-
-
-def _blocks(model: nn.Module) -> tuple[str, ...]:
-    stacks = find_stacks(model)
-    return stacks[0].blocks if len(stacks) == 1 else ()
