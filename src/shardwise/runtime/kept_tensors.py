@@ -203,18 +203,18 @@ class Entries:
         # A node that saves its own output would keep itself alive through it.
         return _Saved(tensor.detach(), tensor._version, entry)
 
-    def _unpack(self, saved: _Saved) -> Tensor:
-        is_ready = saved.tensor._version == saved.version and _has_memory(saved.tensor)
-        if saved.entry is not None and not is_ready:  # freed, or gathered ahead and not awaited
+    def _unpack(self, kept: _Saved) -> Tensor:
+        # A unit that was gathered ahead and is not awaited yet has memory.
+        if kept.entry and (kept.tensor._version != kept.version or not _has_memory(kept.tensor)):
             self._is_needed = True
-            saved.entry.callback(False)
-        if saved.tensor._version != saved.version:
+            kept.entry.callback(False)
+        if kept.tensor._version != kept.version:
             raise StepError(
-                f"a tensor {tuple(saved.tensor.shape)} that autograd needs was changed by an "
-                f"inplace operation: it is at version {saved.tensor._version}, expected "
-                f"{saved.version}"
+                f"a tensor {tuple(kept.tensor.shape)} that autograd needs was changed by an "
+                f"inplace operation: it is at version {kept.tensor._version}, expected "
+                f"{kept.version}"
             )
-        return saved.tensor
+        return kept.tensor
 
     def _ended_call_with(self, number: int) -> Entry | None:
         """The innermost call that has ended and made the node ``number``."""
