@@ -1,7 +1,7 @@
 """Adam with 8-bit states, quantized in blocks that are never divided between ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -230,13 +230,14 @@ class Adam8bit(CheckedOptimizer):
 class _ScaleLayout(Layout):
     """The layout of a parameter's scales: each rank has the scales of its own elements."""
 
-    granules: "_Granules" = field(kw_only=True)
+    granules: "_Granules | None" = None
 
     def __post_init__(self) -> None:
         """Skip the checks of `Layout`: ranks may have different numbers of scales."""
 
     def run(self, extent: ParameterExtent, rank: int) -> Run:  # noqa: ARG002
         granules = self.granules
+        assert granules is not None
         assert granules.sharding is not None
         own = granules.sharding.layout.run(granules.sharding.extent, rank)
         return Run(granules.num_blocks(own.start), granules.num_blocks(own.stop))

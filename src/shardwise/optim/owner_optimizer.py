@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from shardwise.errors import CheckpointError, PlanError
-from shardwise.features.unit_steps import step_only
 from shardwise.optim.exchange import MatrixExchange, Member, Steps
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.axes import NOTHING, AxisBytes
@@ -61,7 +61,8 @@ class OwnerOptimizer(CheckedOptimizer):
         self._exchanges: list[MatrixExchange] = []
         # The groups, parameters and options from which the exchanges were made.
         self._planned: list[tuple[object, ...]] = []
-        super().__init__(params, {"method": self.method, "fused": True, **defaults})
+        shared = {"betas": (0.9, 0.999), "adamw_eps": 1e-8, "fused": True}
+        super().__init__(params, {"method": self.method, **shared, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -263,13 +264,35 @@ class OwnerOptimizer(CheckedOptimizer):
             if parameter.grad is not None:
                 has_kernel = parameter.device.type in ("cpu", "cuda", "xpu")
                 by_kernel[has_kernel and not parameter.is_complex()].append(parameter)
-        options = {key: group[key] for key in ("lr", "betas", "weight_decay")}
-        options["eps"] = group["adamw_eps"]
         for fused, parameters in by_kernel.items():
-            if parameters:
-                adamw = AdamW(parameters, foreach=False, fused=fused, **options)
-                adamw.state = self.state
-                step_only(adamw, {parameter: parameter for parameter in parameters})
+            states = [self._adamw_state(parameter, fused=fused) for parameter in parameters]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                foreach=False,
+                fused=fused,
+                has_complex=any(parameter.is_complex() for parameter in parameters),
+                amsgrad=False,
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["adamw_eps"],
+                maximize=False,
+            )
+
+    def _adamw_state(self, parameter: Tensor, *, fused: bool) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            device = parameter.device if fused else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
 
 def check_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
