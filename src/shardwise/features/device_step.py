@@ -33,13 +33,13 @@ from shardwise.errors import PlanError, StepError
 from shardwise.features.stepped_units import SteppedUnits
 from shardwise.features.unit_steps import (
     check_elementwise,
+    groups_of,
     one_step_at_a_time,
     step_only,
     with_evaluated_closure,
 )
 from shardwise.plan.granularity import Dim
 from shardwise.plan.plan import Plan
-from shardwise.runtime.attach import parameters_of
 from shardwise.runtime.codecs import HostCodec
 from shardwise.runtime.engine import Runtime
 from shardwise.runtime.ledger import Ledger, Record
@@ -129,8 +129,9 @@ class _OnDevice:
     parameters: list[Tensor] = field(default_factory=list)  # all of the shards
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # to the device, of the host
     stand_ins: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter
+    groups: dict[int, list[Tensor]] = field(default_factory=dict)  # stand-ins by number of group
     states: dict[Tensor, State] = field(default_factory=dict)  # by parameter, on the device
-    work: DeviceWork = field(init=False)  # the copies to the device, later those to the host
+    work: DeviceWork | None = None  # the copies to the device, later those to the host
     # Set if the program has used the tensors of the host since they were copied.
     is_stale: threading.Event = field(default_factory=threading.Event)
 
@@ -152,15 +153,16 @@ class DeviceSteps:
 
     def step(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
         """Step the units at ``indices``, all of whose parameters with gradients are stepped."""
+        groups = groups_of(optimizer)
         for position, index in enumerate(indices):
             current = self._window.ahead.pop(index, None)
             if current is None or current.optimizer is not optimizer:
                 if current is not None:
                     _await_copies(current)
                 self._window.make_room()
-                current = self._copy_to_device(optimizer, index)
+                current = self._copy_to_device(optimizer, index, groups)
             for following in indices[position + 1 : position + 2]:
-                self._prefetch(optimizer, following, others=1)
+                self._prefetch(optimizer, following, groups, others=1)
             if current.is_stale.is_set():
                 self._fill(current)
             self._step(current)
@@ -174,7 +176,7 @@ class DeviceSteps:
         self.is_in_backward = True
         if index in self._window.ahead:
             return
-        self._prefetch(optimizer, index)
+        self._prefetch(optimizer, index, groups_of(optimizer))
         here = self._window.ahead.get(index)
         if here is not None:
             states = [optimizer.state.get(p, {}) for p in here.states]
@@ -182,10 +184,12 @@ class DeviceSteps:
                 if isinstance(tensor, ShardedTensor):
                     notice_use(tensor, here.is_stale.set)  # keeps no memory of the device
 
-    def _prefetch(self, optimizer: Optimizer, index: int, *, others: int = 0) -> None:
+    def _prefetch(
+        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int], *, others: int = 0
+    ) -> None:
         if self._window.takes_ahead(index, others=others):
             self._window.make_room(others=others)
-            self._window.ahead[index] = self._copy_to_device(optimizer, index)
+            self._window.ahead[index] = self._copy_to_device(optimizer, index, groups)
 
     def finish(self) -> None:
         """Make later work of the device wait for all copies, and free the memory on the device.
@@ -202,9 +206,10 @@ class DeviceSteps:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _copy_to_device(self, optimizer: Optimizer, index: int) -> _OnDevice:
+    def _copy_to_device(
+        self, optimizer: Optimizer, index: int, groups: dict[Tensor, int]
+    ) -> _OnDevice:
         here = _OnDevice(index, optimizer)
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         copies = here.copies
         for shard, parameters in self._shards(index):
             on_device = torch.empty_like(shard, device=self.device)
@@ -213,10 +218,13 @@ class DeviceSteps:
             for parameter, part in parameters:
                 original = parameter.sharded
                 here.parameters.append(original)
-                group = groups.get(original)
-                if group is None:
+                number = groups.get(original)
+                if number is None:
                     continue
-                here.stand_ins[original] = _stand_in(parameter, on_device[part].data)
+                stand_in = _stand_in(parameter, on_device[part].data)
+                here.stand_ins[original] = stand_in
+                here.groups.setdefault(number, []).append(stand_in)
+                group = optimizer.param_groups[number]
                 here.states[original] = {
                     key: self._on_device(key, value, group, copies)
                     for key, value in optimizer.state.get(original, {}).items()
@@ -298,13 +306,14 @@ class DeviceSteps:
 
     def _step(self, here: _OnDevice) -> None:
         optimizer = here.optimizer
+        assert here.work is not None
         here.work.wait_on_device()
         for original, stand_in in here.stand_ins.items():
             stand_in.grad = self._gradient_for(original)
             if here.states[original]:
                 optimizer.state[stand_in] = here.states[original]
         try:
-            step_only(optimizer, here.stand_ins)
+            step_only(optimizer, here.groups)
         finally:
             for original, stand_in in here.stand_ins.items():
                 stand_in.grad = None  # its memory belongs to the backward
@@ -328,18 +337,21 @@ class DeviceSteps:
     def _record(
         self, kind: EventKind, here: _OnDevice, copies: list[tuple[Tensor, Tensor]], began: Any
     ) -> None:
+        assert here.work is not None
         event = Event(kind, here.index, sum(to.nbytes for to, _ in copies))
         self._ledger.append(Record(event, self._ledger.step, began, self._now(), (here.work,)))
 
 
 def _await_copies(one: _OnDevice) -> None:
     """Make the current stream, on which the memory of a unit is freed, wait for its copies."""
+    assert one.work is not None
     one.work.wait()
 
 
 def _end_copies(one: _OnDevice) -> None:
     """Do the same, or raise what a copy has raised."""
     _await_copies(one)
+    assert one.work is not None
     if one.work.error is not None:
         raise one.work.error
 
@@ -405,7 +417,7 @@ def _watch_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             )
         watched.hook.remove()
         watched.hook = optimizer.register_step_pre_hook(_step_on_device)  # the last one
-    elif any(map(_place_of, parameters_of(optimizer))):
+    elif any(_place_of(p) for group in optimizer.param_groups for p in group["params"]):
         check_elementwise(optimizer)
         optimizer.register_state_dict_pre_hook(_await_states)
         after: Any = optimizer.register_step_post_hook(_show_gradients)
@@ -450,17 +462,19 @@ def _step_on_device(
     return args, kwargs
 
 
-def _step_units(optimizer: Optimizer) -> Sequence[Tensor]:
+def _step_units(optimizer: Optimizer) -> list[Tensor]:
     """Step all parameters if some are stepped on the device, and return them."""
     units: dict[DeviceSteps, set[int]] = {}
-    others: dict[Tensor, Tensor] = {}
-    stepped = [p for p in parameters_of(optimizer) if p.grad is not None]
-    for parameter in stepped:
-        place = _place_of(parameter)
-        if place is None:
-            others[parameter] = parameter
-        else:
-            units.setdefault(place.steps, set()).add(place.unit)
+    others: dict[int, list[Tensor]] = {}
+    stepped: list[Tensor] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in [p for p in group["params"] if p.grad is not None]:
+            stepped.append(parameter)
+            place = _place_of(parameter)
+            if place is None:
+                others.setdefault(number, []).append(parameter)
+            else:
+                units.setdefault(place.steps, set()).add(place.unit)
     if not units:
         return []
     with one_step_at_a_time(optimizer, 'pass CPUOffloadPolicy(step="host") to fully_shard'):

@@ -5,7 +5,7 @@ Only optimizers that treat every element alone give the same numbers in this way
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwise.runtime.attach import unowned_states
 __all__ = [
     "ELEMENTWISE",
     "check_elementwise",
+    "groups_of",
     "one_step_at_a_time",
     "step_only",
     "with_evaluated_closure",
@@ -76,17 +77,20 @@ def _is_same(old: object, new: object) -> bool:
     return old is new or (type(old) is type(new) and isinstance(new, (int, float)) and old == new)
 
 
-def step_only(optimizer: Optimizer, stand_ins: Mapping[Tensor, Tensor]) -> None:
-    """Step ``stand_ins`` in place of the parameters by which they are found, and no others.
+def groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    """The numbers of the groups of all parameters."""
+    groups = enumerate(optimizer.param_groups)
+    return {p: number for number, group in groups for p in group["params"]}
 
-    The hooks of the optimizer are not called.
-    """
+
+def step_only(optimizer: Optimizer, groups: dict[int, list[Tensor]]) -> None:
+    """Step the tensors in ``groups``, by number of group, without the hooks of the optimizer."""
     # torch wraps `step` in what calls the hooks.
     step: Callable[[Optimizer], object] = type(optimizer).step
     originals = [group["params"] for group in optimizer.param_groups]
     try:
-        for group in optimizer.param_groups:
-            group["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = groups.get(number, [])
         getattr(step, "__wrapped__", step)(optimizer)
     finally:
         for group, parameters in zip(optimizer.param_groups, originals, strict=True):
