@@ -301,6 +301,33 @@ def test_states_of_a_parameter_of_one_element_that_are_numbers_are_not_sharded(
     assert torch.equal(full(models[1].scale), full(models[0].scale))
 
 
+class _Scalars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift) ** 2
+
+
+def test_states_that_are_numbers_are_not_sharded_if_all_parameters_have_one_element(
+    tmp_path: Path,
+) -> None:
+    models = [sw.fully_shard(_Scalars()) for _ in range(2)]
+    optimizers = [torch.optim.NAdam(model.parameters(), lr=0.01) for model in models]
+    models[0](torch.ones(2)).sum().backward()
+    optimizers[0].step()
+    sw.save(tmp_path / "x", model=models[0], optimizer=optimizers[0])
+    sw.load(tmp_path / "x", model=models[1], optimizer=optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    for stepped, loaded in zip(*(model.parameters() for model in models), strict=True):
+        assert stepped.equal(loaded)
+
+
 def test_an_optimizer_that_was_built_before_sharding_is_saved_and_loaded(tmp_path: Path) -> None:
     def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 3)

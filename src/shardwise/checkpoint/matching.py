@@ -253,8 +253,8 @@ class OptimizerStates:
             key
             for name in parameters.keys() & saved.keys()
             for key, value in saved[name].items()
-            if parameters[name].numel() > 1
-            and any(prod(self._specs[x].shape) == 1 for x in tree.tensor_names(value))
+            for spec in map(self._specs.__getitem__, tree.tensor_names(value))
+            if prod(spec.shape) == 1 and spec.shape != tuple(parameters[name].shape)
         }
         self._states = {
             selected[name]: {
@@ -352,7 +352,8 @@ class OptimizerStates:
         made = empty_state(self._optimizer, parameter, key, spec.shape, spec.torch_dtype)
         if made is not None:
             return made
-        if key in self._numbers or spec.shape != tuple(parameter.shape):
+        is_number = key in self._numbers and prod(spec.shape) == 1
+        if is_number or spec.shape != tuple(parameter.shape):
             on_cpu = key == "step" and id(parameter) in self._steps_on_cpu
             device = torch.device("cpu") if on_cpu else parameter.device
             return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)

@@ -165,7 +165,8 @@ class _Steps:
         epochs = [float(one.last_epoch) for one in self._schedulers]
         groups = [group for one in self._optimizers for group in one.param_groups]
         values = [group[key] for group in groups for key in group if key != "params"]
-        return epochs + [float(one) for one in pytree.tree_leaves(values) if _is_number(one)]
+        parts = pytree.tree_leaves(values, is_leaf=_is_dict)
+        return epochs + [float(part) for part in parts if _is_number(part)]
 
     def _take_options(self, options: Sequence[float]) -> None:
         found = iter(options)
@@ -188,7 +189,7 @@ class _Steps:
 
         before = float(group["lr"]) if "lr" in group else 0.0
         for key in [key for key in group if key != "params"]:
-            group[key] = pytree.tree_map(filled, group[key])
+            group[key] = pytree.tree_map(filled, group[key], is_leaf=_is_dict)
         is_scheduled = any(one.optimizer is optimizer for one in self._schedulers)
         is_changed = "initial_lr" in group and before != float(group["lr"])
         if is_changed and not is_scheduled and not self._has_warned:
@@ -270,6 +271,11 @@ def _check_parameters(
 
 def _steps_in_backward(optimizer: Optimizer) -> bool:
     return any(getattr(one, STEPS_IN_BACKWARD, False) for one in parameters_of(optimizer))
+
+
+def _is_dict(value: object) -> bool:
+    """Whether a part of an option is not looked into, since it may be shared with others."""
+    return isinstance(value, dict)
 
 
 def _is_number(value: object) -> bool:

@@ -174,9 +174,7 @@ class OuterOptimizer(Optimizer):
         packed = one.pack([self._difference(p) for p in one.parameters])
         sent = self._message_bytes(fragment)
         self.sent_bytes += sent
-        ledger = self._runtime.scheduler.ledger
-        ledger.add_sent(lambda: AxisBytes(outer=sent), after_backward=True)
-        ledger.outer_bytes += sent
+        self._runtime.scheduler.ledger.add_sent(AxisBytes(outer=sent), after_backward=True)
         return self._gather(packed)
 
     def _gather(self, packed: Tensor) -> Gather:

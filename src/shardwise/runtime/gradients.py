@@ -130,7 +130,7 @@ class Gradients:
 
     @property
     def accumulated(self) -> AccumulatedGradients:
-        """What earlier backwards of the step have left; made when one leaves some."""
+        """What earlier backwards of the step have left; made when first asked for."""
         if self._accumulated is None:
             pools = self._first_pool, self._pool
             self._accumulated = AccumulatedGradients(

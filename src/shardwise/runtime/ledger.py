@@ -6,8 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import SupportsFloat
 
 from shardwise.comm.api import Work
@@ -38,7 +36,7 @@ def count_sent(mesh: DataParallelMesh | None, work: Work, *, after_backward: boo
     reference = None if mesh is None else _ledgers.get(mesh)
     ledger = None if reference is None else reference()
     if ledger is not None and mesh is not None:
-        ledger.add_sent(partial(mesh.axis_bytes, (work,)), after_backward=after_backward)
+        ledger.add_sent(mesh.axis_bytes([work]), after_backward=after_backward)
 
 
 @dataclass(slots=True)
@@ -134,8 +132,7 @@ class Ledger:
         self.step = 0  # number of the current step
         self.gathered_bytes = 0  # of the units that are gathered now
         self._steps: deque[list[Record]] = deque([[]], maxlen=max_steps)
-        # What tells the bytes that were sent outside of events, by step.
-        self._sent: deque[list[Callable[[], AxisBytes]]] = deque([[]], maxlen=max_steps)
+        self._sent = deque([NOTHING], maxlen=max_steps)  # outside of events, by step
         self._peak_gathered_bytes = 0
         self._forward = slice(0, 0)  # records of the current step that the next forward replaces
 
@@ -194,14 +191,14 @@ class Ledger:
             reader.step_ended(self.step, self._steps[-1])
         self.step += 1
         self._steps.append([])
-        self._sent.append([])
+        self._sent.append(NOTHING)
         self._forward = slice(0, 0)
 
     def abandon_step(self) -> None:
         """Drop the records of the current step, which raised. All units have been freed."""
         self.gathered_bytes = 0
         self._steps[-1].clear()
-        self._sent[-1].clear()
+        self._sent[-1] = NOTHING
         self._forward = slice(0, 0)
         for reader in self.readers:
             reader.step_abandoned()
@@ -241,14 +238,14 @@ class Ledger:
         exchange. Norms of gradients, votes of `sw.transaction` and checkpoints are not counted.
         """
         position = self._position(step)
-        in_events = (record.sent for record in self._steps[position])
-        others = (sent() for sent in self._sent[position])
-        return sum(chain(in_events, others), start=NOTHING)
+        sent = (record.sent for record in self._steps[position])
+        return sum(sent, start=self._sent[position])
 
-    def add_sent(self, sent: Callable[[], AxisBytes], *, after_backward: bool) -> None:
-        """Count what no event sent, in the current step or in the one that ended last."""
+    def add_sent(self, sent: AxisBytes, *, after_backward: bool) -> None:
+        """Count bytes that no event sent, in the current step or in the one that ended last."""
         is_last = after_backward and len(self._sent) > 1
-        self._sent[-2 if is_last else -1].append(sent)
+        self._sent[-2 if is_last else -1] += sent
+        self.outer_bytes += sent.outer
 
     def note_traffic_of(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make `count_sent` count the traffic of ``meshes`` in this ledger."""

@@ -38,6 +38,7 @@ NUM_RECENT = 64  # ranks stall within a few units after they diverge
 # A kernel may take long, so a device counts as stuck only after this many looks without progress.
 _DEVICE_GRACE = 2
 _MAX_LOGGED_RANKS = 4
+_MAX_LISTED_RANKS = 16  # of a mesh, in messages
 
 _log = logging.getLogger("shardwise")
 
@@ -100,12 +101,7 @@ class RankWatch(Watch):
         self._device = device
         self._rank, self._num_ranks = world.own_rank, world.size
         self._parent = weakref.ref(world.parent)
-        members = dist.get_process_group_ranks(world.parent)
-        is_job = members == list(range(self._num_ranks))
-        listed = ", ".join(map(str, members))
-        self._numbering = (
-            "" if is_job else f"; ranks of this mesh, in order, are {listed} of the job"
-        )
+        self._numbering = _numbering(dist.get_process_group_ranks(world.parent))
         self._queues = queues
         self.place = place
         self.patience = patience = patience or usual_patience()
@@ -304,7 +300,9 @@ class RankWatch(Watch):
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
         agreed = error
-        text = f"{error}{self._numbering}"
+        text = str(error)
+        if self._numbering not in text:  # on a line of its own below a table of ranks
+            text += self._numbering.replace("; ", "\n", 1) if "\n" in text else self._numbering
         failure = replace(self._report(), failure=type(error).__name__, error=text)
         try:
             with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
@@ -408,6 +406,16 @@ class RankWatch(Watch):
         with contextlib.suppress(RuntimeError):  # a device that has failed cannot be asked
             self._known_states = tuple(queue.state() for queue in self._queues)
         return self._known_states
+
+
+def _numbering(members: list[int]) -> str:
+    """How the ranks of a mesh are numbered in the job; nothing if the mesh has all of them."""
+    if members == list(range(len(members))):
+        return ""
+    shown = [str(rank) for rank in members]
+    if len(shown) > _MAX_LISTED_RANKS:
+        shown[_MAX_LISTED_RANKS // 2 : -1] = ["..."]
+    return f"; ranks of this mesh, in order, are {', '.join(shown)} of the job"
 
 
 def _describe(error: BaseException) -> str:
