@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machines.find import machine_of
 from shardwise.forecast.models.model import Model, workload_of
 from shardwise.forecast.models.transformer import Shape
+from shardwise.forecast.view.planning import Planned
 from shardwise.forecast.work import Kind, Operation
 
 BATCH, TIME, HIDDEN, BLOCKS = 2, 32, 32, 4
@@ -144,6 +146,22 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage() -> None:
         blocks = {one.unit for one in found.step.replayed.events[0]} - {0}
         assert len(blocks) == len(forecaster.plan(configuration, found.stage).units) - 1
     assert seconds[7] > 1.1 * seconds[6]
+
+
+@pytest.mark.parametrize("pipeline", [1, 3])
+def test_the_chart_of_memory_is_that_of_the_slowest_stage_to_its_end(pipeline: int) -> None:
+    """With 8,000 tokens in the vocabulary, the last of 3 stages needs the most memory."""
+    configuration = replace(ONE, shard_size=1, pipeline=pipeline)
+    model = Model("", replace(LLAMA, layers=7, vocab=8000))
+    forecaster = Forecaster(model, machine_of(f"{pipeline}xA100"))
+    found = forecaster.forecast(configuration)
+    ranking: Any = SimpleNamespace(winner=found)
+    unread: Any = None
+    samples = Planned(forecaster, ranking, [], "", "", unread).recording.memory
+    timeline = forecaster.memory_of_stage(configuration, found.stage).timeline
+    assert (found.memory.timeline == timeline) == (pipeline == 1)
+    assert max(one.activations for one in samples) == max(one.activations for one in timeline)
+    assert samples[-1].activations == 0
 
 
 def test_selective_checkpointing_keeps_results_of_reduce_scatters() -> None:

@@ -27,6 +27,7 @@ from shardwise.checkpoint.coordination import Coordinator
 from shardwise.checkpoint.write import write
 from shardwise.errors import CheckpointError, CheckpointNotFound
 from shardwise.integrations import vllm
+from shardwise.weights.directory import INDEX
 from shardwise.weights.updates import Manifest, TensorInfo, Update, indices_of, runs_of
 from tests.covering import covered_first
 from tests.forked import run_forked
@@ -350,6 +351,19 @@ def test_two_programs_do_not_publish_to_a_directory_at_once(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="has version 1, expected 0; another program"):
         other.begin(whole_version)
     assert_same(weights.read_published(tmp_path).tensors, {"weight": torch.ones(2)})
+
+
+def test_a_version_whose_last_one_is_gone_is_refused(tmp_path: Path) -> None:
+    directory = weights.Directory(tmp_path)
+    tensors, update = {"weight": TensorInfo((2,), torch.float32)}, Update("weight", torch.ones(2))
+    directory.begin(Manifest(1, None, tensors))
+    directory.send([update])
+    directory.commit(1)
+    directory.begin(Manifest(2, 1, tensors))
+    (tmp_path / INDEX).unlink()
+    for call in (partial(directory.send, [update]), partial(directory.commit, 2)):
+        with pytest.raises(CheckpointError, match="has version 0, expected 1; another program"):
+            call()
 
 
 @pytest.mark.parametrize("what", ["replaced", "damaged"])

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise import parts  # noqa: F401 - the engine uses them
@@ -179,10 +180,12 @@ class Coordinator:
         rows = self._gather_rows(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-    def all_gather_rows(self, rows: Sequence[Sequence[int]], length: int) -> list[list[list[int]]]:
-        """The ``rows`` of every rank, of ``length`` integers each, in order of rank."""
+    def all_gather_rows(
+        self, rows: Sequence[Sequence[int]], length: int
+    ) -> list[NDArray[np.int64]]:
+        """The ``rows`` of every rank, of ``length`` integers each: [rows, length] by rank."""
         encoded = self.all_gather(np.array(rows, dtype=np.int64).tobytes())
-        return [np.frombuffer(x, dtype=np.int64).reshape(-1, length).tolist() for x in encoded]
+        return [np.frombuffer(one, dtype=np.int64).reshape(-1, length) for one in encoded]
 
     def all_to_all(self, sent: Sequence[Tensor], num_bytes: Sequence[int]) -> list[Tensor]:
         """Send one tensor [n] of uint8 to each rank; receive one, of ``num_bytes``, from each."""

@@ -127,7 +127,7 @@ def load(
             plan.read()
         by_rank = ranks.all_gather_rows(opened.unchecked, len(BlockPart._fields))
         with ranks.raises_together("assign what was read"):
-            opened.check([BlockPart(*row) for rows in by_rank for row in rows])
+            opened.check([BlockPart(*row) for rows in by_rank for row in rows.tolist()])
             plan.assign_slices()
             plan.finish()
     return Loaded(plan.state, plan.report, opened.bytes_read)

@@ -191,7 +191,7 @@ def _holders(own: Slices, ranks: Coordinator) -> _Holders:
     rows = [(number, held.start_byte, held.stop_byte) for number, held in own.items()]
     holders: dict[int, list[tuple[int, int, int]]] = {}
     for rank, rows_of_rank in enumerate(ranks.all_gather_rows(rows, 3)):
-        for number, start, stop in rows_of_rank:
+        for number, start, stop in rows_of_rank.tolist():
             if start < stop:
                 holders.setdefault(number, []).append((start, stop, rank))
     return {number: sorted(found) for number, found in holders.items()}

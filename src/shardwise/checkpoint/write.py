@@ -51,7 +51,7 @@ def write(job: WriteJob, ranks: Coordinator) -> None:
         by_rank = ranks.all_gather_rows(own, len(BlockPart._fields))
         with ranks.raises_together("complete the checkpoint"):
             if owner is not None:
-                parts = [BlockPart(*row) for rows in by_rank for row in rows]
+                parts = [BlockPart(*row) for rows in by_rank for row in rows.tolist()]
                 commit(job.folder, _manifest(job, parts).render(), owner)
     except StepError:  # other ranks may still be writing
         raise

@@ -106,21 +106,21 @@ class Forecaster:
     def memory(self, configuration: Configuration) -> Forecast:
         """Predict only memory, which is cheaper, for the pipeline stage that needs the most."""
         # The first stage holds the most micro-batches, and the last one has the head and the loss.
-        certificates = [
-            memory_certificate(
-                self.plan(configuration, stage),
-                self.workload(configuration, stage),
-                configuration,
-                stage=stage,
-                buffer_bytes=sum(
-                    one.nbytes for one in self._module(configuration, stage).buffers()
-                ),
-                on_cpu=self.on_cpu,
-            )
-            for stage in sorted({0, configuration.pipeline - 1})
-        ]
+        stages = sorted({0, configuration.pipeline - 1})
+        certificates = [self.memory_of_stage(configuration, stage) for stage in stages]
         largest = max(certificates, key=lambda one: one.device_bytes)
         return Forecast(configuration, self.cluster, largest)
+
+    def memory_of_stage(self, configuration: Configuration, stage: int = -1) -> Certificate:
+        """Predict the memory of a rank of a stage, by default of the last stage."""
+        return memory_certificate(
+            self.plan(configuration, stage),
+            self.workload(configuration, stage),
+            configuration,
+            stage=stage % configuration.pipeline,
+            buffer_bytes=sum(one.nbytes for one in self._module(configuration, stage).buffers()),
+            on_cpu=self.on_cpu,
+        )
 
     def timed(self, forecast: Forecast) -> Forecast:
         """Add the time of a step, predicted for the slowest pipeline stage."""

@@ -94,7 +94,9 @@ def count_changes(
                 starts, _ = runs_of(_positions(source.tensor, found[0]), source.tensor.numel())
                 own[:, column] += torch.tensor([len(found[0]), len(starts)], device="cpu")
     by_rank = coordinator.all_gather_rows(own.tolist(), len(outputs))
-    by_output = torch.tensor(by_rank, device="cpu").permute(2, 1, 0).tolist()
+    by_output = (
+        torch.tensor([rows.tolist() for rows in by_rank], device="cpu").permute(2, 1, 0).tolist()
+    )
     return [Counts(elements, runs) for elements, runs in by_output]
 
 

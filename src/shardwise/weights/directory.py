@@ -87,6 +87,7 @@ class Directory:
         self._sent.clear()
 
     def send(self, bucket: Sequence[Update]) -> None:
+        self._check_last_version()
         manifest = self._manifest
         numbers = {name: number for number, name in enumerate(manifest.tensors, start=1)}
         for update in bucket:

@@ -1,7 +1,7 @@
 """`shardwise plan`: a search, and the facts that its page and its tables show."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.errors import ConfigError
@@ -40,9 +40,10 @@ class Planned:
 
     @cached_property
     def recording(self) -> RankRecording:
-        """The winner's predicted step, as a recording."""
-        plan = self.forecaster.plan(self.winner.configuration, self.winner.stage)
-        return recording_of(self.winner, plan)
+        """The winner's predicted step, as a recording of a rank of its slowest stage."""
+        shown = self.winner.configuration, self.winner.stage
+        winner = replace(self.winner, memory=self.forecaster.memory_of_stage(*shown))
+        return recording_of(winner, self.forecaster.plan(*shown))
 
     @property
     def title(self) -> str:

@@ -53,25 +53,30 @@ def recording_of(forecast: Forecast, plan: Plan) -> RankRecording:
 def _samples(forecast: Forecast, plan: Plan, events: list[RecordedEvent]) -> Iterator[MemorySample]:
     """Yield the memory of the last micro-batch, the only one that the certificate covers."""
     labels = [unit.label for unit in plan.units]
-    moments = deque(forecast.memory.timeline)
-    moment = moments[0]
+    # An event has several moments if less stays at its end than is needed within it.
+    by_event = groupby(forecast.memory.timeline, key=lambda moment: moment.label)
+    expected = deque((label, list(moments)) for label, moments in by_event)
+    held = expected[0][1]
     unit = 0
     for timed in events:
-        if moments and moments[0].label == f"{timed.event.value} {labels[timed.unit]}":
-            moment = moments.popleft()
+        if expected and expected[0][0] == f"{timed.event.value} {labels[timed.unit]}":
+            held = expected.popleft()[1]
+        else:
+            held = held[-1:]
         if timed.event in COMPUTE:
             unit = timed.unit
-        yield MemorySample(
-            shards=moment.parameters,
-            gathered=moment.gathered,
-            gradients=moment.gradients + moment.communication,
-            optimizer=moment.optimizer,
-            activations=moment.activations,
-            buffers=moment.buffers + moment.temporaries,
-            step=timed.step,
-            at=timed.ended,
-            unit=unit,
-        )
+        for moment in held:
+            yield MemorySample(
+                shards=moment.parameters,
+                gathered=moment.gathered,
+                gradients=moment.gradients + moment.communication,
+                optimizer=moment.optimizer,
+                activations=moment.activations,
+                buffers=moment.buffers + moment.temporaries,
+                step=timed.step,
+                at=timed.ended,
+                unit=unit,
+            )
 
 
 def _totals(events: list[RecordedEvent], ended: float) -> StepTotals:
