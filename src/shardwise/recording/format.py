@@ -6,10 +6,9 @@ measures the offset of its own clock when it starts to record, and adds it.
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-
-from pydantic import Field, TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.plan.units import UnitPlan
@@ -173,9 +172,15 @@ class StepTotals(_Interval):
 
 
 Line = Header | RecordedEvent | Span | MemorySample | StepTotals
-_AnyLine = Annotated[Line, Field(discriminator="kind")]
-_LINE: TypeAdapter[Line] = TypeAdapter(_AnyLine)
-_LINES: TypeAdapter[list[Line]] = TypeAdapter(list[_AnyLine])
+
+
+@cache
+def _adapters() -> tuple[Any, Any]:
+    """Pydantic's adapters for a line and for several. Forecasts use events without pydantic."""
+    from pydantic import Field, TypeAdapter  # noqa: PLC0415
+
+    line: Any = Annotated[Line, Field(discriminator="kind")]
+    return TypeAdapter(line), TypeAdapter(list[line])
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,8 @@ def file_of_rank(directory: Path, rank: int) -> Path:
 
 def to_json(line: Line) -> str:
     """Serialize one line, without a newline."""
-    return _LINE.dump_json(line).decode()
+    text: str = _adapters()[0].dump_json(line).decode()
+    return text
 
 
 def read_recording(directory: Path) -> tuple[RankRecording, ...]:
@@ -225,9 +231,11 @@ def read_recording(directory: Path) -> tuple[RankRecording, ...]:
 
 
 def _read_rank(path: Path) -> RankRecording:
+    from pydantic import ValidationError  # noqa: PLC0415
+
     complete = path.read_bytes().split(b"\n")[:-1]  # without a line that a kill truncated
     try:
-        lines = _LINES.validate_json(b"[" + b",".join(complete) + b"]")
+        lines = _adapters()[1].validate_json(b"[" + b",".join(complete) + b"]")
     except ValidationError as error:
         first = error.errors()[0]
         number, *where = first["loc"] or (0,)

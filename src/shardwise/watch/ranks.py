@@ -101,7 +101,10 @@ class RankWatch(Watch):
         self._device = device
         self._rank, self._num_ranks = world.own_rank, world.size
         self._parent = weakref.ref(world.parent)
-        self._numbering = _numbering(dist.get_process_group_ranks(world.parent))
+        members = list(range(self._num_ranks))
+        with contextlib.suppress(KeyError):  # the program has destroyed the group
+            members = dist.get_process_group_ranks(world.parent)
+        self._numbering = _numbering(members)
         self._queues = queues
         self.place = place
         self.patience = patience = patience or usual_patience()
