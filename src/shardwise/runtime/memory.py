@@ -181,6 +181,7 @@ class Arena(Pool):
         self._whole: torch.UntypedStorage | None = None  # the one allocation
         self._ranges: dict[str, torch.UntypedStorage] = {}  # parts of it, by buffer
         self._alive: dict[int, str] = {}  # names of buffers, by the ids of their storages
+        self.in_use = 0  # XOR of checksums of these names: equal on ranks that have the same ones
 
     @property
     def held_bytes(self) -> int:
@@ -199,11 +200,12 @@ class Arena(Pool):
         else:
             storage = self._range(name, offset, num_bytes)
         self._alive[storage_id(storage)] = name
+        self.in_use ^= zlib.crc32(name.encode())
         return storage
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        del self._alive[storage_id(storage)]
+        self.in_use ^= zlib.crc32(self._alive.pop(storage_id(storage)).encode())
         start = 0 if self._whole is None else self._whole.data_ptr()
         if not start <= address < start + self._arena_bytes:
             super()._give_back(storage)
@@ -211,11 +213,6 @@ class Arena(Pool):
     @property
     def _arena_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.nbytes()
-
-    @property
-    def in_use(self) -> int:
-        """A number that is equal on ranks that have the same buffers in use."""
-        return zlib.crc32(repr(sorted(self._alive.values())).encode())
 
     def _place(self) -> None:
         """Plan offsets within the peak of allocated bytes (plus 1/64).

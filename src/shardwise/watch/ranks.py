@@ -101,10 +101,7 @@ class RankWatch(Watch):
         self._device = device
         self._rank, self._num_ranks = world.own_rank, world.size
         self._parent = weakref.ref(world.parent)
-        members = list(range(self._num_ranks))
-        with contextlib.suppress(KeyError):  # the program has destroyed the group
-            members = dist.get_process_group_ranks(world.parent)
-        self._numbering = _numbering(members)
+        self._numbering = _numbering(self._ranks_in_job())
         self._queues = queues
         self.place = place
         self.patience = patience = patience or usual_patience()
@@ -305,7 +302,8 @@ class RankWatch(Watch):
         agreed = error
         text = str(error)
         if self._numbering not in text:  # on a line of its own below a table of ranks
-            text += self._numbering.replace("; ", "\n", 1) if "\n" in text else self._numbering
+            is_table = "\n" in text
+            text += "\n" + self._numbering.removeprefix("; ") if is_table else self._numbering
         failure = replace(self._report(), failure=type(error).__name__, error=text)
         try:
             with contextlib.suppress(PeerLost):  # the store is gone, so no rank can read it
@@ -322,14 +320,19 @@ class RankWatch(Watch):
                 run_together([queue.stop for queue in self._queues])
         return agreed
 
-    def _write_flight_records(self) -> None:
-        parent, prefix = self._parent(), os.environ.get(PREFIX_VARIABLE)
-        if not prefix:
-            return
-        members = list(range(self._num_ranks))
+    def _ranks_in_job(self) -> list[int]:
+        """The numbers of these ranks in the job; those in the mesh if its group is gone."""
+        parent = self._parent()
         if parent is not None:
             with contextlib.suppress(KeyError):  # the program has destroyed the group
-                members = dist.get_process_group_ranks(parent)
+                return dist.get_process_group_ranks(parent)
+        return list(range(self._num_ranks))
+
+    def _write_flight_records(self) -> None:
+        prefix = os.environ.get(PREFIX_VARIABLE)
+        if not prefix:
+            return
+        members = self._ranks_in_job()
         for queue in self._on_device:
             path = Path(f"{prefix}{queue.name.replace('/', '_')}_{members[self._rank]}")
             with contextlib.suppress(OSError):  # the error is more important than the record
