@@ -111,6 +111,7 @@ def test_the_printed_step_trains_as_planned(
         Configuration(tensor=2, pipeline=2, compute_dtype=torch.float32),
         Configuration(strategy="hsdp", shard_size=2, replicas=2),
         Configuration(strategy="hsdp", replicas=2, context=2),
+        Configuration(strategy="ddp", replicas=2, context=2),
         Configuration(strategy="hfsdp", shard_size=2, replicas=2, offload="parameters"),
     ],
     ids=str,
@@ -123,6 +124,15 @@ def test_the_call_has_the_mesh_of_model_parallelism(
     call = call_of(configuration).replace('"cuda"', '"cpu"')
     exec(call, {"sw": sw, "torch": torch, "model": model})
     assert handle_of(model).runtime.plan == expected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_strategies_of_one_axis_are_over_all_data_parallel_ranks(strategy: str) -> None:
+    model = build()
+    expected = plan_of(model, Configuration(strategy=strategy, shard_size=8))
+    assert expected.num_ranks == 8
+    for ranks in ({"replicas": 8}, {"replicas": 2, "context": 4}, {"shard_size": 2, "replicas": 4}):
+        assert plan_of(model, Configuration(strategy=strategy, **ranks)) == expected
 
 
 def test_the_call_is_written_as_a_user_would() -> None:
