@@ -436,13 +436,12 @@ class _Pricing:
 
     def _is_float8(self, operation: Operation) -> bool:
         """Whether the operation is a product of a linear layer of a block, in 8 bits."""
-        return (
-            self._float8 != "none"
-            and operation.kind is Kind.MATMUL
-            and operation.itemsize == 2  # noqa: PLR2004 - bytes
-            and operation.shape[0] == 1
-            and self._head_rows not in operation.shape
-        )
+        if self._float8 == "none" or operation.kind is not Kind.MATMUL or operation.itemsize != 2:  # noqa: PLR2004 - bytes
+            return False
+        batch, *sizes = operation.shape
+        if self._tokens in sizes:  # it may be equal to the rows of the head
+            sizes.remove(self._tokens)
+        return batch == 1 and self._head_rows not in sizes
 
     def _collective_seconds(self, operation: Operation) -> float:
         size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))
