@@ -131,9 +131,7 @@ def test_experts_are_sharded_over_the_ranks_that_have_them(
     """Of 8 ranks, every fourth one has the same expert."""
     configuration = replace(ONE, strategy=strategy, **{"shard_size": 1} | sizes)
     forecaster = Forecaster(Model("", EXPERTS), machine_of("8xA100"))
-    whole, apart = (
-        forecaster.forecast(replace(configuration, expert=expert)) for expert in (1, 4)
-    )
+    whole, apart = (forecaster.forecast(replace(configuration, expert=expert)) for expert in (1, 4))
     dense = parameters(EXPERTS) - (experts := BLOCKS * 4 * 3 * HIDDEN * 64)
     expected = 4 * (dense * copies[0] + experts * copies[1]) / 8
     assert apart.memory.timeline[0].parameters == pytest.approx(expected, rel=0.01)

@@ -1,6 +1,6 @@
 """The configurations that a search compares: ways to divide a model and a batch over the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -132,14 +132,24 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
                 f"pipeline={degrees['pipeline']}"
             ] = None
+    _check_micro_batches(wrong, found)
+    if not found:
+        raise ConfigError("; ".join(reasons) or "there is no configuration to compare")
+    return found
+
+
+def _check_micro_batches(wrong: Mapping[int, int], found: Iterable[Configuration]) -> None:
+    """Raise a ConfigError if a micro-batch divides the batch of no rank.
+
+    Args:
+        wrong: micro-batches, and a batch of a rank that each does not divide.
+        found: the candidates.
+    """
     for size in wrong.keys() - {one.micro_batch for one in found}:
         raise ConfigError(
             f"micro_batch={size}: expected a divisor of the "
             f"{counted(wrong[size], 'sequence')} per rank: {divisors(wrong[size])}"
         )
-    if not found:
-        raise ConfigError("; ".join(reasons) or "there is no configuration to compare")
-    return found
 
 
 def _of_degrees(
