@@ -126,13 +126,16 @@ def test_the_call_has_the_mesh_of_model_parallelism(
     assert handle_of(model).runtime.plan == expected
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_strategies_of_one_axis_are_over_all_data_parallel_ranks(strategy: str) -> None:
+def test_ddp_is_over_all_data_parallel_ranks_and_those_of_a_sequence() -> None:
     model = build()
-    expected = plan_of(model, Configuration(strategy=strategy, shard_size=8))
-    assert expected.num_ranks == 8
-    for ranks in ({"replicas": 8}, {"replicas": 2, "context": 4}, {"shard_size": 2, "replicas": 4}):
-        assert plan_of(model, Configuration(strategy=strategy, **ranks)) == expected
+    expected = plan_of(model, Configuration(strategy="ddp", replicas=8))
+    assert (expected.num_ranks, expected.world_size) == (8, 1)
+    for ranks in (
+        {"shard_size": 8},
+        {"replicas": 2, "context": 4},
+        {"shard_size": 2, "context": 4},
+    ):
+        assert plan_of(model, Configuration(strategy="ddp", **ranks)) == expected
 
 
 def test_the_call_is_written_as_a_user_would() -> None:

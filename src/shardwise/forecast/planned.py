@@ -74,10 +74,8 @@ def _ranks_of(configuration: Configuration, expert: int = 1) -> tuple[int, int]:
     """
     row, num_shards = configuration.row, configuration.shard_ranks
     replicas = configuration.replicas
-    if row.num_axes == 1:  # all ranks are on it, also those of a sequence
-        num_shards, replicas = num_shards * replicas, 1
-    if not row.shards:
-        num_shards, replicas = 1, num_shards
+    if not row.shards:  # those of a sequence have copies, too
+        num_shards, replicas = 1, num_shards * replicas
     in_row = gcd(num_shards, expert)
     num_shards, replicas = num_shards // in_row, replicas // (expert // in_row)
     return num_shards * (replicas if row.is_two_level else 1), replicas

@@ -507,7 +507,7 @@ _COMMUNICATOR_BYTES = 500 << 20
 
 def _overhead_bytes(configuration: Configuration) -> int:
     axes = [configuration.shard_ranks, configuration.replicas]
-    if configuration.row.num_axes == 1:
+    if not configuration.row.shards:
         axes = [prod(axes)]
     groups = (*axes, configuration.tensor)
     return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
