@@ -130,12 +130,12 @@ def test_ddp_is_over_all_data_parallel_ranks_and_those_of_a_sequence() -> None:
     model = build()
     expected = plan_of(model, Configuration(strategy="ddp", replicas=8))
     assert (expected.num_ranks, expected.world_size) == (8, 1)
-    for ranks in (
-        {"shard_size": 8},
-        {"replicas": 2, "context": 4},
-        {"shard_size": 2, "context": 4},
+    for configuration in (
+        Configuration(strategy="ddp", shard_size=8),
+        Configuration(strategy="ddp", replicas=2, context=4),
+        Configuration(strategy="ddp", shard_size=2, context=4),
     ):
-        assert plan_of(model, Configuration(strategy="ddp", **ranks)) == expected
+        assert plan_of(model, configuration) == expected
 
 
 def test_the_call_is_written_as_a_user_would() -> None:

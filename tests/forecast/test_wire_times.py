@@ -76,12 +76,8 @@ def test_a_wire_sends_fewer_bytes() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp", "hfsdp"])
 def test_no_step_is_shorter_than_its_bytes_take(strategy: str, wire: sw.Wire) -> None:
     """One GPU per node sends at most 1.25 GB/s."""
-    sizes = {"shard_size": 16}
-    if strategy in ("hsdp", "hfsdp"):
-        sizes = {"shard_size": 4, "replicas": 4}
-    elif strategy == "ddp":
-        sizes = {"replicas": 16}
-    one = replace(BASE, strategy=strategy, wire=wire, **sizes)
+    size = {"ddp": 1, "hsdp": 4, "hfsdp": 4}.get(strategy, 16)
+    one = replace(BASE, strategy=strategy, wire=wire, shard_size=size, replicas=16 // size)
     plan = plan_of(Model("model", SHAPE).build(one), one)
     seconds = sent_bytes(plan).total / 1.25e9
     assert forecast("16xA100-80GB/1:10", one).step.seconds > seconds
@@ -91,8 +87,9 @@ def test_hfsdp_reduces_in_rows_first() -> None:
     """It sends as much as hsdp within a node, and half as much between nodes."""
     seconds = {}
     for strategy in ("hsdp", "hfsdp", "fsdp"):
-        sizes = {"shard_size": 16} if strategy == "fsdp" else {"shard_size": 8, "replicas": 2}
-        one = replace(BASE, strategy=strategy, reshard_after_forward=False, **sizes)
+        size = 16 if strategy == "fsdp" else 8
+        one = replace(BASE, strategy=strategy, shard_size=size, replicas=16 // size)
+        one = replace(one, reshard_after_forward=False)
         seconds[strategy] = forecast(SLOW, one).step.exposed_seconds
     assert seconds["hfsdp"] < seconds["hsdp"] < seconds["fsdp"]
 
