@@ -114,33 +114,6 @@ def test_expert_parallelism_divides_experts_and_exchanges_tokens() -> None:
     assert parameters(EXPERTS) - parameters(EXPERTS, expert=2) == experts // 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "copies"),
-    [
-        ("fsdp", {"shard_size": 8}, (1, 1)),
-        ("fsdp", {"shard_size": 4, "context": 2}, (1, 1)),
-        ("hsdp", {"shard_size": 4, "replicas": 2}, (2, 2)),
-        ("hsdp", {"shard_size": 2, "replicas": 4}, (4, 2)),
-        ("hfsdp", {"shard_size": 4, "replicas": 2}, (1, 1)),
-        ("ddp", {"replicas": 8}, (8, 2)),
-    ],
-)
-def test_experts_are_sharded_over_the_ranks_that_have_them(
-    strategy: str, sizes: dict[str, Any], copies: tuple[int, int]
-) -> None:
-    """Of 8 ranks, every fourth one has the same expert."""
-    configuration = replace(ONE, strategy=strategy, **{"shard_size": 1} | sizes)
-    forecaster = Forecaster(Model("", EXPERTS), machine_of("8xA100"))
-    whole, apart = (forecaster.forecast(replace(configuration, expert=expert)) for expert in (1, 4))
-    dense = parameters(EXPERTS) - (experts := BLOCKS * 4 * 3 * HIDDEN * 64)
-    expected = 4 * (dense * copies[0] + experts * copies[1]) / 8
-    assert apart.memory.timeline[0].parameters == pytest.approx(expected, rel=0.01)
-    assert apart.memory.timeline[0].optimizer == pytest.approx(2 * expected, rel=0.01)
-    most = max(one.gathered for one in apart.memory.timeline)
-    assert most <= max(one.gathered for one in whole.memory.timeline)
-    assert apart.step.model_flops == pytest.approx(whole.step.model_flops)
-
-
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_stage_may_have_a_single_block(mode: Any) -> None:
     forecaster = Forecaster(Model("", LLAMA), machine_of("4xA100"))

@@ -2,7 +2,6 @@
 
 from dataclasses import fields, is_dataclass, replace
 from inspect import signature
-from math import gcd
 from textwrap import indent
 from typing import Any
 
@@ -17,20 +16,12 @@ from shardwise.optim.outer import Outer
 from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.policies import Units, repeated_blocks
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 
-__all__ = [
-    "call_of",
-    "expert_units",
-    "plan_of",
-    "precision_of",
-    "sharding_of",
-    "units_of",
-]
+__all__ = ["call_of", "plan_of", "precision_of", "sharding_of", "units_of"]
 
 _BLOCK = "Block"  # the class of the blocks of models that a pipeline divides
 
@@ -50,7 +41,6 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         offload=_offload_of(configuration),
         granularity=_granularity_of(module, configuration),
         wire=configuration.wire,
-        manual=dict.fromkeys(expert_units(module), _options_of_experts(configuration)),
         leaves=configuration.reproducible or None,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
@@ -62,33 +52,13 @@ def units_of(module: nn.Module, configuration: Configuration) -> Units:
     return _BLOCK if is_alone and configuration.units == "auto" else configuration.units
 
 
-def expert_units(module: nn.Module) -> list[str]:
-    """Return the names of modules of which other data-parallel ranks have other parameters."""
-    return [name for name, one in module.named_modules() if getattr(one, "expert_ranks", 1) > 1]
-
-
-def _ranks_of(configuration: Configuration, expert: int = 1) -> tuple[int, int]:
-    """Return the world size and the replicas of a plan for the ranks with the same parameters.
-
-    Each of ``expert`` data-parallel ranks has others.
-    """
+def _ranks_of(configuration: Configuration) -> tuple[int, int]:
+    """Return the world size and the replicas of a plan."""
     row, num_shards = configuration.row, configuration.shard_ranks
     replicas = configuration.replicas
-    if not row.shards:  # those of a sequence have copies, too
+    if not row.shards:  # the ranks of a sequence have copies, too
         num_shards, replicas = 1, num_shards * replicas
-    in_row = gcd(num_shards, expert)
-    num_shards, replicas = num_shards // in_row, replicas // (expert // in_row)
     return num_shards * (replicas if row.is_two_level else 1), replicas
-
-
-def _options_of_experts(configuration: Configuration) -> UnitOptions:
-    world_size, replicas = _ranks_of(configuration, configuration.expert)
-    reshard = configuration.reshard_after_forward
-    if reshard is not None and not isinstance(reshard, bool):
-        reshard = gcd(reshard, world_size)
-    precision, offload = precision_of(configuration), _offload_of(configuration)
-    own = UnitOptions(reshard, precision, offload, configuration.wire)
-    return own.over(configuration.row, world_size, replicas)
 
 
 def _granularity_of(module: nn.Module, configuration: Configuration) -> Granularities:

@@ -22,7 +22,7 @@ from shardwise.forecast.models.functions import find_function
 from shardwise.forecast.models.hugging_face import read_hugging_face
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Shape, Transformer, build
-from shardwise.forecast.planned import expert_units, precision_of, units_of
+from shardwise.forecast.planned import precision_of, units_of
 from shardwise.forecast.trace.blocks import find_stacks, on_meta, sample_of, with_blocks
 from shardwise.forecast.trace.recomputing import modes_by_name
 from shardwise.forecast.trace.tracing import trace
@@ -140,11 +140,9 @@ def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> W
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
     units = units_of(module, configuration)
-    blocks = repeated_blocks(module)
+    names, blocks = choose_units(module, units), repeated_blocks(module)
     if units != configuration.units:  # a stage of one block
-        blocks = choose_units(module, units)[1:]
-    chosen_units = {*choose_units(module, units), *expert_units(module)}
-    names = [name for name, _ in module.named_modules() if name in chosen_units]
+        blocks = names[1:]
     modes = modes_by_name(configuration.checkpointing, blocks)
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}

@@ -365,34 +365,23 @@ class Experts(nn.Module):
             raise ConfigError(f"expert={ranks}: expected a divisor of experts={shape.experts}")
         self.active, self.exchange = shape.active_experts, part.exchange_tokens
         self.router = _Linear(shape.hidden, shape.experts, bias=False)
-        self.experts = OwnExperts(shape, width, ranks)
+        self.num_own = shape.experts // ranks
+        inward, outward = (shape.hidden, width), (width, shape.hidden)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.empty(self.num_own, *sizes)) for sizes in (inward, inward, outward)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)  # [tokens, hidden]
         weights, chosen = self.router(flat).float().softmax(-1).topk(self.active)
         order = chosen.flatten().argsort()  # [tokens * active], by expert
         tokens = order // self.active
-        answers = self.exchange(self.experts(self.exchange(flat[tokens])))
+        sent = self.exchange(flat[tokens])
+        sent = sent.view(self.num_own, -1, flat.shape[1])  # [experts, tokens of each, hidden]
+        inner = F.silu(sent @ self.gate) * (sent @ self.up)
+        answers = self.exchange((inner @ self.down).flatten(0, 1))
         answers = answers * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(flat).index_add(0, tokens, answers).view_as(x)
-
-
-class OwnExperts(nn.Module):
-    """This rank's experts, of which each of ``expert_ranks`` ranks has others."""
-
-    def __init__(self, shape: Shape, width: int, expert_ranks: int) -> None:
-        super().__init__()
-        self.expert_ranks, count = expert_ranks, shape.experts // expert_ranks
-        inward, outward = (shape.hidden, width), (width, shape.hidden)
-        self.gate, self.up, self.down = (
-            nn.Parameter(torch.empty(count, *sizes)) for sizes in (inward, inward, outward)
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the answers to [tokens, hidden], which are in the order of the experts."""
-        sent = tokens.view(len(self.gate), -1, tokens.shape[1])  # [experts, tokens of each, hidden]
-        inner = F.silu(sent @ self.gate) * (sent @ self.up)
-        return (inner @ self.down).flatten(0, 1)
 
 
 class RMSNorm(nn.Module):

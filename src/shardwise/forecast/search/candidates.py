@@ -145,11 +145,13 @@ def _check_micro_batches(wrong: Mapping[int, int], found: Iterable[Configuration
         wrong: micro-batches, and a batch of a rank that each does not divide.
         found: the candidates.
     """
-    for size in wrong.keys() - {one.micro_batch for one in found}:
-        raise ConfigError(
-            f"micro_batch={size}: expected a divisor of the "
-            f"{counted(wrong[size], 'sequence')} per rank: {divisors(wrong[size])}"
-        )
+    tried = {one.micro_batch for one in found}
+    for size, batch in wrong.items():
+        if size not in tried:
+            raise ConfigError(
+                f"micro_batch={size}: expected a divisor of the "
+                f"{counted(batch, 'sequence')} per rank: {divisors(batch)}"
+            )
 
 
 def _of_degrees(

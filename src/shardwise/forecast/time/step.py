@@ -92,7 +92,7 @@ def step_time(
 class _Groups:
     """The groups of ranks of a unit's collectives."""
 
-    all: Group  # that shard it
+    all: Group  # the ranks that shard the unit
     row: Group  # of the mesh
     column: Group
     near: Group  # a subgroup, or all
@@ -224,8 +224,6 @@ class _Step:
 
     def _groups_of(self, unit: UnitPlan) -> "_Groups":
         size, stride = unit.options.world_size, self.configuration.tensor
-        if unit.has_own_ranks:  # every so many ranks have the same experts
-            stride *= self.configuration.expert
         row, near = row_of(self.plan, unit), unit.subgroup or size
         return _Groups(
             all=Group(size, stride),
@@ -436,7 +434,8 @@ class _Pricing:
 
     def _is_float8(self, operation: Operation) -> bool:
         """Whether the operation is a product of a linear layer of a block, in 8 bits."""
-        if self._float8 == "none" or operation.kind is not Kind.MATMUL or operation.itemsize != 2:  # noqa: PLR2004 - bytes
+        is_wide = operation.itemsize != 2  # noqa: PLR2004 - bytes
+        if self._float8 == "none" or operation.kind is not Kind.MATMUL or is_wide:
             return False
         batch, *sizes = operation.shape
         if self._tokens in sizes:  # it may be equal to the rows of the head

@@ -192,9 +192,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator, also a grouped product in a dtype that only its real kernels take."""
-    dtype = args[0].dtype if _name_of(func)[0] == "_grouped_mm" else torch.bfloat16
-    if dtype == torch.bfloat16:
+    is_grouped = _name_of(func)[0] == "_grouped_mm"
+    dtypes = {one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point()}
+    if not is_grouped or len(dtypes) > 1 or dtypes & {torch.bfloat16, torch.float64}:
         return func(*args, **kwargs)
+    [dtype] = dtypes
 
     def narrow(tensor: Tensor) -> Tensor:
         return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
