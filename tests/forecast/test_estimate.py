@@ -184,6 +184,10 @@ def test_one_configuration_is_forecast_without_a_search() -> None:
         ({"loss": torch.mean}, "loss=.*: model 'gpt2' computes its own; leave it out"),
         ({"configuration": Configuration(shard_size=4)}, "it is for 4 ranks, but .* has 2 devices"),
         ({"configuration": 5}, "configuration=5: expected that of another estimate"),
+        (
+            {"configuration": Configuration(shard_size=1, replicas=2)},
+            "replicas=2: strategy 'fsdp' has no replicas; set it to 1, or use 'hsdp'",
+        ),
         ({"chunks": 2}, "chunks=2: expected pipeline to be 2 or more, got 1"),
     ],
 )

@@ -68,6 +68,21 @@ def test_a_large_model_trains_faster_and_a_small_one_does_not() -> None:
     assert speedups[1] < 1.02
 
 
+def test_as_many_tokens_as_the_head_has_rows_make_no_difference() -> None:
+    """A micro-batch has 8,192 tokens."""
+    speedups = []
+    for vocab in (8192, 8256):
+        shape = Shape(arch="llama", layers=4, hidden=4096, heads=32, vocab=vocab, ffn=14_336)
+        forecaster = Forecaster(Model("large", shape), H100)
+        one, other = (
+            forecaster.forecast(replace(BASE, float8=float8)).step.breakdown["matmul"]
+            for float8 in ("none", "tensorwise")
+        )
+        speedups.append(one / other)
+    assert speedups[0] == pytest.approx(speedups[1], rel=0.01)
+    assert speedups[0] > 1.2
+
+
 def test_tensor_parallel_ranks_gather_in_8_bits() -> None:
     """As with torchao's Float8ColwiseParallel: gathers, but not what is summed."""
     forecaster = Forecaster(resolve_model("llama-3-8b"), H100)

@@ -114,6 +114,25 @@ def test_expert_parallelism_divides_experts_and_exchanges_tokens() -> None:
     assert parameters(EXPERTS) - parameters(EXPERTS, expert=2) == experts // 2
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_stage_may_have_a_single_block(mode: Any) -> None:
+    forecaster = Forecaster(Model("", LLAMA), machine_of("4xA100"))
+    found = {
+        stages: forecaster.forecast(
+            replace(ONE, shard_size=1, pipeline=stages, accumulation=4, checkpointing=mode)
+        )
+        for stages in (2, 4)
+    }
+    shared = replace(ONE, shard_size=1, pipeline=4, checkpointing=mode)
+    assert [unit.name for unit in forecaster.plan(shared, 1).units] == ["", "layers.0"]
+    products = (o for o in forecaster.workload(shared, 1).operations if o.kind is Kind.MATMUL)
+    recomputed = any(one.is_recomputed for one in products)
+    assert recomputed == (mode == "full")
+    assert found[4].step.seconds < found[2].step.seconds
+    with pytest.raises(ConfigError, match="pipeline=5: expected at most 4 stages, because each"):
+        forecaster.forecast(replace(ONE, shard_size=1, pipeline=5))
+
+
 def test_pipeline_stages_add_up_to_the_model() -> None:
     shape = replace(LLAMA, layers=7)
     stages = [operations(shape, stage, pipeline=3) for stage in range(3)]

@@ -111,6 +111,7 @@ def test_the_printed_step_trains_as_planned(
         Configuration(tensor=2, pipeline=2, compute_dtype=torch.float32),
         Configuration(strategy="hsdp", shard_size=2, replicas=2),
         Configuration(strategy="hsdp", replicas=2, context=2),
+        Configuration(strategy="ddp", replicas=2, context=2),
         Configuration(strategy="hfsdp", shard_size=2, replicas=2, offload="parameters"),
     ],
     ids=str,
@@ -123,6 +124,18 @@ def test_the_call_has_the_mesh_of_model_parallelism(
     call = call_of(configuration).replace('"cuda"', '"cpu"')
     exec(call, {"sw": sw, "torch": torch, "model": model})
     assert handle_of(model).runtime.plan == expected
+
+
+def test_ddp_is_over_all_data_parallel_ranks_and_those_of_a_sequence() -> None:
+    model = build()
+    expected = plan_of(model, Configuration(strategy="ddp", replicas=8))
+    assert (expected.num_ranks, expected.world_size) == (8, 1)
+    for configuration in (
+        Configuration(strategy="ddp", shard_size=8),
+        Configuration(strategy="ddp", replicas=2, context=4),
+        Configuration(strategy="ddp", shard_size=2, context=4),
+    ):
+        assert plan_of(model, configuration) == expected
 
 
 def test_the_call_is_written_as_a_user_would() -> None:

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+import shardwise as sw
 from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
@@ -106,6 +107,27 @@ def test_larger_micro_batches_than_the_first_misfit_are_tried_with_offload() -> 
     assert {one.configuration.micro_batch for one in ranking.fitting} == {1, 2}
     best = ranking.winner.configuration
     assert (best.micro_batch, best.offload) == (2, "optimizer")
+
+
+class Accumulating(Fake):
+    """Adds 30 GB of gradients that several micro-batches accumulate."""
+
+    def memory(self, one: Configuration) -> Forecast:
+        found = super().memory(one)
+        [moment] = found.memory.timeline
+        kept = replace(moment, gradients=30 * GB * (one.accumulation > 1))
+        return replace(found, memory=Certificate((kept,)))
+
+
+def test_a_batch_may_fit_at_once_where_parts_of_it_do_not() -> None:
+    """Of 42 GB, half of the batch takes 16 + 12 + 30, and all of it 16 + 24."""
+    fake = Accumulating(parse_cluster("16xA100-40GB"))
+    goal = Goal(global_batch=32, strategies=("fsdp",), checkpointing=("none",), offload=("none",))
+    ranking = rank(goal, fake)
+    assert {one.configuration.micro_batch for one in ranking.fitting} == {2}
+    fake.queried.clear()
+    rank(replace(goal, global_batch=16 * 64), fake)
+    assert [one.micro_batch for one in fake.queried if one.prefetch] == [1]  # 64 need more
 
 
 def test_offload_is_tried_only_if_it_may_suffice() -> None:
@@ -233,6 +255,53 @@ def test_one_rank_and_units_have_no_strategies_that_do_the_same() -> None:
         configurations(Goal(global_batch=64, strategies=("hsdp",), settings=reproducible), 8, 8)
     no_blocks = Goal(global_batch=8, settings=Configuration(units=None))
     assert {one.checkpointing for one in configurations(no_blocks, 1, 8)} == {"none"}
+
+
+def test_micro_batches_need_to_divide_the_batch_of_one_degree() -> None:
+    """A rank has 2 sequences, and with tensor=2 it has 4."""
+    goal = Goal(global_batch=16, tensor="auto", micro_batches=(2, 4))
+    found = {(one.tensor, one.micro_batch) for one in configurations(goal, 8, 8)}
+    assert found == {(1, 2), (2, 2), (2, 4), (4, 2), (4, 4), (8, 2), (8, 4)}
+    with pytest.raises(ConfigError, match="micro_batch=3: expected a divisor of the 16 sequences"):
+        configurations(replace(goal, micro_batches=(2, 3)), 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "change"),
+    [
+        ("24xH100", {"tensor": 4}),  # half of the cluster has 12 GPUs, and 6 of these no 4
+        ("16xH100", {"strategies": ("hsdp",)}),  # which is nothing on one node
+        ("16xH100", {"expert": 8, "tensor": 2}),
+        ("25xH100", {}),  # half of the cluster does not divide the batch
+    ],
+)
+def test_parts_of_a_cluster_that_a_degree_does_not_divide_cost_nothing(
+    cluster: str, change: dict[str, Any]
+) -> None:
+    devices = parse_cluster(cluster)
+    goal = Goal(global_batch=8 * devices.num_devices, objective="cost", **change)
+    ranking = rank(goal, Fake(devices))
+    assert devices.num_devices in {one.cluster.num_devices for one in ranking.fitting}
+    with pytest.raises(ConfigError, match="tensor=7: expected a number of ranks divisible by 7"):
+        rank(replace(goal, tensor=7, expert=1), Fake(devices))
+
+
+def test_scaling_curves_leave_out_sizes_that_a_degree_does_not_divide() -> None:
+    def sizes(**options: Any) -> list[list[int]]:
+        base = Configuration(**{"shard_size": 16, "reproducible": 0} | options)
+        curves = scaling_curves(cast("Forecaster", Fake()), base)
+        points = [one for curve in curves for one in curve.points]
+        assert all(one.configuration.world_size == one.cluster.num_devices for one in points)
+        leaves = {one.configuration.data_parallel * base.accumulation for one in points}
+        if base.reproducible:
+            assert leaves == {one.configuration.reproducible for one in points}
+        return [[one.cluster.num_devices for one in curve.points][:2] for curve in curves]
+
+    assert sizes() == [[8, 16], [16, 32]]
+    assert sizes(expert=8, tensor=4) == [[32, 64], [64, 128]]
+    assert sizes(pipeline=12) == [[48, 96], [192, 384]]
+    assert sizes(reproducible=64, accumulation=4) == [[8, 16], [16, 32]]
+    assert sizes(outer=sw.Outer(), outer_replicas=2) == [[8, 16], [32, 64]]
 
 
 def test_scaling_curves_have_a_bend() -> None:

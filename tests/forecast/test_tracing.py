@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import (
     FlopCounterMode,
     sdpa_backward_flop_count,
@@ -291,3 +292,27 @@ def test_errors_name_the_problem() -> None:
         trace(build(GPT), tokens(), units=[], checkpointing={"layers.0": "some"})
     with pytest.raises(PlanError, match="not a scalar loss; pass loss="):
         trace(nn.Linear(2, 2), [torch.zeros(3, 2)], units=[])
+
+
+class Grouped(nn.Module):
+    """Two experts, each for a part of the rows."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 16, 32, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, 16]
+        ends = torch.tensor([3, 8], dtype=torch.int32)
+        return F.grouped_mm(x, self.weight, offs=ends).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_grouped_products_are_traced_in_every_dtype(dtype: torch.dtype) -> None:
+    """Fake tensors refuse them in dtypes that real ones take."""
+    batch = torch.ones(8, 16, dtype=dtype, requires_grad=True)
+    Grouped(dtype)(batch).backward()
+    found = trace(Grouped(dtype), [batch], units=[])
+    products = [one for one in found.operations if one.kind is Kind.MATMUL]
+    assert [one.flops for one in products] == 3 * [2 * 8 * 16 * 32]
+    assert {one.itemsize for one in products} == {dtype.itemsize}
+    assert found.segments[0].end_bytes >= 8 * 32 * dtype.itemsize

@@ -72,6 +72,28 @@ def test_a_wire_sends_fewer_bytes() -> None:
     assert 0.35 * gathered < plain - gather < 0.5 * gathered
 
 
+@pytest.mark.parametrize("wire", [sw.Wire(), WIRE], ids=["exact", "quantized"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp", "hfsdp"])
+def test_no_step_is_shorter_than_its_bytes_take(strategy: str, wire: sw.Wire) -> None:
+    """One GPU per node sends at most 1.25 GB/s."""
+    size = {"ddp": 1, "hsdp": 4, "hfsdp": 4}.get(strategy, 16)
+    one = replace(BASE, strategy=strategy, wire=wire, shard_size=size, replicas=16 // size)
+    plan = plan_of(Model("model", SHAPE).build(one), one)
+    seconds = sent_bytes(plan).total / 1.25e9
+    assert forecast("16xA100-80GB/1:10", one).step.seconds > seconds
+
+
+def test_hfsdp_reduces_in_rows_first() -> None:
+    """It sends as much as hsdp within a node, and half as much between nodes."""
+    seconds = {}
+    for strategy in ("hsdp", "hfsdp", "fsdp"):
+        size = 16 if strategy == "fsdp" else 8
+        one = replace(BASE, strategy=strategy, shard_size=size, replicas=16 // size)
+        one = replace(one, reshard_after_forward=False)
+        seconds[strategy] = forecast(SLOW, one).step.exposed_seconds
+    assert seconds["hfsdp"] < seconds["hsdp"] < seconds["fsdp"]
+
+
 def test_replicas_that_train_independently_exchange_rarely() -> None:
     one = forecast(SLOW, BASE)
     outer = sw.Outer(every=32)

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,6 +181,8 @@ def plan(
         raise ConfigError(f"--price {price:g}: expected a number, with --tokens N")
     if storage is not None and not checkpoint:
         raise ConfigError(f"--storage {storage:g}: expected --checkpoint")
+    if storage is not None and not 0 < storage < inf:
+        raise ConfigError(f"--storage {storage:g}: expected a number above 0")
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415

@@ -17,21 +17,23 @@ from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwise.plan.plan import Plan, make_plan
+from shardwise.plan.policies import Units, repeated_blocks
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 
-__all__ = ["call_of", "plan_of", "precision_of", "sharding_of"]
+__all__ = ["call_of", "plan_of", "precision_of", "sharding_of", "units_of"]
+
+_BLOCK = "Block"  # the class of the blocks of models that a pipeline divides
 
 
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
     """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
-    row = configuration.row
-    num_shards = configuration.shard_ranks if row.shards else 1
+    world_size, replicas = _ranks_of(configuration)
     plan = make_plan(
         module,
-        world_size=num_shards * (configuration.replicas if row.is_two_level else 1),
-        replicas=configuration.replicas,
-        units=configuration.units,
+        world_size=world_size,
+        replicas=replicas,
+        units=units_of(module, configuration),
         strategy=configuration.strategy,
         prefetch=configuration.prefetch,
         reshard_after_forward=configuration.reshard_after_forward,
@@ -42,6 +44,21 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         leaves=configuration.reproducible or None,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
+
+
+def units_of(module: nn.Module, configuration: Configuration) -> Units:
+    """Return the units of a rank's part of the model; "auto" finds no block that is alone in it."""
+    is_alone = configuration.pipeline > 1 and not repeated_blocks(module)
+    return _BLOCK if is_alone and configuration.units == "auto" else configuration.units
+
+
+def _ranks_of(configuration: Configuration) -> tuple[int, int]:
+    """Return the world size and the replicas of a plan."""
+    row, num_shards = configuration.row, configuration.shard_ranks
+    replicas = configuration.replicas
+    if not row.shards:  # the ranks of a sequence have copies, too
+        num_shards, replicas = 1, num_shards * replicas
+    return num_shards * (replicas if row.is_two_level else 1), replicas
 
 
 def _granularity_of(module: nn.Module, configuration: Configuration) -> Granularities:

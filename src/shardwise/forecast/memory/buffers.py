@@ -192,7 +192,9 @@ class MemoryReplay:
             case EventKind.RESHARD_TO_SUBGROUP:
                 self._in_subgroup.add(index)
                 if unit.two_level_gather:
-                    self._gathers[index] = gather_scratch(unit, plan.replicas, on_cpu=on_cpu)
+                    self._gathers[index] = gather_scratch(
+                        unit, unit.options.replicas, on_cpu=on_cpu
+                    )
             case EventKind.REDUCE:
                 self._reductions[index] = reduce_scratch(plan, unit, on_cpu=on_cpu)
             case EventKind.WAIT | EventKind.FREE:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import accumulate
+from math import prod
 
 from shardwise.errors import PlanError
 from shardwise.features.fused_wgrad import takes_slot
@@ -505,5 +506,8 @@ _COMMUNICATOR_BYTES = 500 << 20
 
 
 def _overhead_bytes(configuration: Configuration) -> int:
-    groups = (configuration.shard_ranks, configuration.replicas, configuration.tensor)
+    axes = [configuration.shard_ranks, configuration.replicas]
+    if not configuration.row.shards:
+        axes = [prod(axes)]
+    groups = (*axes, configuration.tensor)
     return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

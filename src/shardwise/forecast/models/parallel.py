@@ -55,9 +55,15 @@ class ModelPart:
         """Return the number of blocks of this stage; a remainder goes to the first stages.
 
         Raises:
-            ConfigError: there are several chunks, and the blocks do not divide evenly over them.
+            ConfigError: a stage would have no block, or there are several chunks, and the blocks do
+                not divide evenly over them.
         """
         pipeline, chunks = self.configuration.pipeline, self.configuration.chunks
+        if pipeline > layers:
+            raise ConfigError(
+                f"pipeline={pipeline}: expected at most {counted(layers, 'stage')}, because each "
+                "needs a block"
+            )
         if chunks > 1 and layers % (pipeline * chunks):
             raise ConfigError(
                 f"chunks={chunks}: expected {counted(layers, 'block')} to be a multiple of "

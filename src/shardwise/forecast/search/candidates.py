@@ -1,6 +1,6 @@
 """The configurations that a search compares: ways to divide a model and a batch over the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -88,6 +88,7 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
     """
     found = []
     reasons: dict[str, None] = {}
+    wrong: dict[int, int] = {}  # micro-batches that do not divide the batch of a rank
     replicas = goal.settings.outer_replicas
     if num_ranks % replicas or goal.global_batch % replicas:
         raise ConfigError(
@@ -108,6 +109,8 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
         if num_replicas % degrees["expert"]:
             reasons[_indivisible(degrees, num_replicas, degrees["expert"])] = None
             continue
+        rank_batch = goal.global_batch // num_replicas
+        wrong |= {one: rank_batch for one in goal.micro_batches if rank_batch % one}
         near = max(1, ranks_per_node // (degrees["tensor"] * degrees["context"]))
         fitting = list(_of_degrees(goal, degrees, num_replicas, near))
         found += fitting
@@ -118,7 +121,7 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
                 f"strategy={', '.join(goal.strategies)}: expected more than "
                 f"{counted(near, 'data-parallel rank')}, which are on one node; add fsdp"
             ] = None
-        elif not _micro_batches(goal, goal.global_batch // num_replicas):  # only if reproducible
+        elif not _micro_batches(goal, rank_batch):  # if reproducible, or in ``wrong``
             reasons[
                 f"reproducible={goal.settings.reproducible}: expected a divisor of the "
                 f"{counted(goal.global_batch, 'sequence')} of a step, and a multiple of the "
@@ -129,9 +132,26 @@ def configurations(goal: Goal, num_ranks: int, ranks_per_node: int) -> list[Conf
                 f"chunks={goal.chunks}: no number of micro-batches is a multiple of "
                 f"pipeline={degrees['pipeline']}"
             ] = None
+    _check_micro_batches(wrong, found)
     if not found:
         raise ConfigError("; ".join(reasons) or "there is no configuration to compare")
     return found
+
+
+def _check_micro_batches(wrong: Mapping[int, int], found: Iterable[Configuration]) -> None:
+    """Raise a ConfigError if a micro-batch divides the batch of no rank.
+
+    Args:
+        wrong: micro-batches, and a batch of a rank that each does not divide.
+        found: the candidates.
+    """
+    tried = {one.micro_batch for one in found}
+    for size, batch in wrong.items():
+        if size not in tried:
+            raise ConfigError(
+                f"micro_batch={size}: expected a divisor of the "
+                f"{counted(batch, 'sequence')} per rank: {divisors(batch)}"
+            )
 
 
 def _of_degrees(
@@ -211,13 +231,7 @@ def _shardings(
 
 def _micro_batches(goal: Goal, rank_batch: int) -> list[int]:
     if goal.micro_batches:
-        wrong = [size for size in goal.micro_batches if rank_batch % size]
-        if wrong:
-            raise ConfigError(
-                f"micro_batch={wrong[0]}: expected a divisor of the "
-                f"{counted(rank_batch, 'sequence')} per rank: {divisors(rank_batch)}"
-            )
-        return list(goal.micro_batches)
+        return [size for size in goal.micro_batches if rank_batch % size == 0]
     if leaves := goal.settings.reproducible:
         size = goal.global_batch // leaves
         if size * leaves != goal.global_batch or rank_batch % size:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 
+from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
 from shardwise.forecast.machines.machine import Group
@@ -54,7 +56,8 @@ def scaling_curves(
 ) -> list[Curve]:
     """Forecast a configuration on up to `MAX_DEVICES`, sharded over all or with replicated shards.
 
-    The batch grows with the number of devices. Sizes on which it does not fit are left out.
+    The batch grows with the number of devices. Sizes that a degree does not divide, and those on
+    which it does not fit, are left out.
     """
     row, size = configuration.row, configuration.shard_size
     shardings: dict[str, Callable[[int], Configuration]] = {}
@@ -72,7 +75,7 @@ def scaling_curves(
     curves = []
     for label, at in shardings.items():
         progress(f"scaling: {label}")
-        found = list(_points(forecaster, configuration.model_parallel, at))
+        found = list(_points(forecaster, configuration, at))
         if len(found) > 1:
             points, gathers = zip(*found, strict=True)
             curves.append(Curve(label, points, gathers))
@@ -80,12 +83,19 @@ def scaling_curves(
 
 
 def _points(
-    forecaster: Forecaster, model_parallel: int, at: Callable[[int], Configuration]
+    forecaster: Forecaster, base: Configuration, at: Callable[[int], Configuration]
 ) -> Iterator[tuple[Forecast, Gather]]:
-    for num_devices in _sizes(forecaster.cluster.devices_per_node):
-        ranks = num_devices // model_parallel
-        configuration = at(ranks) if ranks else None
-        if configuration is None or configuration.world_size != num_devices:
+    of_rank = base.model_parallel * base.outer_replicas
+    for num_devices in _sizes(lcm(forecaster.cluster.devices_per_node, of_rank)):
+        ranks = num_devices // of_rank
+        try:
+            configuration = at(ranks)
+        except PlanError:  # the experts do not divide over so few ranks
+            continue
+        if base.reproducible:
+            leaves = base.accumulation * configuration.data_parallel
+            configuration = replace(configuration, reproducible=leaves)
+        if configuration.world_size != num_devices:
             continue
         there = forecaster.with_devices(num_devices)
         found = there.memory(configuration)

@@ -41,7 +41,8 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
     """Compare the configurations of a model on a cluster.
 
     Micro-batches above the first that does not fit are tried with offload, in increasing amounts,
-    up to the first that does not fit with it either. With the objective "memory", so are all that
+    up to the first that does not fit with it either. All of a rank's batch at once may fit without
+    it, because no gradients are accumulated. With the objective "memory", so are all that
     fit. If still none fits, all are tried with offload and without prefetch.
 
     Args:
@@ -58,7 +59,12 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
     fitting: list[Forecast] = []
     too_large: list[Forecast] = []
     for on_cluster in _clusters(forecaster, goal):
-        fits, misfits = _search_cluster(on_cluster, goal, progress)
+        try:
+            fits, misfits = _search_cluster(on_cluster, goal, progress)
+        except (PlanError, ConfigError):
+            if on_cluster is forecaster:
+                raise
+            continue  # a degree or the batch does not divide this part of the cluster
         fitting += fits
         too_large += misfits
     if not fitting:
@@ -103,6 +109,9 @@ def _search_cluster(
         if found[-1].fits:
             continue
         too_large.append(found[-1])
+        if _may_fit_at_once(found[-1], group[-1]):
+            at_once = forecaster.memory(group[-1])
+            in_memory += [at_once] if at_once.fits else []
         larger = (forecaster.memory(one) for one in group[len(found) :])
         with_offload += _until_none_fits(forecaster, goal, chain(found[-1:], larger))
     if problem is not None and not in_memory and not too_large:
@@ -136,6 +145,16 @@ def _until_too_large(forecaster: Forecaster, group: Iterable[Configuration]) -> 
         yield found
         if not found.fits:
             return
+
+
+def _may_fit_at_once(misfit: Forecast, last: Configuration) -> bool:
+    """Whether all of a rank's batch may fit, because no gradients are kept during forward."""
+    factor = last.micro_batch / misfit.configuration.micro_batch
+    if factor == 1 or last.accumulation > 1:
+        return False
+    peak = misfit.memory.peak
+    more = (factor - 1) * peak.activations
+    return misfit.missing_bytes + more <= peak.gradients + peak.communication
 
 
 def _until_none_fits(

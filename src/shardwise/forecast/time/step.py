@@ -16,7 +16,7 @@ from shardwise.forecast.machines.machine import Group, Machine, SegmentCost
 from shardwise.forecast.states import stepped_bytes
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, replay
-from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, slot_bytes
+from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, row_of, slot_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Level
@@ -86,6 +86,17 @@ def step_time(
     """
     machine = machine.under(configuration)
     return _Step(plan, workload, machine, configuration, whole).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of ranks of a unit's collectives."""
+
+    all: Group  # the ranks that shard the unit
+    row: Group  # of the mesh
+    column: Group
+    near: Group  # a subgroup, or all
+    far: Group  # ranks at the same position in all subgroups
 
 
 @dataclass(frozen=True)
@@ -179,7 +190,7 @@ class _Step:
         """Predict a collective, with the copies of offloaded shards from and to the host."""
         unit, machine = self.plan.units[index], self.machine
         quantized = self._wire_seconds(kind, unit)
-        seconds = self._collective_seconds(kind, index) if quantized is None else quantized
+        seconds = self._collective_seconds(kind, unit) if quantized is None else quantized
         if unit.offload is None or kind is EventKind.RESHARD_TO_SUBGROUP:
             return seconds
         if kind is EventKind.REDUCE:
@@ -187,61 +198,80 @@ class _Step:
             return seconds + machine.copy_seconds(copied)
         return seconds + machine.copy_seconds(unit.shard_bytes * unit.offload.parameters)
 
-    def _collective_seconds(self, kind: EventKind, index: int) -> float:
+    def _collective_seconds(self, kind: EventKind, unit: UnitPlan) -> float:
         """Predict a collective of a unit, whose flat buffers are sent one after the other."""
-        unit, machine = self.plan.units[index], self.machine
-        stride = self.configuration.tensor
-        size = unit.options.world_size
-        everyone = Group(size, stride)
-        near = Group(unit.subgroup, stride) if unit.subgroup else everyone
+        machine, groups = self.machine, self._groups_of(unit)
         if kind is EventKind.REDUCE:
             sizes = [layout.reduced_bytes for layout in unit.trainable_layouts]
-            own = sum(machine.reduce_scatter_seconds(one, everyone) for one in sizes)
-            replicas = Group(self.plan.replicas, stride * size)
-            if unit.two_level_gather:
+            own = sum(machine.reduce_scatter_seconds(one, groups.row) for one in sizes)
+            if groups.column.size == 1:
                 return own
-            return own + sum(machine.all_reduce_seconds(one / size, replicas) for one in sizes)
+            is_cut = self.plan.strategy.is_two_level
+            over = machine.reduce_scatter_seconds if is_cut else machine.all_reduce_seconds
+            return own + sum(over(one / groups.row.size, groups.column) for one in sizes)
         if kind is EventKind.RESHARD_TO_SUBGROUP:
             if not unit.two_level_gather:
                 return 0.0  # a part of the gathered unit is kept
-            far = Group(size // unit.subgroup, stride * unit.subgroup)
-            return machine.all_gather_seconds(unit.kept_bytes, far)
-        sizes = [layout.gathered_bytes for layout in unit.layouts if layout.needs_gather]
-        inside = sum(machine.all_gather_seconds(one, near) for one in sizes)
+            return machine.all_gather_seconds(unit.kept_bytes, groups.far)
         # Forward gathers over all ranks, backward within the subgroup: take the mean.
-        if unit.subgroup and not unit.two_level_gather:
-            return (sum(machine.all_gather_seconds(one, everyone) for one in sizes) + inside) / 2
-        return inside
+        has_both = unit.subgroup > 0 and not unit.two_level_gather
+        inside = self._gather_seconds(unit, groups.near)
+        return (inside + self._gather_seconds(unit, groups.all)) / 2 if has_both else inside
+
+    def _gather_seconds(self, unit: UnitPlan, group: Group) -> float:
+        sizes = (layout.gathered_bytes for layout in unit.layouts if layout.needs_gather)
+        return sum(self.machine.all_gather_seconds(one, group) for one in sizes)
+
+    def _groups_of(self, unit: UnitPlan) -> "_Groups":
+        size, stride = unit.options.world_size, self.configuration.tensor
+        row, near = row_of(self.plan, unit), unit.subgroup or size
+        return _Groups(
+            all=Group(size, stride),
+            row=Group(row, stride),
+            column=Group(unit.options.replicas, stride * row),
+            near=Group(near, stride),
+            far=Group(size // near, stride * near),
+        )
 
     def _wire_seconds(self, kind: EventKind, unit: UnitPlan) -> float | None:
         """Predict a collective that is quantized, with encoding and decoding; None if it is not.
 
         All ranks send their codes to all others. Encoding reads numbers and writes codes, and
-        decoding the reverse.
+        decoding the reverse. What a subgroup gathers is exact.
         """
-        machine = self.machine
-        group = Group(unit.options.world_size, self.configuration.tensor)
-        if kind is EventKind.GATHER and unit.options.wire.gather is not None:
-            exact, coded = unit.gathered_bytes, group.size * slot_bytes(unit)
-            seconds = machine.all_gather_seconds(coded, group)
-        elif kind is EventKind.REDUCE and unit.options.wire.reduce is not None:
-            exact, coded = unit.gradient_bytes, 0
-            seconds = 0.0
-            replicas = Group(self.plan.replicas, group.stride * group.size)
-            for layout in unit.trainable_layouts:
-                blocks = unit.reduce_blocks(layout)
-                if blocks is None:
-                    continue
-                sent = reduced_bytes(self.plan, unit, layout, blocks)
-                coded += sent.shard + sent.replicate
-                for one, over in ((sent.shard, group), (sent.replicate, replicas)):
-                    whole = one * over.size / max(1, over.size - 1)
-                    seconds += machine.all_to_all_seconds(whole, over)
-        else:
+        wire, groups = unit.options.wire, self._groups_of(unit)
+        if kind is EventKind.REDUCE:
+            return None if wire.reduce is None else self._quantized_sum(unit, groups)
+        if wire.gather is None:
             return None
+        if unit.two_level_gather and kind is EventKind.RESHARD_TO_SUBGROUP:
+            return self._quantized_gather(unit, groups.far, unit.kept_bytes)
+        if unit.two_level_gather or kind is not EventKind.GATHER:
+            return None
+        seconds = self._quantized_gather(unit, groups.all, unit.gathered_bytes)
+        return (seconds + self._gather_seconds(unit, groups.near)) / 2 if unit.subgroup else seconds
+
+    def _quantized_gather(self, unit: UnitPlan, group: Group, exact_bytes: int) -> float:
         if group.size == 1:
             return 0.0
-        return seconds + machine.memory_seconds(2 * exact + 2 * coded)
+        coded = group.size * slot_bytes(unit)
+        seconds = self.machine.all_gather_seconds(coded, group)
+        return seconds + self.machine.memory_seconds(2 * exact_bytes + 2 * coded)
+
+    def _quantized_sum(self, unit: UnitPlan, groups: "_Groups") -> float:
+        seconds = coded = 0.0
+        for layout in unit.trainable_layouts:
+            blocks = unit.reduce_blocks(layout)
+            if blocks is None:
+                continue
+            sent = reduced_bytes(self.plan, unit, layout, blocks)
+            coded += sent.shard + sent.replicate
+            for one, over in ((sent.shard, groups.row), (sent.replicate, groups.column)):
+                whole = one * over.size / max(1, over.size - 1)
+                seconds += self.machine.all_to_all_seconds(whole, over)
+        if not coded:
+            return 0.0
+        return seconds + self.machine.memory_seconds(2 * unit.gradient_bytes + 2 * coded)
 
     def _outer_seconds(self, step_seconds: float) -> float:
         """Predict the exchange of differences with other replicas, as a mean over steps."""
@@ -404,13 +434,13 @@ class _Pricing:
 
     def _is_float8(self, operation: Operation) -> bool:
         """Whether the operation is a product of a linear layer of a block, in 8 bits."""
-        return (
-            self._float8 != "none"
-            and operation.kind is Kind.MATMUL
-            and operation.itemsize == 2  # noqa: PLR2004 - bytes
-            and operation.shape[0] == 1
-            and self._head_rows not in operation.shape
-        )
+        is_wide = operation.itemsize != 2  # noqa: PLR2004 - bytes
+        if self._float8 == "none" or operation.kind is not Kind.MATMUL or is_wide:
+            return False
+        batch, *sizes = operation.shape
+        if self._tokens in sizes:  # it may be equal to the rows of the head
+            sizes.remove(self._tokens)
+        return batch == 1 and self._head_rows not in sizes
 
     def _collective_seconds(self, operation: Operation) -> float:
         size = max(sum(size for _, size in own) for own in (operation.reads, operation.writes))

@@ -39,7 +39,7 @@ def sent_bytes(plan: Plan) -> AxisBytes:
             case EventKind.RESHARD_TO_SUBGROUP:
                 in_subgroup.add(event.unit)
                 if unit.two_level_gather:
-                    total += AxisBytes(replicate=slot_bytes(unit) * (replicas - 1))
+                    total += AxisBytes(replicate=slot_bytes(unit) * (unit.options.replicas - 1))
             case EventKind.FREE_SUBGROUP:
                 in_subgroup.discard(event.unit)
             case EventKind.REDUCE:
@@ -58,7 +58,7 @@ def _gather_of_shards(plan: Plan, unit: UnitPlan) -> AxisBytes:
 
 def _reduction(plan: Plan, unit: UnitPlan, layout: Layout) -> AxisBytes:
     """Count a reduce-scatter over a mesh row, then a reduce-scatter or all-reduce over columns."""
-    row, replicas = row_of(plan, unit), plan.replicas
+    row, replicas = row_of(plan, unit), unit.options.replicas
     if (blocks := unit.reduce_blocks(layout)) is not None:
         return reduced_bytes(plan, unit, layout, blocks)
     own = layout.reduced_bytes // row

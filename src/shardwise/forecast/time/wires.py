@@ -43,8 +43,10 @@ class _Hop:
 
 def row_of(plan: Plan, unit: UnitPlan | None = None) -> int:
     """Return the number of ranks in a row of the mesh."""
-    num_shards = plan.world_size if unit is None else unit.options.world_size
-    return num_shards // plan.replicas if plan.strategy.is_two_level else num_shards
+    num_shards, replicas = plan.world_size, plan.replicas
+    if unit is not None:
+        num_shards, replicas = unit.options.world_size, unit.options.replicas
+    return num_shards // replicas if plan.strategy.is_two_level else num_shards
 
 
 def reduced_bytes(plan: Plan, unit: UnitPlan, layout: Layout, blocks: Blocks) -> AxisBytes:
@@ -140,7 +142,7 @@ def _hops(plan: Plan, unit: UnitPlan, layout: Layout) -> Iterator[_Hop]:
     """Yield the exchanges of `QuantizedSums`: first along the row, then along the column."""
     size, is_two_level = layout.num_elements, plan.strategy.is_two_level
     near = unit.options.wire.ranks_per_host  # ranks of the first stage
-    for is_in_row, ranks in ((True, row_of(plan, unit)), (False, plan.replicas)):
+    for is_in_row, ranks in ((True, row_of(plan, unit)), (False, unit.options.replicas)):
         if ranks == 1:
             continue
         near = min(near or ranks, ranks)

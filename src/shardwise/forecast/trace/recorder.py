@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         with without_torch_functions():
-            result = func(*args, **kwargs)
+            result = _result_of(func, args, kwargs)
             if func.namespace != "prim":
                 self._record(func, args, kwargs, result)
         return result
@@ -188,6 +188,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._storages[key]
         self._allocated -= size
         self._in_slots -= in_slots
+
+
+def _result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, also a grouped product in a dtype that only its real kernels take."""
+    is_grouped = _name_of(func)[0] == "_grouped_mm"
+    dtypes = {one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point()}
+    if not is_grouped or len(dtypes) > 1 or dtypes & {torch.bfloat16, torch.float64}:
+        return func(*args, **kwargs)
+    [dtype] = dtypes
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    args, kwargs = pytree.tree_map_only(Tensor, narrow, (args, kwargs))
+    return func(*args, **kwargs).to(dtype)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -225,6 +225,11 @@ def estimate(
                 f"configuration={configuration!r}: expected that of another estimate, or a changed "
                 "one"
             )
+        if configuration.row.num_axes == 1 < configuration.replicas and configuration.row.shards:
+            raise ConfigError(
+                f"configuration: replicas={configuration.replicas}: strategy "
+                f"{configuration.strategy!r} has no replicas; set it to 1, or use 'hsdp'"
+            )
         if configuration.world_size != machine.cluster.num_devices:
             raise ConfigError(
                 f"configuration: it is for {counted(configuration.world_size, 'rank')}, but "

@@ -84,6 +84,10 @@ def _host_text(configuration: Configuration) -> str:
     return " and ".join(kept + ["activations"] * configuration.activation_offload)
 
 
+def _step_text(configuration: Configuration) -> str:
+    return "stepped on the device" if configuration.offload_step == "device" else ""
+
+
 def _degrees_text(configuration: Configuration) -> str:
     """Format the model-parallel axes, such as ``tensor 2``."""
     names = [name for name in (*MODEL_AXES, "chunks") if getattr(configuration, name) > 1]
@@ -96,7 +100,7 @@ def settings_texts(configuration: Configuration) -> tuple[str, ...]:
         ", ".join(filter(None, (_sharding_text(configuration), _degrees_text(configuration)))),
         f"{configuration.accumulation} x {configuration.micro_batch}",
         str(configuration.checkpointing),
-        _host_text(configuration),
+        ", ".join(filter(None, (_host_text(configuration), _step_text(configuration)))),
         str(configuration.prefetch),
     )
 
@@ -110,6 +114,8 @@ def describe(configuration: Configuration) -> str:
     parts.append(f"checkpointing {configuration.checkpointing}")
     if kept := _host_text(configuration):
         parts.append(f"{kept} on the host")
+    if step := _step_text(configuration):
+        parts.append(step)
     if configuration.prefetch != 1:
         parts.append(f"prefetch {configuration.prefetch}")
     return ", ".join(parts)
@@ -148,6 +154,8 @@ def _named(winner: Configuration, other: Configuration) -> str:
         parts.append(f"checkpointing {other.checkpointing}")
     if _host_text(other) != _host_text(winner):
         parts.append(f"{_host_text(other) or 'nothing'} on the host")
+    if other.offload_step != winner.offload_step and other.offload != "none":
+        parts.append(_step_text(other) or "stepped on the host")
     parts += [
         f"{field.replace('_', '-')} {getattr(other, field)}"
         for field in ("micro_batch", "prefetch", *MODEL_AXES, "chunks")
