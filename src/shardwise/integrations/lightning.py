@@ -48,6 +48,8 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
         """Shard the module, then set up the rest like strategies without a mesh."""
         module = self.lightning_module
         if not isinstance(module, FSDPModule):
+            if self._layer_sync is not None:  # `sync_batchnorm`, or a plugin
+                self._layer_sync.apply(module)
             fully_shard(module, **self.shard_options)
             for name in _STEPS:  # Lightning calls these methods instead of forward
                 if getattr(type(module), name) is not getattr(LightningModule, name):
