@@ -62,7 +62,7 @@ def test_adafactor_is_refused() -> None:
 @on_ranks(2)
 def test_units_compute_in_the_dtype_of_the_arguments(option: str, tmp_path: Path) -> None:
     with torchrun_environment():
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, **{option: True})  # type: ignore[arg-type]
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, **{option: True})
         trainer = Trainer(model=llama(), args=arguments, fully_shard={"units": LlamaDecoderLayer})
     dtypes = []
     layer = trainer.model.model.layers[0].mlp

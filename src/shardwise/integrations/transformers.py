@@ -60,7 +60,7 @@ class ShardedTrainer(UnevenBatches):
         options: arguments of the trainer class.
     """
 
-    _prepare_sharded: Callable[[Any], None] | None = None
+    _prepare_sharded: Callable[[Any], None] | None = None  # until the constructor has the model
 
     def __init__(
         self, *args: Any, fully_shard: Mapping[str, Any] | None = None, **options: Any
@@ -87,7 +87,8 @@ class ShardedTrainer(UnevenBatches):
         assert self._prepare_sharded is not None
         self._prepare_sharded(model)
         if is_peft_available() and isinstance(model, peft.PeftModel):
-            model.load_adapter = partial(_load_adapter, model)
+            adapted: Any = model
+            adapted.load_adapter = partial(_load_adapter, model)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
