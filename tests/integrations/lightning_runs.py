@@ -26,17 +26,16 @@ from shardwise.integrations.lightning import Strategy
 class Module(lightning.LightningModule):  # type: ignore[misc]
     """A generator and a discriminator, of which automatic optimization trains the first."""
 
-    def __init__(self, is_manual: bool = False, has_own: bool = False) -> None:
+    def __init__(self, is_manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.generator = nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 1))
         self.discriminator = nn.Linear(1, 1)
-        self.scale = nn.Parameter(torch.ones(1)) if has_own else 1.0
         self.automatic_optimization = not is_manual
         self.losses: list[float] = []
 
     def forward(self, x: Tensor) -> Any:
-        return self.generator(x) * self.scale
+        return self.generator(x)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:
         x, y = batch
@@ -58,9 +57,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)  # also those that are not used
         if self.automatic_optimization:
             return optimizer
-        others = list(self.discriminator.parameters())
-        own = [p for p in self.parameters() if all(p is not other for other in others)]
-        return [torch.optim.SGD(part, lr=0.1) for part in (own, others)]
+        modules = (self.generator, self.discriminator)
+        return [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
 
 
 class Activating(LayerSync):  # type: ignore[misc]
@@ -107,9 +105,9 @@ if __name__ == "__main__":
         "resumed": fit(Module(), out / "resumed", out / "ours" / "epoch=0.ckpt"),
         "ddp": fit(Module(), out / "ddp", **ddp),
         "plugin": fit(Module(), out / "plugin", plugins=[Activating()]),
-        "manual": fit(Module(is_manual=True), out / "manual", **whole),
+        "manual": fit(Module(is_manual=True), out / "manual"),
         "manual ddp": fit(Module(is_manual=True), out / "manual-ddp", **ddp),
-        "refused": refused(lambda: fit(Module(is_manual=True, has_own=True), out / "refused")),
+        "refused": refused(lambda: fit(Module(is_manual=True), out / "refused", **whole)),
     }
     if torch.distributed.get_rank() == 0:
         (out / "runs.json").write_text(json.dumps(runs))

@@ -197,7 +197,7 @@ def _component_of(name: str, value: Any) -> OpenComponent:
     tensors: dict[str, Tensor] = {}
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
-    if _IS_OPTIMIZER.fullmatch(name) and isinstance(value, dict):
+    if name == _OPTIMIZERS[0] and isinstance(value, dict):
         return _optimizer(reader, encoded)
     return OpenComponent("object" if isinstance(value, dict) else "data", reader, encoded)
 

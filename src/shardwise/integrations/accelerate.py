@@ -26,16 +26,12 @@ PackageMissing.check("accelerate", extra="hf", needed_for=__name__)
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-    DynamoBackend,
-    compile_regions_deepspeed,
-)
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, DynamoBackend
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._private import is_compiled_in_place
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard as shard
 from shardwise.errors import PlanError
@@ -48,6 +44,7 @@ from shardwise.integrations.state import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.join import join
+from shardwise.plan.policies import repeated_blocks
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.attach import parameters_of, settings_of
 from shardwise.runtime.engine import HANDLE
@@ -298,11 +295,12 @@ def prepare_sharded(
             f"mp_policy=sw.MixedPrecisionPolicy(torch.{name}) to fully_shard"
         )
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO and getattr(model, "_compiled_call_impl", None) is None:
+    if plugin.backend != DynamoBackend.NO and not is_compiled_in_place(model):
         # In place: a wrapper would hide the methods of the model.
-        is_regional = plugin.use_regional_compilation
-        compiles = partial(compile_regions_deepspeed, model) if is_regional else model.compile
-        compiles(**plugin.to_kwargs())
+        is_regional = getattr(plugin, "use_regional_compilation", False)  # accelerate 1.8
+        blocks = repeated_blocks(model) if is_regional else []
+        for name in blocks or [""]:
+            model.get_submodule(name).compile(**plugin.to_kwargs())
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -318,14 +316,14 @@ def _switch_parameters(
     }
     for optimizer in optimizers:
         states: Any = optimizer.state
-        for parameter in [one for one in states if id(one) in names]:
-            state = states.pop(parameter)
-            if state.get("step") != 0:  # Adagrad makes its states before
-                raise PlanError(
-                    f"{type(optimizer).__name__} has taken steps before its parameters were "
-                    "sharded; call `prepare` before the first step"
-                )
-            own = parameters[names[id(parameter)]]
+        early = [parameter for parameter in states if id(parameter) in names]
+        if any(states[one].get("step") != 0 for one in early):  # Adagrad makes its states before
+            raise PlanError(
+                f"{type(optimizer).__name__} has taken steps before its parameters were sharded; "
+                "call `prepare` before the first step"
+            )
+        for parameter in early:
+            state, own = states.pop(parameter), parameters[names[id(parameter)]]
             states[own] = {
                 key: torch.empty_like(own, dtype=value.dtype).copy_(value)
                 if isinstance(value, Tensor) and value.shape == own.shape and key != "step"

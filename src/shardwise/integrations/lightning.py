@@ -8,7 +8,7 @@ Checkpoints are Lightning's own: directories that any number of ranks can load.
 ``python -m lightning.fabric.utilities.consolidate_checkpoint DIR`` converts one to a single file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,12 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
 
 from shardwise.api import fully_shard
 from shardwise.checkpoint.collect import named_states
 from shardwise.checkpoint.unpickling import DataReader
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.integrations.state import load_optimizers
-from shardwise.plan.policies import choose_units
 from shardwise.runtime.attach import parameters_of
 from shardwise.runtime.module import register_forward_method, runtime_of_root
 from shardwise.tensor.sharding import sharding_of
@@ -39,8 +37,6 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 class Strategy(ModelParallelStrategy):  # type: ignore[misc]
     """A strategy that shards the `LightningModule` before its optimizers are built.
-
-    With manual optimization, the modules in it are units of their own.
 
     Args:
         timeout: timeout of the process group; None uses Lightning's.
@@ -62,20 +58,15 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
         if not isinstance(module, FSDPModule):
             if self._layer_sync is not None:  # `sync_batchnorm`, or a plugin
                 self._layer_sync.apply(module)
-            options = self.shard_options
-            if not module.automatic_optimization:
-                chosen = choose_units(module, options.get("units"))
-                units = {module.get_submodule(name) for name in chosen} | set(_called(module))
-                options = {**options, "units": lambda one, recurse, _size: recurse or one in units}
-            fully_shard(module, **options)
+            fully_shard(module, **self.shard_options)
             for name in _STEPS:  # Lightning calls these methods instead of forward
                 if getattr(type(module), name) is not getattr(LightningModule, name):
                     register_forward_method(module, name)
         super(ModelParallelStrategy, self).setup(trainer)
 
     # With manual optimization, backwards and steps of optimizers run inside `training_step`, where
-    # the parameters of the module's own unit are gathered: what is computed with them after a step
-    # has old values. So each child is a unit; parameters of the module itself are refused below.
+    # the parameters of the root unit are gathered: what is computed with them after a step has old
+    # values.
 
     _stepped: set[str] | None = None  # such parameters; None outside of `training_step`
 
@@ -108,8 +99,9 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
             listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
             raise StepError(
                 f"{listed}: an optimizer has stepped in this training_step, in which these "
-                "parameters of the LightningModule itself stay gathered with their old values, and "
-                "a backward follows; put them into a module that training_step calls"
+                "parameters of the root unit stay gathered with their old values, and a backward "
+                "follows; make the modules that training_step calls units, as in "
+                "Strategy(units={Generator, Discriminator})"
             )
         return super().backward(*args, **options)
 
@@ -145,15 +137,6 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
         path = checkpoint["optimizer_states"]
         if isinstance(path, Path):  # those of a single file are loaded
             load_optimizers(path, self.lightning_module, self.optimizers)
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of ``module`` with parameters, in place of lists those in them."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child)
-        elif next(child.parameters(), None) is not None:
-            yield child
 
 
 class FabricStrategy(FabricModelParallel):  # type: ignore[misc]

@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardwise._warnings import warn_caller
+from shardwise.features.fsdp_module import FSDPModule
 from shardwise.integrations.accelerate import prepare_sharded
 from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
 from shardwise.integrations.uneven_batches import EpochBegins, UnevenBatches
@@ -79,7 +80,8 @@ class ShardedTrainer(UnevenBatches):
         """As in `transformers.Trainer`; ``train`` gets another model from it, which is sharded."""
         trainer: Any = super()
         model = trainer.call_model_init(*args, **options)
-        if self._prepare_sharded is not None:  # which the constructor does at its end
+        is_new = not isinstance(model, FSDPModule)
+        if is_new and self._prepare_sharded is not None:  # which the constructor does at its end
             self._prepare(model)
         return model
 
