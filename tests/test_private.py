@@ -88,3 +88,10 @@ def test_symmetric_memory_uses_the_device_that_is_asked_for() -> None:
         _private.symmetric_tensor(64, group, device)
     barrier.assert_called_once_with(group=group, device_ids=[3])
     assert symmetric.empty.call_args == mock.call(64, dtype=torch.uint8, device=device)
+
+
+def test_a_module_that_is_compiled_in_place_is_found() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert not _private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert _private.is_compiled_in_place(module)

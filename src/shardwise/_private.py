@@ -75,6 +75,7 @@ __all__ = [
     "group_timeout",
     "has_saved_tensors_hooks",
     "has_symmetric_memory",
+    "is_compiled_in_place",
     "is_spectral_norm",
     "is_strided_shard",
     "is_transformed_by_functorch",
@@ -129,6 +130,7 @@ REQUIRED = (
     "torch._C._is_fwd_grad_enabled",
     "torch._C._set_fwd_grad_enabled",
     "torch.autograd.forward_ad._current_level",
+    "torch.nn.Module._compiled_call_impl",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._unsafe_set_version_counter",
@@ -571,6 +573,11 @@ def bind_compiled(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, kind):
             module._initialize()
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile`` was called."""
+    return module._compiled_call_impl is not None
 
 
 # The store of the job. A second store would need an address of its own.

@@ -46,3 +46,15 @@ def test_fabric_has_the_losses_and_norms_of_ddp(tmp_path: Path) -> None:
     assert len(ours) == 6
     for one, expected in zip(ours, ddp, strict=True):
         assert one == pytest.approx(expected, rel=1e-5)
+
+
+def test_runs_with_what_strategies_may_lose(tmp_path: Path) -> None:
+    """States of unused parameters, plugins, and optimizers that step inside `training_step`."""
+    torchrun(2, str(Path(__file__).with_name("lightning_runs.py")), str(tmp_path))
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert runs["ours"] == pytest.approx(runs["ddp"], rel=1e-5)
+    assert runs["resumed"] == pytest.approx(runs["ours"][4:], rel=1e-5)
+    assert runs["plugin"][0] != pytest.approx(runs["ours"][0], rel=1e-2)
+    assert runs["manual"] == pytest.approx(runs["manual ddp"], rel=1e-5)
+    assert runs["refused"].startswith("generator.0.weight, ")
+    assert "an optimizer has stepped in this training_step" in runs["refused"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import Adafactor, AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardwise as sw
 from shardwise.integrations.transformers import Trainer
@@ -55,6 +56,40 @@ def test_adafactor_is_refused() -> None:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(sw.PlanError, match=r"transformers\.Adafactor needs whole.*Adam8bit"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("option", ["bf16", "fp16"])
+@on_ranks(2)
+def test_units_compute_in_the_dtype_of_the_arguments(option: str, tmp_path: Path) -> None:
+    with torchrun_environment():
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, **{option: True})
+        trainer = Trainer(model=llama(), args=arguments, fully_shard={"units": LlamaDecoderLayer})
+    dtypes = []
+    layer = trainer.model.model.layers[0].mlp
+    layer.register_forward_hook(lambda _module, _args, output: dtypes.append(output.dtype))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert trainer.model(input_ids=tokens, labels=tokens).loss.dtype == torch.float32
+    assert dtypes == [{"bf16": torch.bfloat16, "fp16": torch.float16}[option]]
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_models_of_model_init_are_sharded(tmp_path: Path) -> None:
+    """`train` calls ``model_init`` again."""
+
+    def build() -> Any:
+        return llama()
+
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
+    with torchrun_environment():
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True
+        )
+        trainer = Trainer(model_init=build, args=arguments, train_dataset=rows, fully_shard={})
+        first = trainer.model
+        trainer.train()
+    assert trainer.model is not first
+    assert isinstance(trainer.model, sw.FSDPModule)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """Replicas that train alone for many steps and synchronize through a manager, and may die."""
 
 import itertools
+import time
 import zlib
 from functools import partial
 from typing import Any
@@ -60,6 +61,8 @@ def program(
         step = outer.local_steps
         if step == waits:
             seat.wait_for("go on")
+        if 0 <= waits <= step < waits + 4:
+            time.sleep(0.25)  # the lighthouse does not wait for a replica that comes
         if step == dies:
             seat.die()
         if step == raises and seat.rank == 1:

@@ -34,6 +34,7 @@ __all__ = [
     "check_storable",
     "checkpoint_mesh",
     "collect",
+    "named_states",
     "parameter_names",
     "tensors_of",
 ]
@@ -80,7 +81,7 @@ def collect(
                 found = tensors_of(value)
                 tensors, aliases = found.tensors, found.aliases
             case Optimizer():
-                kind, encoded = "optimizer", tree.encode(_by_name(value, model), tensors)
+                kind, encoded = "optimizer", tree.encode(named_states(value, model), tensors)
             case _ if callable(getattr(value, "state_dict", None)):
                 kind = "object"
                 encoded = tree.in_order(tree.encode(value.state_dict(), tensors))
@@ -246,7 +247,7 @@ def check_sharded(module: nn.Module) -> None:
                 )
 
 
-def _by_name(optimizer: Optimizer, model: nn.Module) -> Mapping[str, Any]:
+def named_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """The state dict of ``optimizer``, with parameter names in place of parameters.
 
     What its state has under keys that are not parameters is in ``"other"``.

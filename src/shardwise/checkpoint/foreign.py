@@ -6,6 +6,7 @@ names as keys, nested or flattened (as in torchtitan); torch's ``get_state_dict`
 """
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -37,6 +38,7 @@ from shardwise.errors import CheckpointDamaged, CheckpointError
 __all__ = ["open_foreign"]
 
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `load` uses the first
+_IS_OPTIMIZER = re.compile(rf"{_OPTIMIZERS[0]}(_\d+)?")  # the integrations number them
 
 
 def open_foreign(folder: Folder, source: str, cleanup: contextlib.ExitStack) -> OpenCheckpoint:
@@ -101,7 +103,7 @@ def _dcp_component(
     if () in keys:
         return OpenComponent("data", reader, whole)
     value = _with_lists(whole)
-    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+    if _IS_OPTIMIZER.fullmatch(name) and isinstance(value, dict):
         return _optimizer(reader, value)
     if len(specs) == len(keys):
         return OpenComponent("module", reader)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from shardwise.comm.device import wait_for_device
 from shardwise.errors import CheckpointError
 from shardwise.runtime.module import normal_tensors
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "load_values"]
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,30 @@ def load(
         CheckpointDamaged: a byte differs from the saved one; names the tensor.
         StepError: another rank raised (an interrupt, say), or is lost.
     """
-    folder = folder_at(path)
-    where = str(folder)
     check_kinds("load", model, optimizer)
     given = {"model": model, "optimizer": optimizer, **state}
     values = {name: value for name, value in given.items() if value is not None}
+    selection = Selection(None if only is None else tuple(only), strict, cast)
+    return load_values(path, values, model, selection, source)
+
+
+def load_values(
+    path: str | os.PathLike[str],
+    values: Mapping[str, Any],
+    model: nn.Module | None,
+    selection: Selection,
+    source: str,
+) -> Loaded:
+    """Load ``values`` as `load` does. ``model`` names the parameters of the optimizers in them.
+
+    It need not be one of ``values``.
+    """
+    folder = folder_at(path)
+    where = str(folder)
     modules = [value for value in values.values() if isinstance(value, nn.Module)]
+    modules = modules or ([] if model is None else [model])
     mesh = checkpoint_mesh(modules)
     device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
-    selection = Selection(None if only is None else tuple(only), strict, cast)
     first = modules[0] if modules else None
     with (
         coordinated(mesh, first, device, f"sw.load({where!r})", f"load {where}") as ranks,

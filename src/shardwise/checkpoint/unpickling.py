@@ -4,21 +4,18 @@ torch unpickles ``.metadata`` and values that are not tensors, and a pickle can 
 Here, a pickle may only use the names that torch's own metadata consist of.
 """
 
-import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 
 from shardwise.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["METADATA", "DataPlanner", "DataReader"]
+__all__ = ["METADATA", "DataReader"]
 
 METADATA = ".metadata"
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
@@ -96,17 +93,3 @@ def _check(metadata: object) -> None:
         path = PurePosixPath(stored.relative_path)
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"{index.fqn} is in {path}, outside the directory")
-
-
-class DataPlanner(DefaultLoadPlanner):
-    """Loads only values that `torch.load` accepts with ``weights_only``."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor; a CheckpointDamaged if it is not data only."""
-        try:
-            torch.load(value, weights_only=True)
-        except Exception as error:  # torch raises whatever its unpickler does
-            name = read_item.storage_index.fqn
-            raise CheckpointDamaged(f"{name}: cannot be read: {error}") from error
-        value.seek(0)
-        super().load_bytes(read_item, value)

@@ -13,7 +13,9 @@ import contextlib
 import itertools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ PackageMissing.check("accelerate", extra="hf", needed_for=__name__)
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, DynamoBackend
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise._private import is_compiled_in_place
 from shardwise._warnings import warn_caller
 from shardwise.api import fully_shard as shard
 from shardwise.errors import PlanError
@@ -41,11 +44,14 @@ from shardwise.integrations.state import (
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.join import join
+from shardwise.plan.policies import repeated_blocks
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.attach import parameters_of
+from shardwise.runtime.attach import parameters_of, settings_of
+from shardwise.runtime.engine import HANDLE
+from shardwise.runtime.module import runtimes_in
 from shardwise.tensor.sharding import sharding_of
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "prepare_sharded"]
 
 _OPTIMIZERS = "sharded_optimizers"
 _Named = tuple["weakref.ref[nn.Parameter]", str]
@@ -72,23 +78,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.shard_options = dict(fully_shard or {})
         self.sharded: dict[nn.Module, list[Optimizer]] = {}
         self._before: dict[nn.Module, list[_Named]] = {}  # parameters before they were sharded
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
-        if dtype is not None:
-            policy = MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
-            self.shard_options.setdefault("mp_policy", policy)
         self.loaded_from = Path()
-        self.register_load_state_pre_hook(self._load_models)
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """As in `accelerate.Accelerator`; pass an optimizer with its model, before, or later."""
         values = (*self._optimizers, *args)
         optimizers = [_unwrapped(value) for value in values if isinstance(value, Optimizer)]
         for model in (value for value in args if isinstance(value, nn.Module)):
-            if not isinstance(model, FSDPModule):
+            if isinstance(model, FSDPModule):
+                prepare_sharded(self, model, None)
+            else:
                 before = [(weakref.ref(p), name) for name, p in model.named_parameters()]
-                shard(model, **self.shard_options)
+                prepare_sharded(self, model, self.shard_options)
                 self._before[model] = before
             self.sharded.setdefault(model, [])
         for model, model_optimizers in self.sharded.items():
@@ -119,6 +120,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Reduce gradients in backwards inside the block, also in `no_sync`."""
+        if not isinstance(model, FSDPModule):
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        before = settings_of(model).reduce_grads
+        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(before)
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -190,18 +206,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As in `accelerate.Accelerator`."""
         with self._without_optimizer_states():
             directory = super().save_state(output_dir, **options)
-        for index, (model, optimizers) in enumerate(self.sharded.items()):
-            save_optimizers(Path(directory) / f"{_OPTIMIZERS}_{index}", model, optimizers)
+        for name, model, optimizers in self._saved_optimizers():
+            save_optimizers(Path(directory) / name, model, optimizers)
         return directory
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """As in `accelerate.Accelerator`."""
-        with self._without_optimizer_states():
+        load = partial(self._load_models, strict=options.get("strict", True))
+        with self._without_optimizer_states() as stack:
+            # Last, so that hooks of the program can load models, and remove them from the list.
+            stack.callback(self.register_load_state_pre_hook(load).remove)
             super().load_state(input_dir, **options)
-        for index, (model, optimizers) in enumerate(self.sharded.items()):
-            load_optimizers(self.loaded_from / f"{_OPTIMIZERS}_{index}", model, optimizers)
+        for name, model, optimizers in self._saved_optimizers():
+            load_optimizers(self.loaded_from / name, model, optimizers)
 
-    def _load_models(self, models: MutableSequence[nn.Module], directory: str) -> None:
+    def _saved_optimizers(self) -> Iterator[tuple[str, nn.Module, list[Optimizer]]]:
+        """Each directory of optimizer states, with the model that has their parameters."""
+        listed = Counter(map(id, itertools.chain(*self.sharded.values())))
+        shared: dict[int, Optimizer] = {}  # which step parameters of several models
+        for index, (model, optimizers) in enumerate(self.sharded.items()):
+            shared |= {id(one): one for one in optimizers if listed[id(one)] > 1}
+            own = [one for one in optimizers if listed[id(one)] == 1]
+            if own:
+                yield f"{_OPTIMIZERS}_{index}", model, own
+        if shared:
+            models = nn.ModuleList(self.sharded)
+            yield f"{_OPTIMIZERS}_{len(models)}", models, list(shared.values())
+
+    def _load_models(
+        self, models: MutableSequence[nn.Module], directory: str, *, strict: bool
+    ) -> None:
         """Load the sharded models, and prevent accelerate from loading them."""
         self.loaded_from = Path(directory)
         for index, model in enumerate(models):
@@ -212,11 +246,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             else:
                 weights = self.loaded_from / WEIGHTS_NAME.replace(".", suffix)
                 state = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
-            load_full_state_dict(model, state)
+            load_full_state_dict(model, state, strict=strict)
         models.clear()
 
     @contextlib.contextmanager
-    def _without_optimizer_states(self) -> Iterator[None]:
+    def _without_optimizer_states(self) -> Iterator[contextlib.ExitStack]:
         """Prevent accelerate from saving and loading the optimizer states of sharded models."""
         with contextlib.ExitStack() as stack:
             for optimizer in itertools.chain(*self.sharded.values()):
@@ -228,7 +262,45 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 )
                 for hook in hooks:
                     stack.callback(hook.remove)
-            yield
+            yield stack
+
+
+def prepare_sharded(
+    accelerator: accelerate.Accelerator, model: nn.Module, options: Mapping[str, Any] | None
+) -> None:
+    """Shard ``model`` with ``options``, and give it the dtype and compiler of ``accelerator``.
+
+    Options of None mean that it is sharded already: it keeps its dtype, and a warning says so if
+    ``accelerator`` has another one.
+    """
+    name = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
+    if options is not None:
+        if name is not None:
+            policy = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, name),
+                reduce_dtype=torch.float32,
+                output_dtype=torch.float32,
+            )
+            options = {"mp_policy": policy, **options}
+        shard(model, **options)
+    if not isinstance(model, FSDPModule):
+        return
+    runtimes = runtimes_in(model) if HANDLE in vars(model) else []  # none on the meta device
+    units = [unit for runtime in runtimes for unit in runtime.plan.units]
+    computed = {layout.cast.compute_dtype for unit in units for layout in unit.layouts}
+    if options is None and computed and name not in {None, *computed}:
+        warn_caller(
+            f"mixed precision is {accelerator.mixed_precision!r}, but the model was sharded to "
+            f"compute in {', '.join(sorted(computed))}, and keeps this dtype; pass "
+            f"mp_policy=sw.MixedPrecisionPolicy(torch.{name}) to fully_shard"
+        )
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO and not is_compiled_in_place(model):
+        # In place: a wrapper would hide the methods of the model.
+        is_regional = getattr(plugin, "use_regional_compilation", False)  # accelerate 1.8
+        blocks = repeated_blocks(model) if is_regional else []
+        for name in blocks or [""]:
+            model.get_submodule(name).compile(**plugin.to_kwargs())
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -243,11 +315,21 @@ def _switch_parameters(
         id(parameter): name for reference, name in before if (parameter := reference()) is not None
     }
     for optimizer in optimizers:
-        if any(id(parameter) in names for parameter in optimizer.state):
+        states: Any = optimizer.state
+        early = [parameter for parameter in states if id(parameter) in names]
+        if any(states[one].get("step") != 0 for one in early):  # Adagrad makes its states before
             raise PlanError(
                 f"{type(optimizer).__name__} has taken steps before its parameters were sharded; "
                 "call `prepare` before the first step"
             )
+        for parameter in early:
+            state, own = states.pop(parameter), parameters[names[id(parameter)]]
+            states[own] = {
+                key: torch.empty_like(own, dtype=value.dtype).copy_(value)
+                if isinstance(value, Tensor) and value.shape == own.shape and key != "step"
+                else value
+                for key, value in state.items()
+            }
         for group in optimizer.param_groups:
             group["params"] = [
                 parameters[names[id(p)]] if id(p) in names else p for p in group["params"]

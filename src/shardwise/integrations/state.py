@@ -2,20 +2,17 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.unpickling import DataPlanner, DataReader
+from shardwise.checkpoint.collect import named_states
+from shardwise.checkpoint.load import load_values
+from shardwise.checkpoint.matching import Selection
 
 __all__ = ["full_state_dict", "load_full_state_dict", "load_optimizers", "save_optimizers"]
 
@@ -35,14 +32,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+) -> None:
     """Load whole tensors that every rank has. For tied parameters, one of the names suffices."""
     whole = dict(state)
     for pair in _tied_names(model).items():
         for name, other in (pair, reversed(pair)):
             if other in whole:
                 whole.setdefault(name, whole[other])
-    model.load_state_dict(whole)
+    model.load_state_dict(whole, strict=strict)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -54,28 +53,28 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def save_optimizers(
-    directory: str | os.PathLike[str], model: nn.Module, optimizers: Collection[Optimizer]
+    directory: str | os.PathLike[str], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
     """Write the states of ``optimizers`` to ``directory``, in the format of torch's DCP.
 
     Each rank writes its own shards under the names of the parameters.
     """
-    state_dict_saver.save(_states(model, optimizers), checkpoint_id=directory)
+    # Not torch's `get_optimizer_state_dict`: it takes a step with gradients of zero if there are no
+    # states yet, and leaves out those of parameters that are frozen.
+    states = {name: named_states(value, model) for name, value in _numbered(optimizers).items()}
+    state_dict_saver.save(states, checkpoint_id=directory)
 
 
 def load_optimizers(
-    directory: str | os.PathLike[str], model: nn.Module, optimizers: Collection[Optimizer]
+    directory: str | os.PathLike[str], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Read states that `save_optimizers` wrote, on any number of ranks."""
-    states = _states(model, optimizers)
-    reader, planner = DataReader(directory), DataPlanner()
-    state_dict_loader.load(states, storage_reader=reader, planner=planner)
-    for optimizer, state in zip(optimizers, states.values(), strict=True):
-        set_optimizer_state_dict(model, optimizer, state)
+    """Read states that `save_optimizers` wrote, on any number of ranks.
+
+    Raises:
+        CheckpointError: they are not those of these optimizers.
+    """
+    load_values(directory, _numbered(optimizers), model, Selection(), "dcp")
 
 
-def _states(model: nn.Module, optimizers: Collection[Optimizer]) -> dict[str, Any]:
-    return {
-        f"optimizer_{index}": get_optimizer_state_dict(model, optimizer)
-        for index, optimizer in enumerate(optimizers)
-    }
+def _numbered(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    return {f"optimizer_{index}": optimizer for index, optimizer in enumerate(optimizers)}

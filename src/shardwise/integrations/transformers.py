@@ -11,7 +11,7 @@ For other trainers, use `ShardedTrainer` as a mix-in::
     class Trainer(ShardedTrainer, trl.SFTTrainer): ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardwise._warnings import warn_caller
-from shardwise.api import fully_shard as shard
+from shardwise.features.fsdp_module import FSDPModule
+from shardwise.integrations.accelerate import prepare_sharded
 from shardwise.integrations.state import full_state_dict, load_optimizers, save_optimizers
 from shardwise.integrations.uneven_batches import EpochBegins, UnevenBatches
 
@@ -54,26 +55,42 @@ class ShardedTrainer(UnevenBatches):
 
     Args:
         fully_shard: arguments of `sw.fully_shard`, which is called after the trainer has prepared
-            the model, that is, added adapters or changed dtypes. None: the model is sharded
-            already, which is necessary if it does not fit on a single device.
+            the model, that is, added adapters or changed dtypes. Without ``mp_policy``, units
+            compute in the dtype of ``bf16`` or ``fp16``, as in `integrations.accelerate`. None: the
+            model is sharded already, which is necessary if it does not fit on a single device.
         options: arguments of the trainer class.
     """
+
+    _prepare_sharded: Callable[[Any], None] | None = None  # until the constructor has the model
 
     def __init__(
         self, *args: Any, fully_shard: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         trainer: Any = self
-        if fully_shard is not None:
-            shard(trainer.model, **fully_shard)
+        self._prepare_sharded = partial(prepare_sharded, trainer.accelerator, options=fully_shard)
+        self._prepare(trainer.model)
         self.saves_optimizer = not trainer.args.save_only_model
         trainer.args.save_only_model = True  # rank 0 alone would save the rest
         self.resume_callback = _ResumeCallback()
         trainer.add_callback(self.resume_callback)
         trainer.add_callback(EpochBegins(self))
-        has_adapters = is_peft_available() and isinstance(trainer.model, peft.PeftModel)
-        if has_adapters:
-            trainer.model.load_adapter = partial(_load_adapter, trainer.model)
+
+    def call_model_init(self, *args: Any, **options: Any) -> Any:
+        """As in `transformers.Trainer`; ``train`` gets another model from it, which is sharded."""
+        trainer: Any = super()
+        model = trainer.call_model_init(*args, **options)
+        is_new = not isinstance(model, FSDPModule)
+        if is_new and self._prepare_sharded is not None:  # which the constructor does at its end
+            self._prepare(model)
+        return model
+
+    def _prepare(self, model: Any) -> None:
+        assert self._prepare_sharded is not None
+        self._prepare_sharded(model)
+        if is_peft_available() and isinstance(model, peft.PeftModel):
+            adapted: Any = model
+            adapted.load_adapter = partial(_load_adapter, model)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
