@@ -88,6 +88,8 @@ def test_a_schedule_has_a_name(schedule: str, expected: list[float]) -> None:
         ({"optimizer": "adanw"}, "did you mean 'adamw'"),
         ({"optimizer": "torch.optim:Nothing"}, "train.optimizer='torch.optim:Nothing'"),
         ({"optimizer_options": {"momentun": 0.9}}, "train.optimizer_options.*momentun"),
+        ({"optimizer_options": {"weight_decay": 1}}, "set train.weight_decay instead"),
+        ({"optimizer": "muon", "optimizer_options": {"lr": 1.0}}, "set train.lr instead"),
         ({"schedule": "cosin"}, "train.schedule='cosin' is not known; did you mean 'cosine'"),
     ],
 )

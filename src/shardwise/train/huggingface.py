@@ -24,6 +24,9 @@ from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
 __all__ = ["HuggingFace", "settings_from"]
 
+# Weights in formats that are not read.
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+
 
 class HuggingFace:
     """A causal language model of `transformers` from a directory with at least its config."""
@@ -55,6 +58,31 @@ class HuggingFace:
         """Whether training starts from weights in the directory."""
         found = any(self.directory.glob("*.safetensors"))
         return found and not self.config.model.from_scratch
+
+    def check_weights(self) -> None:
+        """Raise a ConfigError if training would start from other weights than a user expects."""
+        options, key = self.config.model, f"model.path={self.config.model.path!r}"
+        if options.from_scratch:
+            return
+        advice = "or set model.from_scratch=true to train from random values"
+        if getattr(self.settings, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"{key} has quantized weights, which cannot be trained; use weights that are not, "
+                f"{advice}"
+            )
+        if self.has_weights:
+            return
+        others = [file.name for form in _OTHER_WEIGHTS for file in self.directory.glob(form)]
+        if others:
+            raise ConfigError(
+                f"{key} has weights in {min(others)}, but only *.safetensors are read; convert "
+                f"them with save_pretrained of transformers, {advice}"
+            )
+        if options.lora_rank:
+            raise ConfigError(
+                f"{key} has no weights (*.safetensors) for model.lora_rank={options.lora_rank} to "
+                f"adapt; add them, {advice}"
+            )
 
     def build(self) -> nn.Module:
         """The model on the meta device, in float32, the dtype of shards and optimizer states."""
@@ -150,7 +178,9 @@ class HuggingFace:
             keys.add("lora_alpha")
         options = self.config.model.model_dump(include=keys)
         shared = {f"model.{key}": value for key, value in options.items()}
-        return {**shared, "model.path": json.dumps(self.settings.to_dict(), sort_keys=True)}
+        given = self.settings.to_diff_dict()  # what is not a default, without the directory
+        given.pop("transformers_version", None)
+        return {**shared, "model.path": json.dumps(given, sort_keys=True)}
 
     def export(self, checkpoint: Path | str, directory: Path, tokenizer: Tokenizer) -> None:
         """Convert a checkpoint to a directory that transformers can load, in one process.
@@ -166,6 +196,9 @@ class HuggingFace:
             adapted: Any = self.build()
             adapted.peft_config["default"].save_pretrained(str(partial / "adapter"))
         self.settings.save_pretrained(str(partial))
+        generation = self.directory / "generation_config.json"  # with the tokens that end an answer
+        if generation.exists():
+            shutil.copy(generation, partial)
         if isinstance(tokenizer, Subwords):
             tokenizer.save(partial)
         shutil.rmtree(directory, ignore_errors=True)
