@@ -1,5 +1,6 @@
 """Runs that are killed or interrupted, and resumed."""
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.checkpoint.directory import latest
 from shardwise.cli import main
 
-from .commands import PATIENCE_SECONDS, Command, environment, losses, own_lines
+from .commands import PATIENCE_SECONDS, Command, environment, fail, losses, own_lines, run
 
 SETTINGS = ("train.steps=60", "checkpoint.every=5", "sample.bytes=0")
 
@@ -141,3 +142,27 @@ def ranks_of(launcher: int) -> list[int]:
     """Return the ids of the ranks that ``launcher`` started, found by their command lines."""
     children = psutil.Process(launcher).children()
     return sorted(child.pid for child in children if "shardwise" in child.cmdline())
+
+
+def test_a_second_job_in_a_run_directory_ends_at_once(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first one is not disturbed; after it was killed, nothing blocks the next one."""
+    directory = tmp_path / "run"
+    chosen = settings(directory, "shard.nproc=1")
+    command = Command(["train", tiny, *chosen, "--set", "train.steps=100000"], tmp_path)
+    command.wait_for(lambda: latest(directory / "checkpoints") is not None)
+    written = (directory / "config.toml").stat().st_ino
+    for more in ([], ["--set", "run.overwrite=true"]):
+        error = fail(capfd, ["train", str(tiny), *chosen, *more])
+        assert f"{directory} is in use by process {command.pid} on " in error
+    count = len(losses(directory))
+    command.wait_for(lambda: len(losses(directory)) > count)
+    assert (directory / "config.toml").stat().st_ino == written
+    command.finish(kill=True)
+    steps = f"train.steps={len(losses(directory)) + 10}"
+    finished = run(["train", tiny, *chosen, "--set", steps], tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert "resuming after step" in finished.stdout
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import CheckpointConfig, Config, read_config
+from shardwise.train.run import _is_restart
 from shardwise.train.run_directory import open_run
 from shardwise.train.sinks import JsonLines, StepMetrics, read_history
 
@@ -100,3 +101,33 @@ def test_steps_without_a_gradient_norm_are_in_the_history(tmp_path: Path) -> Non
     sink.close()
     assert read_history(tmp_path / "metrics.jsonl", 2) == records
     assert read_history(tmp_path / "metrics.jsonl", 1) == records[:1]
+
+
+def test_an_overwritten_directory_keeps_what_is_not_of_the_run(tmp_path: Path) -> None:
+    for name in ("tensor-1/recording/rank-0.jsonl", "tensor-1/notes", "tensor-data/part-0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    open_run(in_directory(tmp_path, overwrite=True))
+    left = {str(file.relative_to(tmp_path)) for file in tmp_path.glob("tensor-*/*")}
+    assert left == {"tensor-1/notes", "tensor-data/part-0"}
+
+
+def test_a_store_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in ((tmp_path / "file" / "a", "Not a directory"), ("gs0://a", "gs0")):
+        config = in_directory(tmp_path / "run").model_copy(
+            update={"checkpoint": CheckpointConfig(directory=str(place))}
+        )
+        with pytest.raises(ConfigError, match=f"(checkpoint|run).directory: .*{reason}"):
+            open_run(config)
+    place = tmp_path / "new"
+    checkpoint = CheckpointConfig(directory=str(place))
+    open_run(in_directory(tmp_path / "run").model_copy(update={"checkpoint": checkpoint}))
+    assert list(place.iterdir()) == []
+
+
+def test_a_job_that_slurm_queues_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with run.overwrite=true, which is meant for the first time."""
+    assert not _is_restart()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert _is_restart()

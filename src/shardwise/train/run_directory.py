@@ -5,6 +5,8 @@ import json
 import math
 import shutil
 import time
+import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import torch
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
-from shardwise.checkpoint.stores import folder_at
+from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.claim import JOB_FILE, check_owner, claimed
 from shardwise.train.config import Config, TrainConfig, changed_config, to_toml
 from shardwise.train.data import Corpus, open_corpus
-from shardwise.train.sinks import StepMetrics, read_history
+from shardwise.train.sinks import StepMetrics, forget_run, read_history
 from shardwise.train.source import source_of
 
 __all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
@@ -34,6 +37,7 @@ class RunDirectory:
     best_step: int = 0  # the one with the lowest validation loss so far; 0 if there is none
     history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
     store: str = ""  # an absolute path or a URL, if the checkpoints are not in the run directory
+    owner: str = ""  # the token of the job that has claimed the directory, if one has
 
     @property
     def checkpoints(self) -> Path:
@@ -81,21 +85,30 @@ class RunDirectory:
             if checkpoint.name >= first:
                 discard(checkpoint)
 
+    def check_owner(self) -> None:
+        """Raise a ConfigError if another job has taken the directory over."""
+        if self.owner:
+            check_owner(self.path, self.owner)
+
     def is_finished(self, train: TrainConfig) -> bool:
         """Whether all steps are trained and summarized, here or in another run directory."""
         is_summarized = self.summary.exists() or not self.history
         return is_summarized and train.is_over(self.step, self.best_step)
 
 
-def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
+def open_run(
+    config: Config, *, is_restart: bool = False, held: ExitStack | None = None
+) -> RunDirectory:
     """Create the directory of a run and write its configuration, or resume an existing run.
 
     With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run.
-    Raise a ConfigError if the directory cannot be used.
+    With ``held``, no other job can use the directory until it ends. Raise a ConfigError if the
+    directory cannot be used.
     """
     try:
         path = _make_directory(config, is_restart=is_restart)
-        run = RunDirectory(path, store=_store_of(config))
+        owner = "" if held is None else held.enter_context(claimed(path))
+        run = RunDirectory(path, store=_store_of(config), owner=owner)
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
         if not run.is_finished(config.train):
@@ -115,7 +128,8 @@ def _make_directory(config: Config, *, is_restart: bool) -> Path:
     path = Path(config.run.directory).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     is_resumed = is_restart or RunDirectory(path).checkpoints.is_dir()
-    if any(path.iterdir()) and not is_resumed and not config.run.overwrite:
+    has_files = any(not file.name.startswith(JOB_FILE) for file in path.iterdir())
+    if has_files and not is_resumed and not config.run.overwrite:
         raise ConfigError(
             f"run.directory={config.run.directory!r} already has files, but no checkpoints to "
             "resume from; choose another, or set run.overwrite=true"
@@ -170,6 +184,8 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
         differs = f"{key}={value} differs from that of {checkpoint}, which has {saved.get(key)}"
         if key == "data":
             differs = f"data: the text differs from that of {checkpoint}"
+        if key == "model.path":  # its value is the whole configuration of a model
+            differs = f"model.path: the config.json differs from that of {checkpoint}"
         raise ConfigError(
             f"{differs}; choose another run.directory, or set run.overwrite=true to start over"
         )
@@ -186,15 +202,18 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     """Remove the files that the run will write again after the step from which it resumes."""
     if config.checkpoint.every:  # first, so that a run that is killed here can be resumed
         run.checkpoints.mkdir(exist_ok=True)
+    if config.checkpoint.every and run.store:
+        _check_store(folder_at(run.store))
     if run.checkpoint is None:
         for place in (run.saves_to, run.saves_best_to):
             for checkpoint in complete(folder_at(place)):
                 discard(checkpoint)
+        forget_run(run.path)
     lines = (json.dumps(record.known()) + "\n" for record in run.history)
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
-    for recording in (run.path / "recording", *run.path.glob("tensor-*")):
+    for recording in (run.path / "recording", *run.path.glob("tensor-[0-9]*/recording")):
         shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
@@ -203,6 +222,16 @@ def _prepare(run: RunDirectory, config: Config) -> None:
         "checkpoint": {"directory": _absolute(config.checkpoint.directory)},
     }
     replace_text(run.config, to_toml(changed_config(config, changes)))
+
+
+def _check_store(store: Folder) -> None:
+    """Raise a ConfigError if nothing can be saved in ``checkpoint.directory``."""
+    probe = f"{uuid.uuid4().hex}.probe"
+    try:
+        store.create(probe, b"")
+        store.remove(probe)
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"checkpoint.directory: cannot be written: {error}") from None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,6 +1,8 @@
 """Destinations of the metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
+import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ __all__ = [
     "TensorBoard",
     "WandB",
     "check_trackers",
+    "forget_run",
     "open_trackers",
     "read_history",
 ]
@@ -102,7 +105,10 @@ class TensorBoard:
     def __init__(self, config: Config, directory: Path) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional)
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        trained = [record.step for record in read_history(directory / "metrics.jsonl", sys.maxsize)]
+        # Steps from here on, which a killed or an overwritten run has left, are not shown.
+        first = trained[-1] + 1 if trained else 0
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
 
     def log(self, record: StepMetrics) -> None:
         for name, value in record.metrics().items():
@@ -113,16 +119,22 @@ class TensorBoard:
         self._writer.close()
 
 
+_RUN_OF_WANDB = "wandb-id"
+
+
 class WandB:
     """Logs to Weights & Biases, whose environment variables configure the project and the mode."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         import wandb  # noqa: PLC0415 (optional)
 
+        file = directory / _RUN_OF_WANDB
+        if not file.exists():  # directories of other runs may have the same name
+            file.write_text(f"{directory.name}-{uuid.uuid4().hex[:12]}", encoding="utf-8")
         self._run = wandb.init(
             dir=str(directory),
             name=config.run.name,
-            id=directory.name,
+            id=file.read_text(encoding="utf-8"),
             resume="allow",
             config=config.model_dump(),
         )
@@ -132,6 +144,11 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def forget_run(directory: Path) -> None:
+    """Have the run that begins in ``directory`` be a new one for trackers."""
+    (directory / _RUN_OF_WANDB).unlink(missing_ok=True)
 
 
 _TRACKERS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
