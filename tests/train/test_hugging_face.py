@@ -208,6 +208,8 @@ def test_a_run_does_not_resume_with_adapters_of_another_scale(root: Path) -> Non
     models: list[dict[str, Any]] = [{"lora_rank": 2, "lora_alpha": alpha} for alpha in (8, 16)]
     one, other = (source_of(config_of(root, model=model)).identity for model in models)
     assert {key for key in one if one[key] != other[key]} == {"model.lora_alpha"}
+    targets = source_of(config_of(root, model=models[1] | {"lora_targets": ["q_proj"]})).identity
+    assert {key for key in other if other[key] != targets[key]} == {"model.lora_targets"}
 
 
 def test_a_run_without_checkpoints_says_that_nothing_is_exported(

@@ -114,11 +114,11 @@ def test_an_overwritten_directory_keeps_what_is_not_of_the_run(tmp_path: Path) -
 
 def test_a_store_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, reason in ((tmp_path / "file" / "a", "Not a directory"), ("gs0://a", "gs0")):
+    for place, reason in ((tmp_path / "file" / "a", "Not a directory"), ("a0://a", "not known")):
         config = in_directory(tmp_path / "run").model_copy(
             update={"checkpoint": CheckpointConfig(directory=str(place))}
         )
-        with pytest.raises(ConfigError, match=f"(checkpoint|run).directory: .*{reason}"):
+        with pytest.raises(ConfigError, match=f"^checkpoint.directory: .*{reason}"):
             open_run(config)
     place = tmp_path / "new"
     checkpoint = CheckpointConfig(directory=str(place))

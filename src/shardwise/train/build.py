@@ -43,9 +43,9 @@ def check(config: Config) -> None:
     for name in config.run.callbacks:
         resolve("run.callbacks", name, {})
     check_combinations(config)
+    source = source_of(config)
     open_corpus(config).check_length(config.model.context)
     plan_of_rank(config)
-    source = source_of(config)
     if isinstance(source, HuggingFace):
         source.check_weights()
 

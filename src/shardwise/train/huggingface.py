@@ -178,6 +178,8 @@ class HuggingFace:
             keys.add("lora_alpha")
         options = self.config.model.model_dump(include=keys)
         shared = {f"model.{key}": value for key, value in options.items()}
+        if self.config.model.lora_rank:
+            shared["model.lora_targets"] = json.dumps(self.config.model.lora_targets)
         given = self.settings.to_diff_dict()  # what is not a default, without the directory
         given.pop("transformers_version", None)
         return {**shared, "model.path": json.dumps(given, sort_keys=True)}

@@ -21,6 +21,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.claim import JOB_FILE, check_owner, claimed
 from shardwise.train.config import Config, TrainConfig, changed_config, to_toml
 from shardwise.train.data import Corpus, open_corpus
+from shardwise.train.optimizer import spec_of
 from shardwise.train.sinks import StepMetrics, forget_run, read_history
 from shardwise.train.source import source_of
 
@@ -117,7 +118,8 @@ def open_run(
         place = error.filename or config.run.directory
         raise ConfigError(f"run.directory: {place} cannot be written: {error.strerror}") from None
     except CheckpointError as error:
-        raise ConfigError(f"run.directory: {error}") from None
+        key = "checkpoint.directory" if config.checkpoint.directory else "run.directory"
+        raise ConfigError(f"{key}: {error}") from None
     return run
 
 
@@ -195,7 +197,8 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
     """The values that must not change when a run is resumed; saved in its checkpoints."""
     order = {f"train.{key}": getattr(config.train, key) for key in ("seed", "global_batch")}
-    return {**source_of(config).identity, **order, "data": corpus.digest}
+    optimizer = {"train.optimizer": spec_of(config.train).path}
+    return {**source_of(config).identity, **order, **optimizer, "data": corpus.digest}
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:

@@ -75,8 +75,9 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
             pattern = "*.arrow"
     if root.is_file():
         return {root.name: root}
+    key = "data.path" if path == config.path else "data.validation"
     if not root.is_dir():
-        raise ConfigError(f"data.path={path!r}: no such file or directory")
+        raise ConfigError(f"{key}={path!r}: no such file or directory")
     if format_ == "datasets" and (root / "state.json").exists():
         # `Dataset.map` and `filter` leave results in other files of the directory.
         state = json.loads((root / "state.json").read_text(encoding="utf-8"))
@@ -94,7 +95,7 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
     }
     if not files:
         hint = "" if config.glob else "; set data.glob, such as '**/*.txt'"
-        raise ConfigError(f"data.path={path!r}: no file matches data.glob={pattern!r}{hint}")
+        raise ConfigError(f"{key}={path!r}: no file matches data.glob={pattern!r}{hint}")
     return files
 
 
