@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -216,8 +216,11 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
-    for recording in (run.path / "recording", *run.path.glob("tensor-[0-9]*/recording")):
-        shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
+    shutil.rmtree(run.path / "recording", ignore_errors=True)  # it may have files of more ranks
+    for recording in run.path.glob("tensor-[0-9]*/recording"):
+        shutil.rmtree(recording, ignore_errors=True)
+        with suppress(OSError):  # it has files that are not of the run
+            recording.parent.rmdir()
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     changes: dict[str, dict[str, Any]] = {
