@@ -114,6 +114,14 @@ def test_training_continues_from_weights(root: Path, trained: tuple[list[float],
     assert again == pytest.approx(losses, rel=1e-5)
 
 
+def test_weights_are_not_trained_with_another_tokenizer(
+    root: Path, trained: tuple[list[float], Path]
+) -> None:
+    config = config_of(root, "errors", model={"path": str(trained[1])})
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=300 trains .* to use tokenizer"):
+        check(config)
+
+
 @pytest.mark.thorough
 def test_adapters_are_merged_and_exported(root: Path, trained: tuple[list[float], Path]) -> None:
     start: Document = {

@@ -28,7 +28,10 @@ VOCABULARY = Bytes.vocabulary
 IGNORED = -100  # a target that does not count
 CHUNK_BYTES = 1 << 24
 # Endings of files that "auto" would take for text, though their bytes are not what they contain.
-_NOT_TEXT = (".json", ".arrow", ".bz2", ".gz", ".lz4", ".tar", ".xz", ".zip", ".zst")
+_NOT_TEXT = (
+    *(".json", ".arrow", ".bin", ".h5", ".idx", ".npy", ".npz", ".pkl", ".pt"),
+    *(".bz2", ".gz", ".lz4", ".tar", ".tgz", ".xz", ".zip", ".zst"),
+)
 
 
 @dataclass(frozen=True)

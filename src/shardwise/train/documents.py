@@ -341,7 +341,8 @@ class Documents:
         if not any(self.counted[start + 1 : stop].any() for start, stop in windows):
             raise ConfigError(
                 f"model.context={context}: no answer of the conversations for "
-                f"{self.directory.name} begins within this many tokens; set a larger context"
+                f"{self.directory.name} begins within this many tokens; set a larger context, and "
+                'give answers the role "assistant"'
             )
 
     def windows(self, context: int) -> NDArray[np.int64]:

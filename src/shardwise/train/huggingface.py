@@ -71,6 +71,13 @@ class HuggingFace:
                 f"{advice}"
             )
         if self.has_weights:
+            own = [*self.directory.glob("tokenizer*"), *self.directory.glob("vocab*")]
+            if own and self.config.tokenizer.vocabulary:
+                raise ConfigError(
+                    f"tokenizer.vocabulary={self.config.tokenizer.vocabulary} trains a tokenizer, "
+                    f"whose numbers mean nothing to the weights of {key}; leave it out to use "
+                    f"{own[0].name}, {advice}"
+                )
             return
         others = [file.name for form in _OTHER_WEIGHTS for file in self.directory.glob(form)]
         if others:
