@@ -2,11 +2,11 @@
 
 import fcntl
 import hashlib
+import inspect
 import json
 import reprlib
 import shutil
 import socket
-import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -141,8 +141,8 @@ def _key(
     options = [data.format, data.column, data.validation_share, tokenizer.vocabulary]
     digest = hashlib.sha256(json.dumps([_VERSION, status, options]).encode())
     if data.format not in _READERS:
-        module = sys.modules[reader_of(data.format).__module__]
-        digest.update(Path(module.__file__ or "").read_bytes())
+        source = getattr(inspect.getmodule(reader_of(data.format)), "__file__", None)
+        digest.update(Path(source).read_bytes() if source else b"")
     if tokenizer.path:
         # Not of its files, whose names differ between tokenizers.
         digest.update(Subwords.open(Path(tokenizer.path).expanduser()).description.encode())

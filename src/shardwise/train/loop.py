@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -145,8 +146,7 @@ def _save_best(trainer: Trainer, run: RunDirectory) -> sw.Save | None:
     """Save the model if the last step has the lowest validation loss so far."""
     if not trainer.config.checkpoint.best or trainer.best.step != trainer.step:
         return None
-    if trainer.world.is_first:
-        run.discard_best(f"step-{trainer.step:08}")
+    trainer.world.on_first(partial(run.discard_best, f"step-{trainer.step:08}"))
     return _save(trainer, run, run.saves_best_to, keep=1)
 
 

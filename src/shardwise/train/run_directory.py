@@ -82,6 +82,7 @@ class RunDirectory:
 
         A run that was killed may leave them and resume from an earlier step.
         """
+        self.check_owner()
         for checkpoint in complete(folder_at(self.saves_best_to)):
             if checkpoint.name >= first:
                 discard(checkpoint)
