@@ -110,6 +110,22 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_the_signal_of_a_scheduler_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    """The command gets it, and not the ranks that it has started."""
+    directory = tmp_path / "run"
+    chosen = settings(directory, "train.steps=100000", "checkpoint.every=100000", "shard.nproc=2")
+    command = Command(["train", tiny, *chosen], tmp_path)
+    metrics = directory / "metrics.jsonl"
+    command.wait_for(lambda: metrics.exists() and bool(metrics.read_bytes()))
+    command.send(signal.SIGUSR1)
+    finished = command.finish()
+    assert finished.code == 128 + signal.SIGUSR1, finished.stderr
+    newest = latest(directory / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{len(losses(directory)):08}"
+    assert f"shardwise: stopped; saved {newest}; to resume:" in finished.stderr
+
+
 def test_after_the_death_of_a_rank_the_command_says_how_to_resume(
     tiny: Path, tmp_path: Path
 ) -> None:
