@@ -110,14 +110,18 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_signal_of_a_scheduler_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    """The command gets it, and not the ranks that it has started."""
+@pytest.mark.parametrize("to_a_rank", [False, True])
+def test_the_signal_of_a_scheduler_saves_a_checkpoint(
+    tiny: Path, tmp_path: Path, to_a_rank: bool
+) -> None:
+    """The command gets it, and not the ranks that it has started; or only one of them."""
     directory = tmp_path / "run"
     chosen = settings(directory, "train.steps=100000", "checkpoint.every=100000", "shard.nproc=2")
     command = Command(["train", tiny, *chosen], tmp_path)
     metrics = directory / "metrics.jsonl"
     command.wait_for(lambda: metrics.exists() and bool(metrics.read_bytes()))
-    command.send(signal.SIGUSR1)
+    ranks = [child.pid for child in psutil.Process(command.pid).children()]
+    os.kill(max(ranks) if to_a_rank else command.pid, signal.SIGUSR1)
     finished = command.finish()
     assert finished.code == 128 + signal.SIGUSR1, finished.stderr
     newest = latest(directory / "checkpoints")

@@ -63,6 +63,9 @@ def run_on_local_ranks(
         try:
             results = launch(function, *args)
         except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            if code - 128 in STOP_SIGNALS:  # a rank got the signal, and all have stopped
+                raise SystemExit(code) from None
             raise first_failure(error, Path(logs)) from None
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
