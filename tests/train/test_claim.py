@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -34,7 +35,9 @@ def hold_in_process(directory: Path) -> int:
 
 def move_to_another_host(directory: Path) -> None:
     file = directory / JOB_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "another"}))
+    job = json.loads(file.read_text())
+    job["owner"]["host"] = "another"
+    file.write_text(json.dumps(job))
 
 
 @contextmanager
@@ -54,6 +57,37 @@ def test_a_job_that_lives_keeps_others_out_until_it_is_killed(tmp_path: Path) ->
         patch.setattr(claim, "WATCH_SECONDS", 1e9)  # on this host nothing has to be watched
         while not _can_be_claimed(tmp_path):  # until the process has ended
             time.sleep(0.01)
+
+
+def test_a_copy_of_the_directory_is_not_in_use(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    pid = hold_in_process(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert _can_be_claimed(tmp_path / "copy")
+    assert not _can_be_claimed(tmp_path / "run")
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_slurm_has_queued_a_job_again_if_it_was_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its variables stay set for all later commands of the job, also in other directories."""
+
+    def run(job: str, restarts: str) -> bool:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        is_requeued = claim.is_requeued(tmp_path)
+        with claimed(tmp_path):
+            return is_requeued
+
+    assert not run("7", "1"), "there was no job"
+    assert not run("7", "1"), "another command of the same job"
+    assert run("7", "2")
+    assert not run("8", "1"), "another job"
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    with claimed(tmp_path):
+        assert not claim.is_requeued(tmp_path)
+    assert run("8", "1")
 
 
 def _can_be_claimed(directory: Path) -> bool:
@@ -117,10 +151,10 @@ def test_a_job_that_was_thought_dead_ends_before_it_saves(tmp_path: Path) -> Non
                 check_owner(tmp_path, first)
         with pytest.raises(ConfigError, match=r"has taken .* over"):  # and after it has ended
             check_owner(tmp_path, first)
-    assert json.loads((tmp_path / JOB_FILE).read_text())["token"] != first
+    assert json.loads((tmp_path / JOB_FILE).read_text())["owner"]["token"] != first
 
 
 def test_a_file_that_says_nothing_blocks_nobody(tmp_path: Path) -> None:
-    for content in ("", "{}", "[1]", '{"ended": false, "host": 1}'):
+    for content in ("", "{}", "[1]", '{"ended": false, "owner": {"host": 1}}'):
         (tmp_path / JOB_FILE).write_text(content)
         assert _can_be_claimed(tmp_path)

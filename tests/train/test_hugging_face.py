@@ -24,7 +24,7 @@ from shardwise.train.display import Display
 from shardwise.train.huggingface import HuggingFace
 from shardwise.train.loop import Result, train
 from shardwise.train.planned import configuration_of
-from shardwise.train.run_directory import open_run
+from shardwise.train.run_directory import identity, open_run
 from shardwise.train.source import source_of
 from tests.models import llama_config
 from tests.ranks import run_on
@@ -98,7 +98,19 @@ def test_transformers_generates_from_what_is_exported(trained: tuple[list[float]
     inputs = tokenizer("def ", return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(tokens[0]).startswith("def ")
-    assert model.generation_config.eos_token_id == [0, 7]
+
+
+def test_what_ends_an_answer_is_exported_with_its_tokenizer(
+    root: Path, trained: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    assert not (trained[1] / "generation_config.json").exists(), "it has a tokenizer of its own"
+    start = shutil.copytree(trained[1], tmp_path / "start")
+    (start / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    config = config_of(root, model={"path": str(start)}, tokenizer={"vocabulary": 0})
+    checkpoint = root / "run" / "checkpoints" / "step-00000006"
+    HuggingFace(config).export(checkpoint, tmp_path / "model", open_corpus(config).tokenizer)
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert exported.generation_config.eos_token_id == [0, 7]
 
 
 def test_training_continues_from_weights(root: Path, trained: tuple[list[float], Path]) -> None:
@@ -117,8 +129,10 @@ def test_training_continues_from_weights(root: Path, trained: tuple[list[float],
 def test_weights_are_not_trained_with_another_tokenizer(
     root: Path, trained: tuple[list[float], Path]
 ) -> None:
-    config = config_of(root, "errors", model={"path": str(trained[1])})
-    with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=300 trains .* to use tokenizer"):
+    check(config_of(root, "errors", model={"path": str(trained[1])}))  # the same one
+    smaller = {"vocabulary": 290}
+    config = config_of(root, "errors", model={"path": str(trained[1])}, tokenizer=smaller)
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=290 trains .* to use tokenizer"):
         check(config)
 
 
@@ -250,10 +264,11 @@ def test_weights_that_cannot_be_read_are_not_replaced_by_random_values(
 
 def test_quantized_weights_are_not_read_as_if_they_were_values(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "llama", tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").touch()
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    check(config_of(root, "errors", model={"path": str(tmp_path / "model")}))  # it has no weights
+    (tmp_path / "model" / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="has quantized weights, which cannot be trained"):
         check(config_of(root, "errors", model={"path": str(tmp_path / "model")}))
 
@@ -274,6 +289,24 @@ def test_a_run_resumes_from_a_moved_model_with_another_version_of_transformers(
     settings.save_pretrained(str(tmp_path / "other"))
     other = source_of(config_of(root, model={"path": str(tmp_path / "other")})).identity
     assert {key for key in before if before[key] != other[key]} == {"model.path"}
+
+
+def test_a_run_resumes_from_a_checkpoint_of_an_older_version(
+    root: Path, trained: tuple[list[float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which had the whole configuration of the model, and neither optimizer nor targets."""
+    shutil.copytree(trained[1].parent, tmp_path / "run")
+    config = changed_config(config_of(root), {"run": {"directory": str(tmp_path / "run")}})
+    saved = identity(config, open_corpus(config))
+    del saved["train.optimizer"]
+    whole = HuggingFace(config).settings.to_dict() | {"transformers_version": "4.0"}
+    state = {"step": 6, "shared": saved | {"model.path": json.dumps(whole, sort_keys=True)}}
+    monkeypatch.setattr("shardwise.checkpoint.tree.decode", lambda *_: state)
+    assert open_run(config).step == 6
+    other = json.dumps(whole | {"intermediate_size": 32})
+    state["shared"] = saved | {"model.path": other}
+    with pytest.raises(ConfigError, match=r"model\.path: the config\.json differs"):
+        open_run(config)
 
 
 def test_a_callback_that_does_not_exist_is_found_before_training(root: Path) -> None:

@@ -1,13 +1,17 @@
 """Run directories: created, resumed and overwritten."""
 
+import errno
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train import run_directory
 from shardwise.train.config import CheckpointConfig, Config, read_config
-from shardwise.train.run import _is_restart
-from shardwise.train.run_directory import open_run
+from shardwise.train.run_directory import RunDirectory, open_run
 from shardwise.train.sinks import JsonLines, StepMetrics, read_history
 
 
@@ -126,8 +130,35 @@ def test_a_store_that_cannot_be_written_is_found_before_training(tmp_path: Path)
     assert list(place.iterdir()) == []
 
 
-def test_a_job_that_slurm_queues_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_queues_again_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with run.overwrite=true, which is meant for the first time."""
-    assert not _is_restart()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert _is_restart()
+
+    def resumes(restarts: str) -> bool:
+        found.clear()
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        with ExitStack() as held:
+            open_run(in_directory(tmp_path, overwrite=True), held=held)
+        return bool(found)
+
+    found: list[RunDirectory] = []
+    monkeypatch.setattr(run_directory, "_resume", lambda run, _: found.append(run) or run)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert [resumes(restarts) for restarts in ("0", "0", "1", "1")] == [False, False, True, False]
+
+
+def test_a_finished_run_may_be_in_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "job.json"))
+
+    config, held = in_directory(tmp_path), ExitStack()
+    done = open_run(config)
+    monkeypatch.setattr(run_directory, "claimed", refuse)
+    with pytest.raises(ConfigError, match=r"job\.json cannot be written: Permission denied"):
+        open_run(config, held=held)
+    done = replace(done, step=config.train.steps)
+    monkeypatch.setattr(run_directory, "_resume", lambda *_: done)
+    assert open_run(config, held=held) == done

@@ -184,5 +184,12 @@ def test_runs_have_their_own_ids_at_wandb(tmp_path: Path, monkeypatch: pytest.Mo
     assert first != id_of("b/0")
     again = id_of("a/0", overwrite=True)
     assert again != first
-    monkeypatch.setattr(run_directory, "_resume", lambda run, _: replace(run, checkpoint=tmp_path))
-    assert id_of("a/0") == again
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "_resume", lambda run, _: replace(run, checkpoint=tmp_path))
+        assert id_of("a/0") == again
+    (tmp_path / "a" / "0" / "wandb-id").unlink()  # as a run of an older version
+    history = (FIRST,)
+    monkeypatch.setattr(
+        run_directory, "_resume", lambda run, _: replace(run, checkpoint=tmp_path, history=history)
+    )
+    assert id_of("a/0") == "0"

@@ -6,8 +6,8 @@ lives. On this host the process answers that. On another host the file does, whi
 while, so a job that was killed delays its successor but never blocks it. This needs neither locks,
 which some network file systems lack, nor equal clocks.
 
-A job may seem dead and come back: a machine that stood still, or a file system that did not answer.
-By then another one may own the directory, so a job looks before each save whether it still does,
+A job may seem dead and come back: on a suspended machine, or a file system that did not answer. By
+then another one may own the directory, so a job looks before each save whether it still does,
 and ends otherwise.
 """
 
@@ -18,18 +18,47 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from shardwise.checkpoint.directory import Owner
 from shardwise.errors import ConfigError
 
-__all__ = ["JOB_FILE", "check_owner", "claimed"]
+__all__ = ["JOB_FILE", "check_owner", "claimed", "is_requeued"]
 
 JOB_FILE = "job.json"
 RENEW_SECONDS = 5.0
 WATCH_SECONDS = 20.0  # several renewals
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The content of ``job.json``.
+
+    Attributes:
+        owner: the process.
+        inode: that of the run directory, which tells a copy of the file on the same host.
+        slurm: the number of the SLURM job, and how often it has been queued again; or two "".
+        ended: whether the job has left the directory.
+    """
+
+    owner: Owner
+    inode: int
+    slurm: tuple[str, str]
+    ended: bool = False
+
+
+def _slurm() -> tuple[str, str]:
+    return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+
+
+def is_requeued(directory: Path) -> bool:
+    """Whether the last job in ``directory`` was this SLURM job before it was queued again."""
+    found, (number, restarts) = _read(directory / JOB_FILE), _slurm()
+    if found is None or not number or found.slurm[0] != number:
+        return False
+    return found.slurm[1] != restarts  # else it is another command of the same job
 
 
 @contextmanager
@@ -38,39 +67,42 @@ def claimed(directory: Path) -> Iterator[str]:
 
     Raise a ConfigError if another job trains in it.
     """
-    path, owner, ended = directory / JOB_FILE, Owner.current(), threading.Event()
-    found = _read(path)
-    if found is not None and _is_alive(path, found):
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.saved_at))
+    path, ended = directory / JOB_FILE, threading.Event()
+    job, found = _Job(Owner.current(), directory.stat().st_ino, _slurm()), _read(path)
+    if found is not None and not found.ended and _is_alive(path, found):
+        owner = found.owner
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.saved_at))
         raise ConfigError(
-            f"run.directory: {directory} is in use by process {found.pid} on {found.host}, since "
+            f"run.directory: {directory} is in use by process {owner.pid} on {owner.host}, since "
             f"{since}; choose another, or end that job"
         )
-    with _written(path, owner, ended=False) as file:
+    with _written(path, job) as file:
         renewing = threading.Thread(target=_renew, args=(file.fileno(), ended), daemon=True)
         renewing.start()
         try:
-            yield owner.token
+            yield job.owner.token
         finally:
             ended.set()
             renewing.join()
             with suppress(OSError):
-                _say_that_it_ended(path, owner)
+                _mark_ended(path, job)
 
 
 def check_owner(directory: Path, token: str) -> None:
     """Raise a ConfigError if another job has claimed ``directory`` after the one of ``token``."""
-    found = _read(directory / JOB_FILE, even_if_ended=True)
-    if found is not None and found.token != token:
+    found = _read(directory / JOB_FILE)
+    if found is not None and found.owner.token != token:
+        owner = found.owner
         raise ConfigError(
-            f"run.directory: process {found.pid} on {found.host} has taken {directory} over, "
+            f"run.directory: process {owner.pid} on {owner.host} has taken {directory} over, "
             "because this job seemed to have ended; nothing was saved since"
         )
 
 
-def _is_alive(path: Path, owner: Owner) -> bool:
-    if owner.is_on_this_host:
-        return not owner.has_ended
+def _is_alive(path: Path, job: _Job) -> bool:
+    owner = job.owner
+    if owner.is_on_this_host:  # on another one, a copy of the file is not renewed
+        return job.inode == path.parent.stat().st_ino and not owner.has_ended
     sys.stderr.write(
         f"shardwise: {path.parent} was in use by process {owner.pid} on {owner.host}; watching for "
         f"{WATCH_SECONDS:.0f} s whether it still is\n"
@@ -80,7 +112,7 @@ def _is_alive(path: Path, owner: Owner) -> bool:
         time.sleep(min(1.0, WATCH_SECONDS))
         if _renewed_at(path) != first:
             found = _read(path)
-            return found is not None  # else it ended meanwhile
+            return found is not None and not found.ended
     return False
 
 
@@ -103,21 +135,23 @@ def _renew(file: int, ended: threading.Event) -> None:
             os.utime(file)
 
 
-def _read(path: Path, *, even_if_ended: bool = False) -> Owner | None:
-    """The owner in ``path``; None if there is none, or if it has ended."""
+def _read(path: Path) -> _Job | None:
+    """The job in ``path``; None if there is none."""
     try:
         found = json.loads(path.read_bytes())
-        return None if found.pop("ended") and not even_if_ended else Owner(**found)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        number, restarts = found["slurm"]
+        owner = Owner(**found["owner"])
+        return _Job(owner, found["inode"], (number, restarts), found["ended"])
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _written(path: Path, owner: Owner, *, ended: bool) -> IO[str]:
+def _written(path: Path, job: _Job) -> IO[str]:
     """Replace ``path``, and return the open file."""
-    fresh = path.with_name(f"{path.name}.{owner.token}")
+    fresh = path.with_name(f"{path.name}.{job.owner.token}")
     file = fresh.open("w", encoding="utf-8")
     try:
-        file.write(json.dumps(asdict(owner) | {"ended": ended}))
+        file.write(json.dumps(asdict(job)))
         file.flush()
         fresh.replace(path)
     except BaseException:
@@ -127,7 +161,7 @@ def _written(path: Path, owner: Owner, *, ended: bool) -> IO[str]:
     return file
 
 
-def _say_that_it_ended(path: Path, owner: Owner) -> None:
+def _mark_ended(path: Path, job: _Job) -> None:
     found = _read(path)
-    if found is not None and found.token == owner.token:
-        _written(path, owner, ended=True).close()
+    if found is not None and found.owner.token == job.owner.token:
+        _written(path, replace(job, ended=True)).close()

@@ -97,9 +97,8 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
 
 
 def _is_restart() -> bool:
-    """Whether torchrun has started this job before, or SLURM has queued it again."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(os.environ.get(name, "0") != "0" for name in counts)
+    """Whether torchrun has started this job before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _check_restarts(config: Config) -> None:

@@ -18,14 +18,17 @@ from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.claim import JOB_FILE, check_owner, claimed
+from shardwise.train.claim import JOB_FILE, check_owner, claimed, is_requeued
 from shardwise.train.config import Config, TrainConfig, changed_config, to_toml
 from shardwise.train.data import Corpus, open_corpus
+from shardwise.train.huggingface import are_same_settings
 from shardwise.train.optimizer import spec_of
-from shardwise.train.sinks import StepMetrics, forget_run, read_history
+from shardwise.train.sinks import StepMetrics, forget_run, read_history, replace_text
 from shardwise.train.source import source_of
 
 __all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
+
+_LATER_KEYS = ("train.optimizer", "model.lora_targets")  # of `identity`; old checkpoints lack them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +106,24 @@ def open_run(
 ) -> RunDirectory:
     """Create the directory of a run and write its configuration, or resume an existing run.
 
-    With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run.
-    With ``held``, no other job can use the directory until it ends. Raise a ConfigError if the
-    directory cannot be used.
+    With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run,
+    as they do if SLURM has queued the job again. With ``held``, no other job can use the directory
+    until it ends. Raise a ConfigError if the directory cannot be used.
     """
     try:
+        is_restart = is_restart or _is_requeued(config)
         path = _make_directory(config, is_restart=is_restart)
-        owner = "" if held is None else held.enter_context(claimed(path))
+        owner, refused = "", None
+        try:
+            owner = "" if held is None else held.enter_context(claimed(path))
+        except OSError as error:  # a finished run may be in a directory that cannot be written
+            refused = error
         run = RunDirectory(path, store=_store_of(config), owner=owner)
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
         if not run.is_finished(config.train):
+            if refused is not None:
+                raise refused
             _prepare(run, config)
     except OSError as error:
         place = error.filename or config.run.directory
@@ -122,6 +132,11 @@ def open_run(
         key = "checkpoint.directory" if config.checkpoint.directory else "run.directory"
         raise ConfigError(f"{key}: {error}") from None
     return run
+
+
+def _is_requeued(config: Config) -> bool:
+    directory = config.run.directory
+    return bool(directory) and is_requeued(Path(directory).expanduser())
 
 
 def _make_directory(config: Config, *, is_restart: bool) -> Path:
@@ -182,7 +197,9 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
         case _:
             raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
     for key, value in identity(config, open_corpus(config)).items():
-        if saved.get(key) == value:
+        if saved.get(key) == value or (key in _LATER_KEYS and key not in saved):
+            continue
+        if key == "model.path" and key in saved and are_same_settings(saved[key], value):
             continue
         differs = f"{key}={value} differs from that of {checkpoint}, which has {saved.get(key)}"
         if key == "data":
@@ -236,16 +253,10 @@ def _check_store(store: Folder) -> None:
     probe = f"{uuid.uuid4().hex}.probe"
     try:
         store.create(probe, b"")
-        store.remove(probe)
     except (OSError, CheckpointError) as error:
         raise ConfigError(f"checkpoint.directory: cannot be written: {error}") from None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` atomically, even if the process is killed."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+    with suppress(OSError, CheckpointError):  # some stores allow no removal
+        store.remove(probe)
 
 
 def make_new_directory(parent: Path, name: str) -> Path:

@@ -22,6 +22,7 @@ __all__ = [
     "forget_run",
     "open_trackers",
     "read_history",
+    "replace_text",
 ]
 
 
@@ -99,6 +100,13 @@ def read_history(metrics: Path, last_step: int) -> tuple[StepMetrics, ...]:
     return tuple(records)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` atomically, even if the process is killed."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
 class TensorBoard:
     """Writes scalars for ``tensorboard --logdir``."""
 
@@ -129,8 +137,11 @@ class WandB:
         import wandb  # noqa: PLC0415 (optional)
 
         file = directory / _RUN_OF_WANDB
-        if not file.exists():  # directories of other runs may have the same name
-            file.write_text(f"{directory.name}-{uuid.uuid4().hex[:12]}", encoding="utf-8")
+        if not file.exists():
+            # Directories of other runs may have the same name, which was the id in older versions.
+            is_resumed = bool(read_history(directory / "metrics.jsonl", sys.maxsize))
+            new = f"{directory.name}-{uuid.uuid4().hex[:12]}"
+            replace_text(file, directory.name if is_resumed else new)
         self._run = wandb.init(
             dir=str(directory),
             name=config.run.name,
@@ -147,7 +158,7 @@ class WandB:
 
 
 def forget_run(directory: Path) -> None:
-    """Have the run that begins in ``directory`` be a new one for trackers."""
+    """Forget the ids by which trackers know the last run in ``directory``."""
     (directory / _RUN_OF_WANDB).unlink(missing_ok=True)
 
 
