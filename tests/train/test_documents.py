@@ -3,8 +3,11 @@
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import sys
+import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -323,8 +326,8 @@ def test_validation_files_inside_the_data_are_not_trained_on(tmp_path: Path) -> 
     corpus = opened(tmp_path, validation=validation)
     assert set(_decoded(corpus, corpus.train)) == set(TEXTS[:40])
     assert set(_decoded(corpus, corpus.validation)) == set(TEXTS[40:])
-    with pytest.raises(ConfigError, match=r"data.validation=.* has all files of data.path"):
-        opened(tmp_path / "b.jsonl", validation=validation)
+    corpus = opened(tmp_path / "b.jsonl", validation=validation)  # all of them
+    assert set(_decoded(corpus, corpus.train)) == set(_decoded(corpus, corpus.validation))
 
 
 def save_gpt2(directory: Path, vocabulary: int) -> Path:
@@ -390,8 +393,30 @@ def test_hosts_without_a_common_lock_may_tokenize_at_once(
     assert not [*(jsonl.parent / "cache").glob("*.partial")]
 
 
+def test_what_a_killed_process_has_left_in_the_cache_is_removed(jsonl: Path) -> None:
+    cache = jsonl.parent / "cache"
+    for name, age in (("old", 100_000), ("new", 1000)):
+        file = cache / f"tokens-0.{name}.partial" / "train" / "tokens.bin"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        for path in (file, *file.parents[:2]):
+            os.utime(path, (time.time() - age,) * 2)
+    opened(jsonl)
+    assert [path.name for path in cache.glob("*.partial")] == ["tokens-0.new.partial"]
+
+
+def test_a_reader_may_be_in_an_archive(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "readers.zip", "w") as archive:
+        archive.writestr("zipped_reader.py", "def read(path, column):\n    yield from ['a'] * 3\n")
+    monkeypatch.syspath_prepend(tmp_path / "readers.zip")
+    corpus = opened(jsonl, format="zipped_reader:read", validation=str(second(jsonl)))
+    assert texts_of(corpus) == {"a"}
+
+
 def test_json_lines_of_other_programs(jsonl: Path) -> None:
-    """With a mark of the byte order, and empty lines."""
+    """With a byte order mark, and empty lines."""
     lines = jsonl.read_text(encoding="utf-8").splitlines()
     jsonl.write_text("\ufeff" + "\n\n".join(lines) + "\n \n", encoding="utf-8")
     assert texts_of(opened(jsonl)) == set(TEXTS)
@@ -405,7 +430,7 @@ def test_results_that_datasets_leaves_in_a_directory_are_no_documents(tmp_path: 
     assert texts_of(opened(path)) == set(TEXTS)
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz", "train.bin", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz", "data-00000-of-00001.arrow"])
 def test_what_is_no_text_is_not_trained_on_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[1]" * 1000)
     with pytest.raises(ConfigError, match=f"data.format='auto': cannot tell what '{name}' con"):
@@ -415,9 +440,14 @@ def test_what_is_no_text_is_not_trained_on_as_text(tmp_path: Path, name: str) ->
 
 def test_files_in_folders_have_a_format_too(tmp_path: Path) -> None:
     (tmp_path / "data" / "train").mkdir(parents=True)
+    (tmp_path / "data" / ".cache").mkdir()
+    (tmp_path / "data" / ".cache" / "a.parquet").touch()
     write_jsonl(tmp_path / "data" / "train" / "a.jsonl", TEXTS)
-    (tmp_path / "data" / "load.py").write_text("a script")
     assert texts_of(opened(tmp_path / "data")) == set(TEXTS)
+    sources = {f"print({number})\n" * 20 for number in range(20)}
+    for number, source in enumerate(sorted(sources)):  # of a program, with results in folders
+        (tmp_path / "data" / f"{number}.py").write_text(source)
+    assert texts_of(opened(tmp_path / "data")) == sources
 
 
 def test_a_document_begins_as_the_tokenizer_begins_texts(jsonl: Path, tmp_path: Path) -> None:
@@ -443,11 +473,15 @@ def test_a_document_begins_as_the_tokenizer_begins_texts(jsonl: Path, tmp_path: 
     assert corpus.tokenizer.decode(loaded("a word")["input_ids"]) == "a word"
 
 
-@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hello"}]])
-def test_a_message_that_is_no_text_is_refused(content: Any) -> None:
+def test_a_message_that_is_not_a_string_is_refused() -> None:
+    """One without a content, as those that call tools, is empty."""
     tokenizer = Subwords.train(TEXTS, 300)
-    with pytest.raises(ConfigError, match=r"does not take the messages \[\{.*is no text"):
+    content: Any = [{"type": "text", "text": "hello"}]
+    with pytest.raises(ConfigError, match=r"does not take the messages \[\{.*is not a string"):
         tokenizer.encode_chat([{"role": "user", "content": content}])
+    for message in ({"role": "user"}, {"role": "user", "content": None}):
+        tokens, _ = tokenizer.encode_chat([message])
+        assert tokenizer.decode(tokens) == "<|im_start|>user\n<|im_end|>\n"
 
 
 def test_a_template_that_refuses_messages_is_named() -> None:

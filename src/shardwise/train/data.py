@@ -29,7 +29,7 @@ IGNORED = -100  # a target that does not count
 CHUNK_BYTES = 1 << 24
 # Endings of files that "auto" would take for text, though their bytes are not what they contain.
 _NOT_TEXT = (
-    *(".json", ".arrow", ".bin", ".h5", ".idx", ".npy", ".npz", ".pkl", ".pt"),
+    *(".json", ".arrow"),
     *(".bz2", ".gz", ".lz4", ".tar", ".tgz", ".xz", ".zip", ".zst"),
 )
 
@@ -245,7 +245,7 @@ def open_corpus(config: Config) -> Corpus:
     format_ = _format_of(data)
     files = find_files(data, data.path, format_)
     held_out = find_files(data, data.validation, format_) if data.validation else {}
-    files = _without(files, held_out, data)
+    files = _without(files, held_out)
     num_files = len(files) + len(held_out)
     name = "the Python standard library" if data.path == STDLIB else data.path
     if not (tokenizer.path or tokenizer.vocabulary):
@@ -260,11 +260,11 @@ def open_corpus(config: Config) -> Corpus:
             train, validation = split_files(files, data.validation_share)
         return Corpus(name, num_files, train, validation, Bytes())
     data = data.model_copy(update={"format": format_})
-    directory = prepare(files, held_out, data, tokenizer)
+    directory, opened = prepare(files, held_out, data, tokenizer)
     sides = Documents(directory / "train"), Documents(directory / "validation")
     for side in sides:
         side.check_answers(config.model.context)
-    return Corpus(name, num_files, *sides, Subwords.open(directory / "tokenizer"))
+    return Corpus(name, num_files, *sides, opened or Subwords.open(directory / "tokenizer"))
 
 
 def _format_of(data: DataConfig) -> str:
@@ -283,7 +283,7 @@ def _format_of(data: DataConfig) -> str:
         )
     name = data.glob or path.name
     if path.is_dir() and not data.glob:
-        return next((f for f in ("jsonl", "parquet") if any(path.glob(f"**/*.{f}"))), "text")
+        return _format_in(path)
     if name.endswith(_NOT_TEXT):
         raise ConfigError(
             f"data.format='auto': cannot tell what {name!r} contains; unpack it if it is packed, "
@@ -292,15 +292,22 @@ def _format_of(data: DataConfig) -> str:
     return next((f for f in ("jsonl", "parquet") if name.endswith("." + f)), "text")
 
 
-def _without(
-    files: dict[str, Path], held_out: Mapping[str, Path], data: DataConfig
-) -> dict[str, Path]:
-    """``files`` without those of ``data.validation``, which may be a part of ``data.path``."""
+def _format_in(directory: Path) -> str:
+    """The format of the files in a directory; those in folders decide if there is no text."""
+    formats = ("jsonl", "parquet")
+    found = next((f for f in formats if any(directory.glob(f"*.{f}"))), "")
+    if found or any(directory.glob("**/*.py")):
+        return found or "text"
+
+    def has(format_: str) -> bool:
+        names = (file.relative_to(directory).parts for file in directory.glob(f"**/*.{format_}"))
+        return any(not any(part.startswith(".") for part in parts) for parts in names)
+
+    return next((f for f in formats if has(f)), "text")
+
+
+def _without(files: dict[str, Path], held_out: Mapping[str, Path]) -> dict[str, Path]:
+    """``files`` without those of ``data.validation``, unless it has all of them."""
     excluded = {file.resolve() for file in held_out.values()}
     left = {n: file for n, file in files.items() if not excluded or file.resolve() not in excluded}
-    if not left:
-        raise ConfigError(
-            f"data.validation={data.validation!r} has all files of data.path={data.path!r}; set it "
-            "to other files"
-        )
-    return left
+    return left or files

@@ -7,9 +7,10 @@ import json
 import reprlib
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ Document = str | list[Message]  # a text, or a conversation
 Reader = Callable[[Path, str], Iterator[Document]]  # (file, column) -> documents
 
 _BATCH = 256  # documents that are tokenized at once, on all cores
+_STALE_SECONDS = 86_400.0  # a process that tokenizes writes more often
 _VERSION = 2  # version of the format of the files below
 
 
@@ -40,7 +42,7 @@ def read_text(path: Path, _column: str) -> Iterator[Document]:
 
 
 def read_jsonl(path: Path, column: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8-sig") as lines:  # some programs write a mark of the byte order
+    with path.open(encoding="utf-8-sig") as lines:  # some programs write a byte order mark
         for number, line in enumerate(lines, start=1):
             if line.isspace():
                 continue
@@ -107,24 +109,29 @@ def prepare(
     validation: Mapping[str, Path],
     data: DataConfig,
     tokenizer: TokenizerConfig,
-) -> Path:
-    """Tokenize the documents of ``files``, unless this is done already; return their directory.
+) -> tuple[Path, Subwords | None]:
+    """Tokenize the documents of ``files``, unless this is done already.
+
+    Return their directory, and the tokenizer of ``tokenizer.path`` if it is set.
 
     Files are given by names that are the same on every machine. One process of a host tokenizes;
     the others wait. Without files for ``validation``, the digest of a document decides whether it
     is used for validation, so equal documents are on one side.
     """
+    opened = Subwords.open(Path(tokenizer.path).expanduser()) if tokenizer.path else None
     cache = Path(data.cache or "~/.cache/shardwise").expanduser()
-    directory = cache / f"tokens-{_key(files, validation, data, tokenizer)}"
+    directory = cache / f"tokens-{_key(files, validation, data, tokenizer, opened)}"
     with _locked(directory.with_suffix(".lock")):
         if not directory.exists():
             # By host, because on some network file systems a lock does not exclude other hosts.
             partial = directory.with_suffix(f".{socket.gethostname()}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _write(partial, files.values(), validation.values(), data, tokenizer)
+            used = opened or Subwords.train(_texts_of(files.values(), data), tokenizer.vocabulary)
+            _write(partial, files.values(), validation.values(), data, used)
             with _in_cache(directory):
                 _publish(partial, directory)
-    return directory
+            _remove_stale(cache)
+    return directory, opened
 
 
 def _key(
@@ -132,6 +139,7 @@ def _key(
     validation: Mapping[str, Path],
     data: DataConfig,
     tokenizer: TokenizerConfig,
+    opened: Subwords | None,
 ) -> str:
     """A digest of everything that determines the tokens."""
     status = [
@@ -141,11 +149,11 @@ def _key(
     options = [data.format, data.column, data.validation_share, tokenizer.vocabulary]
     digest = hashlib.sha256(json.dumps([_VERSION, status, options]).encode())
     if data.format not in _READERS:
-        source = getattr(inspect.getmodule(reader_of(data.format)), "__file__", None)
-        digest.update(Path(source).read_bytes() if source else b"")
-    if tokenizer.path:
-        # Not of its files, whose names differ between tokenizers.
-        digest.update(Subwords.open(Path(tokenizer.path).expanduser()).description.encode())
+        module: Any = inspect.getmodule(reader_of(data.format))
+        with suppress(OSError, TypeError):  # it has no source
+            digest.update(inspect.getsource(module).encode())
+    if opened is not None:
+        digest.update(opened.description.encode())  # not its files, whose names differ
     return digest.hexdigest()[:16]
 
 
@@ -179,29 +187,30 @@ def _publish(partial: Path, directory: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _remove_stale(cache: Path) -> None:
+    """Remove what processes that were killed have left in ``cache``."""
+    for partial in cache.glob("tokens-*.partial"):
+        with suppress(OSError):
+            written = max(path.stat().st_mtime for path in (partial, *partial.rglob("*")))
+            if written < time.time() - _STALE_SECONDS:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
 def _write(
     directory: Path,
     files: Collection[Path],
     validation: Collection[Path],
     data: DataConfig,
-    config: TokenizerConfig,
+    tokenizer: Subwords,
 ) -> None:
-    def documents(paths: Iterable[Path]) -> Iterator[Document]:
-        return (document for path in paths for document in _read(path, data))
-
-    tokenizer = (
-        Subwords.open(Path(config.path).expanduser())
-        if config.path
-        else Subwords.train((_text_of(d) for d in documents(files)), config.vocabulary)
-    )
     with _in_cache(directory):
         tokenizer.save(directory / "tokenizer")
     writers = {name: _Writer(directory / name, tokenizer) for name in ("train", "validation")}
     share = 0.0 if validation else data.validation_share
-    for document in documents(files):
+    for document in _documents(files, data):
         is_held_out = zlib.crc32(_text_of(document).encode()) < share * 2**32
         writers["validation" if is_held_out else "train"].add(document)
-    for document in documents(validation):
+    for document in _documents(validation, data):
         writers["validation"].add(document)
     for name, writer in writers.items():
         if not writer.close():
@@ -209,6 +218,14 @@ def _write(
                 f"data.path={data.path!r}: no documents for {name}; use more documents, or set "
                 "data.validation to another path"
             )
+
+
+def _texts_of(paths: Iterable[Path], data: DataConfig) -> Iterator[str]:
+    return (_text_of(document) for document in _documents(paths, data))
+
+
+def _documents(paths: Iterable[Path], data: DataConfig) -> Iterator[Document]:
+    return (document for path in paths for document in _read(path, data))
 
 
 def _read(path: Path, data: DataConfig) -> Iterator[Document]:

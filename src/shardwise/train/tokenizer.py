@@ -18,9 +18,9 @@ __all__ = ["Bytes", "Message", "Subwords", "Tokenizer", "vocabulary_of"]
 END = "<|endoftext|>"
 # The chat template of tokenizers that have none.
 CHATML = (
-    "{% for message in messages %}{% if message.content is not string %}"
-    "{{ raise_exception('the content of a message is no text') }}{% endif %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% for message in messages %}{% if message.content and message.content is not string %}"
+    "{{ raise_exception('the content of a message is not a string') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
