@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     spec = spec_of(config)
     kind = resolve("train.optimizer", spec.path, {})
-    for name in ("lr", "weight_decay"):
+    for name in ("lr",) if spec.has_owners else ("lr", "weight_decay"):
         if name in config.optimizer_options:  # the schedule, or the groups, would override it
             raise ConfigError(
                 f"train.optimizer_options: set train.{name} instead of {name!r} in it"
