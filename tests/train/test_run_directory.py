@@ -135,6 +135,10 @@ def test_a_job_that_slurm_queues_again_goes_on(
 ) -> None:
     """Also with run.overwrite=true, which is meant for the first time."""
 
+    def find(run: RunDirectory, _config: Config) -> RunDirectory:
+        found.append(run)
+        return run
+
     def resumes(restarts: str) -> bool:
         found.clear()
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
@@ -143,7 +147,7 @@ def test_a_job_that_slurm_queues_again_goes_on(
         return bool(found)
 
     found: list[RunDirectory] = []
-    monkeypatch.setattr(run_directory, "_resume", lambda run, _: found.append(run) or run)
+    monkeypatch.setattr(run_directory, "_resume", find)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert [resumes(restarts) for restarts in ("0", "0", "1", "1")] == [False, False, True, False]
 
