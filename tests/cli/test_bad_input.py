@@ -38,6 +38,8 @@ COMMAND_LINES = {
     "{tiny} --set shard.replicas=2": "shard.replicas=2: strategy 'fsdp' has no replicas",
     "{tiny} --set shard.strategy=hsdp --set shard.replicas=4": "does not divide the 2 ranks",
     "{tiny} --set data.path=/no/such/text": "data.path='/no/such/text': no such file",
+    "{tiny} --set data.validation=/no/such/text": "data.validation='/no/such/text': no such file",
+    "{tiny} --set model.path=/no/such": "model.path='/no/such': expected a directory with",
     "{tiny} --set data.glob=*.rs": "no file matches data.glob='*.rs'",
     "{tiny} --set model.context=1000000": "use more text",
     "{tiny} --set run.directory={tiny}/run": "cannot be written: Not a directory",

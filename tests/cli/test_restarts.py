@@ -1,5 +1,6 @@
 """Runs that are killed or interrupted, and resumed."""
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.checkpoint.directory import latest
 from shardwise.cli import main
 
-from .commands import PATIENCE_SECONDS, Command, environment, losses, own_lines
+from .commands import PATIENCE_SECONDS, Command, environment, fail, losses, own_lines, run
 
 SETTINGS = ("train.steps=60", "checkpoint.every=5", "sample.bytes=0")
 
@@ -109,6 +110,26 @@ def test_an_interrupt_saves_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("to_a_rank", [False, True])
+def test_the_signal_of_a_scheduler_saves_a_checkpoint(
+    tiny: Path, tmp_path: Path, to_a_rank: bool
+) -> None:
+    """The command gets it, and not the ranks that it has started; or only one of them."""
+    directory = tmp_path / "run"
+    chosen = settings(directory, "train.steps=100000", "checkpoint.every=100000", "shard.nproc=2")
+    command = Command(["train", tiny, *chosen], tmp_path)
+    metrics = directory / "metrics.jsonl"
+    command.wait_for(lambda: metrics.exists() and bool(metrics.read_bytes()))
+    ranks = [child.pid for child in psutil.Process(command.pid).children()]
+    os.kill(max(ranks) if to_a_rank else command.pid, signal.SIGUSR1)
+    finished = command.finish()
+    assert finished.code == 128 + signal.SIGUSR1, finished.stderr
+    newest = latest(directory / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{len(losses(directory)):08}"
+    assert f"shardwise: stopped; saved {newest}; to resume:" in finished.stderr
+
+
 def test_after_the_death_of_a_rank_the_command_says_how_to_resume(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -141,3 +162,27 @@ def ranks_of(launcher: int) -> list[int]:
     """Return the ids of the ranks that ``launcher`` started, found by their command lines."""
     children = psutil.Process(launcher).children()
     return sorted(child.pid for child in children if "shardwise" in child.cmdline())
+
+
+def test_a_second_job_in_a_run_directory_ends_at_once(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first one is not disturbed; after it was killed, nothing blocks the next one."""
+    directory = tmp_path / "run"
+    chosen = settings(directory, "shard.nproc=1")
+    command = Command(["train", tiny, *chosen, "--set", "train.steps=100000"], tmp_path)
+    command.wait_for(lambda: latest(directory / "checkpoints") is not None)
+    written = (directory / "config.toml").stat().st_ino
+    for more in ([], ["--set", "run.overwrite=true"]):
+        error = fail(capfd, ["train", str(tiny), *chosen, *more])
+        assert f"{directory} is in use by process {command.pid} on " in error
+    count = len(losses(directory))
+    command.wait_for(lambda: len(losses(directory)) > count)
+    assert (directory / "config.toml").stat().st_ino == written
+    command.finish(kill=True)
+    steps = f"train.steps={len(losses(directory)) + 10}"
+    finished = run(["train", tiny, *chosen, "--set", steps], tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert "resuming after step" in finished.stdout
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))

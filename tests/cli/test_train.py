@@ -52,6 +52,7 @@ def test_the_run_directory_has_its_files(two_ranks: Run, tiny: Path) -> None:
     assert names == {
         "checkpoints",
         "config.toml",
+        "job.json",
         "loss.png",
         "metrics.jsonl",
         "recording",

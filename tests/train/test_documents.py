@@ -1,7 +1,13 @@
 """Documents: reading every format, tokenizing once, and packing without attention between them."""
 
+import contextlib
 import itertools
 import json
+import os
+import shutil
+import sys
+import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,8 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from shardwise.errors import ConfigError
 from shardwise.train import documents as preparing
@@ -210,7 +218,8 @@ def test_an_unreadable_file_is_named(
 def test_answers_that_never_fit_are_refused(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "why " * 99}, {"role": "assistant", "content": "so"}]
     write_jsonl(tmp_path / "chats.jsonl", [[*long, *chat] for chat in CHATS])
-    with pytest.raises(ConfigError, match="context=64: no answer of the conversations for train"):
+    message = 'context=64: no answer of the conversations for train .* the role "assistant"'
+    with pytest.raises(ConfigError, match=message):
         opened(tmp_path / "chats.jsonl", context=64)
 
 
@@ -298,3 +307,203 @@ def test_a_template_that_changes_messages_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="chat template changes a message"):
         tokenizer.encode_chat(CHATS[0])
+
+
+def test_a_file_that_moves_to_validation_is_no_longer_trained_on(tmp_path: Path) -> None:
+    """The same files are read, in the same order."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[40:])
+    opened(tmp_path, cache=str(tmp_path / "cache"))
+    validation = str(tmp_path / "b.jsonl")
+    corpus = opened(tmp_path / "a.jsonl", cache=str(tmp_path / "cache"), validation=validation)
+    assert set(_decoded(corpus, corpus.train)) == set(TEXTS[:40])
+
+
+def test_validation_files_inside_the_data_are_not_trained_on(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:40])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[40:])
+    validation = str(tmp_path / "b.jsonl")
+    corpus = opened(tmp_path, validation=validation)
+    assert set(_decoded(corpus, corpus.train)) == set(TEXTS[:40])
+    assert set(_decoded(corpus, corpus.validation)) == set(TEXTS[40:])
+    corpus = opened(tmp_path / "b.jsonl", validation=validation)  # all of them
+    assert set(_decoded(corpus, corpus.train)) == set(_decoded(corpus, corpus.validation))
+
+
+def save_gpt2(directory: Path, vocabulary: int) -> Path:
+    """A tokenizer in the files of GPT-2, without a tokenizer.json."""
+    directory.mkdir()
+    model = Subwords.train(TEXTS, vocabulary).hf_tokenizer.backend_tokenizer.model
+    model.save(str(directory))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_tokenizers_are_told_apart_by_all_of_their_files(jsonl: Path, tmp_path: Path) -> None:
+    found = []
+    for vocabulary in (280, 320):
+        path = save_gpt2(tmp_path / str(vocabulary), vocabulary)
+        sections = {"data": {"path": str(jsonl), "cache": str(tmp_path / "cache")}}
+        corpus = open_corpus(Config.model_validate(sections | {"tokenizer": {"path": str(path)}}))
+        found.append((corpus.tokenizer.vocabulary, len(corpus.train) + len(corpus.validation)))
+        assert texts_of(corpus) == set(TEXTS)
+    assert [vocabulary for vocabulary, _ in found] == [280, 320]
+    assert found[0][1] > found[1][1]
+
+
+def test_a_reader_that_was_changed_reads_again(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for word in ("one", "another"):
+        module = tmp_path / "own_reader.py"
+        module.write_text(f"def read(path, column):\n    yield from ['{word}'] * 3\n")
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        monkeypatch.delitem(sys.modules, "own_reader", raising=False)
+        corpus = opened(jsonl, format="own_reader:read", validation=str(second(jsonl)))
+        assert texts_of(corpus) == {word}
+
+
+def second(file: Path) -> Path:
+    copy = file.with_name("copy.jsonl")
+    shutil.copy2(file, copy)
+    return copy
+
+
+def test_a_cache_that_cannot_be_written_is_named(jsonl: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.cache: .* cannot be written: File exists"):
+        opened(jsonl, cache=str(jsonl))
+
+
+def test_hosts_without_a_common_lock_may_tokenize_at_once(
+    jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(directory: Path, *args: Any) -> None:
+        original(directory, *args)
+        with monkeypatch.context() as patch:  # another host does the same, and is faster
+            patch.setattr(preparing, "_write", original)
+            patch.setattr(preparing, "_locked", lambda _path: contextlib.nullcontext())
+            patch.setattr("socket.gethostname", lambda: "another")
+            opened(jsonl)
+
+    original = preparing._write
+    monkeypatch.setattr(preparing, "_write", write)
+    assert texts_of(opened(jsonl)) == set(TEXTS)
+    assert not [*(jsonl.parent / "cache").glob("*.partial")]
+
+
+def test_what_a_killed_process_has_left_in_the_cache_is_removed(jsonl: Path) -> None:
+    cache = jsonl.parent / "cache"
+    for name, age in (("old", 100_000), ("new", 1000)):
+        file = cache / f"tokens-0.{name}.partial" / "train" / "tokens.bin"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        for path in (file, *file.parents[:2]):
+            os.utime(path, (time.time() - age,) * 2)
+    opened(jsonl)
+    assert [path.name for path in cache.glob("*.partial")] == ["tokens-0.new.partial"]
+
+
+def test_a_reader_may_be_in_an_archive(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "readers.zip", "w") as archive:
+        archive.writestr("zipped_reader.py", "def read(path, column):\n    yield from ['a'] * 3\n")
+    monkeypatch.syspath_prepend(tmp_path / "readers.zip")
+    corpus = opened(jsonl, format="zipped_reader:read", validation=str(second(jsonl)))
+    assert texts_of(corpus) == {"a"}
+
+
+def test_json_lines_of_other_programs(jsonl: Path) -> None:
+    """With a byte order mark, and empty lines."""
+    lines = jsonl.read_text(encoding="utf-8").splitlines()
+    jsonl.write_text("\ufeff" + "\n\n".join(lines) + "\n \n", encoding="utf-8")
+    assert texts_of(opened(jsonl)) == set(TEXTS)
+
+
+def test_results_that_datasets_leaves_in_a_directory_are_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+    datasets.load_from_disk(str(path)).map(lambda row: {"text": row["text"].upper()})
+    assert len([*path.glob("*.arrow")]) == 2
+    assert texts_of(opened(path)) == set(TEXTS)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz", "data-00000-of-00001.arrow"])
+def test_what_is_no_text_is_not_trained_on_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[1]" * 1000)
+    with pytest.raises(ConfigError, match=f"data.format='auto': cannot tell what '{name}' con"):
+        opened(tmp_path / name)
+    assert opened(tmp_path / name, format="text", validation=str(second(tmp_path / name)))
+
+
+def test_files_in_folders_have_a_format_too(tmp_path: Path) -> None:
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    (tmp_path / "data" / ".cache").mkdir()
+    (tmp_path / "data" / ".cache" / "a.parquet").touch()
+    write_jsonl(tmp_path / "data" / "train" / "a.jsonl", TEXTS)
+    assert texts_of(opened(tmp_path / "data")) == set(TEXTS)
+    sources = {f"print({number})\n" * 20 for number in range(20)}
+    for number, source in enumerate(sorted(sources)):  # of a program, with results in folders
+        (tmp_path / "data" / f"{number}.py").write_text(source)
+    assert texts_of(opened(tmp_path / "data")) == sources
+
+
+def test_a_document_begins_as_the_tokenizer_begins_texts(jsonl: Path, tmp_path: Path) -> None:
+    """As with tokenizers of Llama and Gemma, whose models expect it."""
+    tokenizer = Subwords.train(TEXTS, 300).hf_tokenizer
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    first = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", first)]
+    )
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    sections = {"data": {"path": str(jsonl), "cache": str(tmp_path / "cache")}}
+    path = {"tokenizer": {"path": str(tmp_path / "tokenizer")}}
+    corpus = open_corpus(Config.model_validate(sections | path))
+    documents = corpus.train
+    assert isinstance(documents, Documents)
+    starts = [0, *documents.ends[:-1].tolist()]
+    assert {int(documents.tokens[start]) for start in starts} == {first}
+    assert (np.array(documents.tokens) == first).sum() == len(starts)
+    assert texts_of(corpus) == set(TEXTS)
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path / "tokenizer"))
+    assert corpus.tokenizer.encode("a word") == loaded("a word")["input_ids"]
+    assert corpus.tokenizer.decode(loaded("a word")["input_ids"]) == "a word"
+
+
+def test_a_message_that_is_not_a_string_is_refused() -> None:
+    """One without a content, as those that call tools, is empty."""
+    tokenizer = Subwords.train(TEXTS, 300)
+    content: Any = [{"type": "text", "text": "hello"}]
+    with pytest.raises(ConfigError, match=r"does not take the messages \[\{.*is not a string"):
+        tokenizer.encode_chat([{"role": "user", "content": content}])
+    for message in ({"role": "user"}, {"role": "user", "content": None}):
+        tokens, _ = tokenizer.encode_chat([message])
+        assert tokenizer.decode(tokens) == "<|im_start|>user\n<|im_end|>\n"
+
+
+def test_a_template_that_refuses_messages_is_named() -> None:
+    """As that of Gemma does with a system message."""
+    tokenizer = Subwords.train(TEXTS, 300)
+    tokenizer.hf_tokenizer.chat_template = (
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match=r"chat template does not take .*: user first"):
+        tokenizer.encode_chat(CHATS[0][1:])
+
+
+def test_spaces_that_a_tokenizer_trims_belong_to_their_message() -> None:
+    """As with the tokenizers of GPT-2 and Llama 3, whose tokens of spaces have no extent."""
+    tokenizer = Subwords.train(TEXTS, 300)
+    tokenizer.hf_tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(
+        trim_offsets=True
+    )
+    tokenizer.hf_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}  {% endfor %}"
+    )
+    tokens, counted = tokenizer.encode_chat(CHATS[0][:2])
+    answer = [token for token, counts in zip(tokens, counted, strict=True) if counts]
+    assert tokenizer.decode(answer) == "assistant:it is the number 0  "

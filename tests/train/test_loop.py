@@ -1,16 +1,20 @@
 """Losses do not depend on ranks, strategy or [memory], and only a little on [precision]."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train import trainer
 from shardwise.train.build import check
-from shardwise.train.config import Config
+from shardwise.train.config import Config, DataConfig, ReplicasConfig
 from shardwise.train.loop import train
+from shardwise.train.replicas import Replicas
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import StepMetrics
+from shardwise.train.trainer import Trainer
 from tests.covering import leaving
 from tests.ranks import run_on
 from tests.train.running import Document, Recorder, config_with, cpu_world
@@ -145,3 +149,42 @@ def _train(config: Config) -> list[StepMetrics]:
     recorder = Recorder()
     train(config, cpu_world(), RunDirectory(Path(config.data.path).parent), [recorder])
     return recorder.records
+
+
+def _train_as_one_of_two(config: Config) -> list[StepMetrics]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "metrics", lambda _self: {"replicas": 2, "goodput": 1.0})
+        patch.setattr(trainer, "share_of_peak", lambda *_: 1e-6)
+        return _train(config)
+
+
+def test_mfu_is_that_of_the_devices_of_one_replica(text: Path) -> None:
+    """The tokens of all replicas are counted in tokens/s."""
+    replicas = ReplicasConfig.model_construct(**{**ReplicasConfig().model_dump(), "count": 2})
+    config = _config(text, {"train": {"steps": 2}}).with_ranks(1)
+    config = config.model_copy(update={"replicas": replicas})
+    for record in run_on(1, _train_as_one_of_two, config)[0]:
+        assert record.mfu == pytest.approx(record.tokens_per_second / 2 * 1e-6)
+
+
+def test_validation_counts_no_sequence_twice(text: Path) -> None:
+    """More batches than there are sequences are those of validation_batches=0."""
+    every = _run(text, num_ranks=1)[-1].validation_loss
+    more = _run(text, {"train": {"validation_batches": 1000}}, num_ranks=1)[-1].validation_loss
+    assert more == every
+
+
+def _open_own(config: Config, other: str) -> str:
+    world = cpu_world()
+    if world.rank:
+        config = config.model_copy(update={"data": DataConfig(path=other)})
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        Trainer(config, world)
+    return str(caught.value)
+
+
+def test_hosts_with_other_data_are_named(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text.read_text()[:-300])
+    messages = run_on(2, _open_own, _config(text).with_ranks(2), str(tmp_path / "text"))
+    assert re.search("rank 1: data.path=.*bytes to train on, but .* on rank 0", messages[0])
+    assert messages[1] == "2"  # the exit code

@@ -88,6 +88,8 @@ def test_a_schedule_has_a_name(schedule: str, expected: list[float]) -> None:
         ({"optimizer": "adanw"}, "did you mean 'adamw'"),
         ({"optimizer": "torch.optim:Nothing"}, "train.optimizer='torch.optim:Nothing'"),
         ({"optimizer_options": {"momentun": 0.9}}, "train.optimizer_options.*momentun"),
+        ({"optimizer_options": {"weight_decay": 1}}, "set train.weight_decay instead"),
+        ({"optimizer": "muon", "optimizer_options": {"lr": 1.0}}, "set train.lr instead"),
         ({"schedule": "cosin"}, "train.schedule='cosin' is not known; did you mean 'cosine'"),
     ],
 )
@@ -99,8 +101,8 @@ def test_an_unknown_name_is_refused(changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_optimizers_of_matrices_take_groups_and_options(name: str) -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 12), nn.Linear(4, 7))
-    options = {"split": {"1.weight": 3}, "eps": 1e-5}
-    config = TrainConfig(optimizer=name, optimizer_options=options, lr=0.5, weight_decay=0.25)
+    options = {"split": {"1.weight": 3}, "eps": 1e-5, "weight_decay": 0.25}
+    config = TrainConfig(optimizer=name, optimizer_options=options, lr=0.5, weight_decay=0.1)
     check_optimizer(config)
     optimizer = build_optimizer(model, config)
     groups = {tuple(map(id, group["params"])): group for group in optimizer.param_groups}

@@ -1,12 +1,17 @@
 """Run directories: created, resumed and overwritten."""
 
+import errno
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.train import run_directory
 from shardwise.train.config import CheckpointConfig, Config, read_config
-from shardwise.train.run_directory import open_run
+from shardwise.train.run_directory import RunDirectory, open_run
 from shardwise.train.sinks import JsonLines, StepMetrics, read_history
 
 
@@ -100,3 +105,64 @@ def test_steps_without_a_gradient_norm_are_in_the_history(tmp_path: Path) -> Non
     sink.close()
     assert read_history(tmp_path / "metrics.jsonl", 2) == records
     assert read_history(tmp_path / "metrics.jsonl", 1) == records[:1]
+
+
+def test_an_overwritten_directory_keeps_what_is_not_of_the_run(tmp_path: Path) -> None:
+    for name in ("tensor-1/recording/rank-0.jsonl", "tensor-1/notes", "tensor-data/part-0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    open_run(in_directory(tmp_path, overwrite=True))
+    left = {str(file.relative_to(tmp_path)) for file in tmp_path.glob("tensor-*/*")}
+    assert left == {"tensor-1/notes", "tensor-data/part-0"}
+
+
+def test_a_store_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in ((tmp_path / "file" / "a", "Not a directory"), ("a0://a", "not known")):
+        config = in_directory(tmp_path / "run").model_copy(
+            update={"checkpoint": CheckpointConfig(directory=str(place))}
+        )
+        with pytest.raises(ConfigError, match=f"^checkpoint.directory: .*{reason}"):
+            open_run(config)
+    place = tmp_path / "new"
+    checkpoint = CheckpointConfig(directory=str(place))
+    open_run(in_directory(tmp_path / "run").model_copy(update={"checkpoint": checkpoint}))
+    assert list(place.iterdir()) == []
+
+
+def test_a_job_that_slurm_queues_again_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with run.overwrite=true, which is meant for the first time."""
+
+    def find(run: RunDirectory, _config: Config) -> RunDirectory:
+        found.append(run)
+        return run
+
+    def resumes(restarts: str) -> bool:
+        found.clear()
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        with ExitStack() as held:
+            open_run(in_directory(tmp_path, overwrite=True), held=held)
+        return bool(found)
+
+    found: list[RunDirectory] = []
+    monkeypatch.setattr(run_directory, "_resume", find)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert [resumes(restarts) for restarts in ("0", "0", "1", "1")] == [False, False, True, False]
+
+
+def test_a_finished_run_may_be_in_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path / "job.json"))
+
+    config, held = in_directory(tmp_path), ExitStack()
+    done = open_run(config)
+    monkeypatch.setattr(run_directory, "claimed", refuse)
+    with pytest.raises(ConfigError, match=r"job\.json cannot be written: Permission denied"):
+        open_run(config, held=held)
+    done = replace(done, step=config.train.steps)
+    monkeypatch.setattr(run_directory, "_resume", lambda *_: done)
+    assert open_run(config, held=held) == done

@@ -36,6 +36,7 @@ class Case:
     overwrite: bool = False
     steps: int = STEPS
     seed: int = 0
+    optimizer: str = "adamw"
     layers: int = 2
     glob: str = "*.py"
     store: str = ""
@@ -54,6 +55,7 @@ class Case:
                     "warmup_share": 0.1,
                     "validation_batches": 1,
                     "seed": self.seed,
+                    "optimizer": self.optimizer,
                 },
                 "checkpoint": {
                     "every": self.every,
@@ -214,6 +216,7 @@ def test_a_store_with_a_finished_run_leaves_nothing_to_train(tmp_path: Path) -> 
     [
         ({"layers": 3}, r"model\.layers=3 differs from that of .*step-00000008, which has 2"),
         ({"seed": 7}, r"train\.seed=7 differs .*, which has 0"),
+        ({"optimizer": "sgd"}, r"train\.optimizer=torch.optim:SGD differs .*AdamW"),
         ({"glob": "d*.py"}, r"data: the text differs from that of"),
         ({"steps": 7}, r"train\.steps=7: .* is from a later step"),
     ],

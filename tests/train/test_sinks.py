@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.errors import ConfigError
+from shardwise.train import run_directory
 from shardwise.train.config import Config
 from shardwise.train.display import draw_losses
+from shardwise.train.run_directory import open_run
 from shardwise.train.sinks import (
     JsonLines,
     StepMetrics,
@@ -135,3 +139,57 @@ def test_the_plot_is_a_png(tmp_path: Path, validation_loss: float | None) -> Non
     draw_losses(path, "a run", [FIRST, second])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_a_resumed_run_shows_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    """The steps after the checkpoint, and those of a run that was overwritten, are gone."""
+
+    def train(*records: StepMetrics) -> None:
+        [sink] = open_trackers(with_sinks("tensorboard"), tmp_path)
+        for record in records:
+            sink.log(record)
+        sink.close()
+        time.sleep(1.1)  # the names of files have the second in which they were made
+
+    kept = tmp_path / "metrics.jsonl"
+    train(FIRST, SECOND, replace(FIRST, step=3))  # killed after a checkpoint of step 1
+    kept.write_text(json.dumps(FIRST.known()) + "\n")
+    train(replace(SECOND, loss=4.0))
+    assert _losses_in(tmp_path / "tensorboard") == [(1, 5.5), (2, 4.0)]
+    kept.write_text("")  # run.overwrite=true
+    train(replace(FIRST, loss=7.0))
+    assert _losses_in(tmp_path / "tensorboard") == [(1, 7.0)]
+
+
+def _losses_in(directory: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def test_runs_have_their_own_ids_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in directories of one name, such as those of replicas; a resumed one keeps its id."""
+
+    def id_of(name: str, *, overwrite: bool = False) -> str:
+        config = Config.model_validate(
+            {"run": {"directory": str(tmp_path / name), "overwrite": overwrite, "sinks": ["wandb"]}}
+        )
+        open_trackers(config, open_run(config).path)
+        return ids[-1]
+
+    ids: list[str] = []
+    module = SimpleNamespace(init=lambda **options: ids.append(options["id"]))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    first = id_of("a/0")
+    assert first != id_of("b/0")
+    again = id_of("a/0", overwrite=True)
+    assert again != first
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "_resume", lambda run, _: replace(run, checkpoint=tmp_path))
+        assert id_of("a/0") == again
+    (tmp_path / "a" / "0" / "wandb-id").unlink()  # as a run of an older version
+    history = (FIRST,)
+    monkeypatch.setattr(
+        run_directory, "_resume", lambda run, _: replace(run, checkpoint=tmp_path, history=history)
+    )
+    assert id_of("a/0") == "0"

@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from shardwise.errors import ConfigError
 from shardwise.launch.world import World
 from shardwise.plan.plan import Plan
+from shardwise.train import utilization
 from shardwise.train.build import build_model, check, memory_of, plan_of_rank
 from shardwise.train.config import Config
 from shardwise.train.data import open_corpus
@@ -441,3 +442,15 @@ def test_a_tied_parameter_that_is_cut_along_two_dims_is_named(root: Path) -> Non
         message = r"model\.embed_tokens\.weight and lm_head\.weight are one parameter, but .* dims"
         with pytest.raises(ConfigError, match=message):
             check(config)
+
+
+def _share_of_peak(config: Config) -> float | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilization, "peak_flops", lambda _device, _dtype: 1e9)
+        return Trainer(config, cpu_world()).share_of_peak
+
+
+def test_mfu_counts_the_whole_model(root: Path) -> None:
+    config = config_of(root, "llama", shard={"tensor": 2}).with_ranks(2)
+    whole = config_of(root, "llama").with_ranks(2)
+    assert run_on(2, _share_of_peak, config) == run_on(2, _share_of_peak, whole)

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.errors import ConfigError, RankError
 from shardwise.launch.environment import read_rank_env
+from shardwise.launch.stop_signal import STOP_SIGNALS
 from shardwise.launch.world import World, join_world
 from shardwise.local_devices import num_local_accelerators
 
@@ -37,6 +38,8 @@ _LAUNCHER_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 _RANKS_ON_CPU = 2
 
+# Signals that the launcher passes on to ranks. Others would end it, and with it the ranks.
+_FORWARDED = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 # Time for a checkpoint after a signal; a second signal kills the ranks at once.
 STOP_SECONDS = 600
 # torch 2.11 has no such option; it waits for 30 s.
@@ -60,6 +63,9 @@ def run_on_local_ranks(
         try:
             results = launch(function, *args)
         except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            if code - 128 in STOP_SIGNALS:  # a rank got the signal, and all have stopped
+                raise SystemExit(code) from None
             raise first_failure(error, Path(logs)) from None
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
@@ -104,6 +110,7 @@ def _launch_config(num_ranks: int, logs: Path) -> LaunchConfig:
         rdzv_endpoint="localhost:0",  # any free port
         local_addr="localhost",  # the host name may not resolve
         max_restarts=0,
+        signals_to_handle=",".join(one.name for one in _FORWARDED),
         **_SHUTDOWN,
     )
 
@@ -118,8 +125,7 @@ def _quiet_launcher() -> Iterator[None]:
         logger.addHandler(silence)
         logger.propagate = False
     in_main_thread = threading.current_thread() is threading.main_thread()
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {stop: signal.getsignal(stop) for stop in stops}
+    handlers = {stop: signal.getsignal(stop) for stop in _FORWARDED}
     try:
         yield
     finally:

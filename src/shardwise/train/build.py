@@ -17,8 +17,10 @@ from shardwise.forecast.planned import plan_of, sharding_of
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config, MemoryConfig, changed_config
 from shardwise.train.data import open_corpus
+from shardwise.train.huggingface import HuggingFace
 from shardwise.train.optimizer import check_optimizer
 from shardwise.train.planned import configuration_of
+from shardwise.train.plugins import resolve
 from shardwise.train.replicas import check_replicas
 from shardwise.train.sinks import check_trackers
 from shardwise.train.source import Source, source_of
@@ -38,9 +40,16 @@ __all__ = [
 def check(config: Config) -> None:
     """Raise a ConfigError or a PlanError if the run cannot start, before any rank is started."""
     check_trackers(config)
+    for name in config.run.callbacks:
+        resolve("run.callbacks", name, {})
     check_combinations(config)
-    open_corpus(config).check_length(config.model.context)
+    source = source_of(config)
+    corpus = open_corpus(config)
+    corpus.check_length(config.model.context)
     plan_of_rank(config)
+    if isinstance(source, HuggingFace):
+        source.check_weights()
+        source.check_tokenizer(corpus.tokenizer)
 
 
 def check_combinations(config: Config) -> None:

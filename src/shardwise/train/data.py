@@ -3,6 +3,7 @@
 import json
 import signal
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -26,6 +27,11 @@ __all__ = ["IGNORED", "VOCABULARY", "Batch", "Corpus", "Packed", "Sequences", "o
 VOCABULARY = Bytes.vocabulary
 IGNORED = -100  # a target that does not count
 CHUNK_BYTES = 1 << 24
+# Endings of files that "auto" would take for text, though their bytes are not what they contain.
+_NOT_TEXT = (
+    *(".json", ".arrow"),
+    *(".bz2", ".gz", ".lz4", ".tar", ".tgz", ".xz", ".zip", ".zst"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,13 @@ class Corpus:
                 chunk = data.read(start, min(CHUNK_BYTES, len(data) - start))
                 digest = zlib.crc32(chunk.data, digest)
         return digest
+
+    @property
+    def outline(self) -> list[int]:
+        """Numbers that differ between most texts, without reading all of them."""
+        sides = self.train, self.validation
+        digests = [data.facts["digest"] for data in sides if isinstance(data, Documents)]
+        return [*map(len, sides), *digests]
 
     def check_length(self, context: int) -> None:
         """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""
@@ -232,6 +245,7 @@ def open_corpus(config: Config) -> Corpus:
     format_ = _format_of(data)
     files = find_files(data, data.path, format_)
     held_out = find_files(data, data.validation, format_) if data.validation else {}
+    files = _without(files, held_out)
     num_files = len(files) + len(held_out)
     name = "the Python standard library" if data.path == STDLIB else data.path
     if not (tokenizer.path or tokenizer.vocabulary):
@@ -246,11 +260,11 @@ def open_corpus(config: Config) -> Corpus:
             train, validation = split_files(files, data.validation_share)
         return Corpus(name, num_files, train, validation, Bytes())
     data = data.model_copy(update={"format": format_})
-    directory = prepare(files, held_out, data, tokenizer)
+    directory, opened = prepare(files, held_out, data, tokenizer)
     sides = Documents(directory / "train"), Documents(directory / "validation")
     for side in sides:
         side.check_answers(config.model.context)
-    return Corpus(name, num_files, *sides, Subwords.open(directory / "tokenizer"))
+    return Corpus(name, num_files, *sides, opened or Subwords.open(directory / "tokenizer"))
 
 
 def _format_of(data: DataConfig) -> str:
@@ -267,9 +281,33 @@ def _format_of(data: DataConfig) -> str:
             f"data.path={data.path!r} has the splits {splits}; set data.path to the directory of "
             "one of them, and data.validation to that of another"
         )
-    names = [data.glob or path.name]
+    name = data.glob or path.name
     if path.is_dir() and not data.glob:
-        names = [file.name for file in path.iterdir()]
-    return next(
-        (f for f in ("jsonl", "parquet") if any(n.endswith("." + f) for n in names)), "text"
-    )
+        return _format_in(path)
+    if name.endswith(_NOT_TEXT):
+        raise ConfigError(
+            f"data.format='auto': cannot tell what {name!r} contains; unpack it if it is packed, "
+            'or set data.format, such as "jsonl" for one JSON object per line'
+        )
+    return next((f for f in ("jsonl", "parquet") if name.endswith("." + f)), "text")
+
+
+def _format_in(directory: Path) -> str:
+    """The format of the files in a directory; those in folders decide if there is no text."""
+    formats = ("jsonl", "parquet")
+    found = next((f for f in formats if any(directory.glob(f"*.{f}"))), "")
+    if found or any(directory.glob("**/*.py")):
+        return found or "text"
+
+    def has(format_: str) -> bool:
+        names = (file.relative_to(directory).parts for file in directory.glob(f"**/*.{format_}"))
+        return any(not any(part.startswith(".") for part in parts) for parts in names)
+
+    return next((f for f in formats if has(f)), "text")
+
+
+def _without(files: dict[str, Path], held_out: Mapping[str, Path]) -> dict[str, Path]:
+    """``files`` without those of ``data.validation``, unless it has all of them."""
+    excluded = {file.resolve() for file in held_out.values()}
+    left = {n: file for n, file in files.items() if not excluded or file.resolve() not in excluded}
+    return left or files

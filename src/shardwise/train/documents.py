@@ -2,12 +2,15 @@
 
 import fcntl
 import hashlib
+import inspect
 import json
 import reprlib
 import shutil
+import socket
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +30,8 @@ Document = str | list[Message]  # a text, or a conversation
 Reader = Callable[[Path, str], Iterator[Document]]  # (file, column) -> documents
 
 _BATCH = 256  # documents that are tokenized at once, on all cores
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_VERSION = 1  # version of the format of the files below
+_STALE_SECONDS = 86_400.0  # a process that tokenizes writes more often
+_VERSION = 2  # version of the format of the files below
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -39,8 +42,10 @@ def read_text(path: Path, _column: str) -> Iterator[Document]:
 
 
 def read_jsonl(path: Path, column: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # some programs write a byte order mark
         for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
             try:
                 document = json.loads(line)[column]
                 if "\\ud" in line.lower():  # halves of characters, which may lack the other half
@@ -104,42 +109,91 @@ def prepare(
     validation: Mapping[str, Path],
     data: DataConfig,
     tokenizer: TokenizerConfig,
-) -> Path:
-    """Tokenize the documents of ``files``, unless this is done already; return their directory.
+) -> tuple[Path, Subwords | None]:
+    """Tokenize the documents of ``files``, unless this is done already.
+
+    Return their directory, and the tokenizer of ``tokenizer.path`` if it is set.
 
     Files are given by names that are the same on every machine. One process of a host tokenizes;
     the others wait. Without files for ``validation``, the digest of a document decides whether it
     is used for validation, so equal documents are on one side.
     """
+    opened = Subwords.open(Path(tokenizer.path).expanduser()) if tokenizer.path else None
     cache = Path(data.cache or "~/.cache/shardwise").expanduser()
-    directory = cache / f"tokens-{_key([*files.items(), *validation.items()], data, tokenizer)}"
+    directory = cache / f"tokens-{_key(files, validation, data, tokenizer, opened)}"
     with _locked(directory.with_suffix(".lock")):
         if not directory.exists():
-            partial = directory.with_suffix(".partial")
+            # By host, because on some network file systems a lock does not exclude other hosts.
+            partial = directory.with_suffix(f".{socket.gethostname()}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            _write(partial, files.values(), validation.values(), data, tokenizer)
-            partial.rename(directory)
-    return directory
+            used = opened or Subwords.train(_texts_of(files.values(), data), tokenizer.vocabulary)
+            _write(partial, files.values(), validation.values(), data, used)
+            with _in_cache(directory):
+                _publish(partial, directory)
+            _remove_stale(cache)
+    return directory, opened
 
 
-def _key(files: Sequence[tuple[str, Path]], data: DataConfig, tokenizer: TokenizerConfig) -> str:
+def _key(
+    files: Mapping[str, Path],
+    validation: Mapping[str, Path],
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    opened: Subwords | None,
+) -> str:
     """A digest of everything that determines the tokens."""
-    status = [(name, (s := path.stat()).st_size, s.st_mtime_ns) for name, path in files]
+    status = [
+        [(name, (s := path.stat()).st_size, s.st_mtime_ns) for name, path in paths.items()]
+        for paths in (files, validation)
+    ]
     options = [data.format, data.column, data.validation_share, tokenizer.vocabulary]
     digest = hashlib.sha256(json.dumps([_VERSION, status, options]).encode())
-    if tokenizer.path:
-        for name in _TOKENIZER_FILES:
-            path = Path(tokenizer.path).expanduser() / name
-            digest.update(path.read_bytes() if path.exists() else b"")
+    if data.format not in _READERS:
+        module: Any = inspect.getmodule(reader_of(data.format))
+        with suppress(OSError, TypeError):  # it has no source
+            digest.update(inspect.getsource(module).encode())
+    if opened is not None:
+        digest.update(opened.description.encode())  # not its files, whose names differ
     return digest.hexdigest()[:16]
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        with _in_cache(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _in_cache(path: Path) -> Iterator[None]:
+    """Turn an OSError of a file of the cache into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache: {error.filename or path} cannot be written: {error.strerror}; set "
+            "data.cache to a writable directory with enough space"
+        ) from None
+
+
+def _publish(partial: Path, directory: Path) -> None:
+    try:
+        partial.rename(directory)
+    except OSError:
+        if not directory.exists():  # else another host has been faster
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what processes that were killed have left in ``cache``."""
+    for partial in cache.glob("tokens-*.partial"):
+        with suppress(OSError):
+            written = max(path.stat().st_mtime for path in (partial, *partial.rglob("*")))
+            if written < time.time() - _STALE_SECONDS:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(
@@ -147,23 +201,16 @@ def _write(
     files: Collection[Path],
     validation: Collection[Path],
     data: DataConfig,
-    config: TokenizerConfig,
+    tokenizer: Subwords,
 ) -> None:
-    def documents(paths: Iterable[Path]) -> Iterator[Document]:
-        return (document for path in paths for document in _read(path, data))
-
-    tokenizer = (
-        Subwords.open(Path(config.path).expanduser())
-        if config.path
-        else Subwords.train((_text_of(d) for d in documents(files)), config.vocabulary)
-    )
-    tokenizer.save(directory / "tokenizer")
+    with _in_cache(directory):
+        tokenizer.save(directory / "tokenizer")
     writers = {name: _Writer(directory / name, tokenizer) for name in ("train", "validation")}
     share = 0.0 if validation else data.validation_share
-    for document in documents(files):
+    for document in _documents(files, data):
         is_held_out = zlib.crc32(_text_of(document).encode()) < share * 2**32
         writers["validation" if is_held_out else "train"].add(document)
-    for document in documents(validation):
+    for document in _documents(validation, data):
         writers["validation"].add(document)
     for name, writer in writers.items():
         if not writer.close():
@@ -171,6 +218,14 @@ def _write(
                 f"data.path={data.path!r}: no documents for {name}; use more documents, or set "
                 "data.validation to another path"
             )
+
+
+def _texts_of(paths: Iterable[Path], data: DataConfig) -> Iterator[str]:
+    return (_text_of(document) for document in _documents(paths, data))
+
+
+def _documents(paths: Iterable[Path], data: DataConfig) -> Iterator[Document]:
+    return (document for path in paths for document in _read(path, data))
 
 
 def _read(path: Path, data: DataConfig) -> Iterator[Document]:
@@ -207,13 +262,15 @@ class _Writer:
     """Appends documents to the files that `Documents` reads."""
 
     def __init__(self, directory: Path, tokenizer: Subwords) -> None:
-        directory.mkdir(parents=True)
         self._directory = directory
         self._tokenizer = tokenizer
         self._dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
-        self._files: dict[str, BinaryIO] = {
-            name: (directory / f"{name}.bin").open("wb") for name in ("tokens", "counted", "ends")
-        }
+        with _in_cache(directory):
+            directory.mkdir(parents=True)
+            self._files: dict[str, BinaryIO] = {
+                name: (directory / f"{name}.bin").open("wb")
+                for name in ("tokens", "counted", "ends")
+            }
         self._pending: list[Document] = []
         self._size = self._digest = 0
         self._has_answers = False
@@ -240,20 +297,22 @@ class _Writer:
         self._size += len(tokens)
         values = {"tokens": tokens, "counted": counted, "ends": np.array([self._size], np.int64)}
         for name, array in values.items():
-            self._files[name].write(array.tobytes())
+            with _in_cache(self._directory):
+                self._files[name].write(array.tobytes())
             self._digest = zlib.crc32(array.tobytes(), self._digest)
 
     def close(self) -> int:
         """Write what is pending, close the files and return the number of tokens."""
         self._flush()
-        for file in self._files.values():
-            file.close()
         facts = {
             "dtype": self._dtype.name,
             "digest": self._digest,
             "has_answers": self._has_answers,
         }
-        (self._directory / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        with _in_cache(self._directory):
+            for file in self._files.values():
+                file.close()
+            (self._directory / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         return self._size
 
 
@@ -299,7 +358,8 @@ class Documents:
         if not any(self.counted[start + 1 : stop].any() for start, stop in windows):
             raise ConfigError(
                 f"model.context={context}: no answer of the conversations for "
-                f"{self.directory.name} begins within this many tokens; set a larger context"
+                f"{self.directory.name} begins within this many tokens; set a larger context, and "
+                'give answers the role "assistant"'
             )
 
     def windows(self, context: int) -> NDArray[np.int64]:

@@ -22,7 +22,10 @@ from shardwise.train.config import Config, ModelConfig
 from shardwise.train.model import prepare_blocks
 from shardwise.train.tokenizer import Subwords, Tokenizer, vocabulary_of
 
-__all__ = ["HuggingFace", "settings_from"]
+__all__ = ["HuggingFace", "are_same_settings", "settings_from"]
+
+# Weights in formats that are not read.
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 
 
 class HuggingFace:
@@ -55,6 +58,31 @@ class HuggingFace:
         """Whether training starts from weights in the directory."""
         found = any(self.directory.glob("*.safetensors"))
         return found and not self.config.model.from_scratch
+
+    def check_weights(self) -> None:
+        """Raise a ConfigError if training would start from other weights than a user expects."""
+        options, key = self.config.model, f"model.path={self.config.model.path!r}"
+        if options.from_scratch:
+            return
+        advice = "or set model.from_scratch=true to train from random values"
+        if self.has_weights:
+            if getattr(self.settings, "quantization_config", None) is not None:
+                raise ConfigError(
+                    f"{key} has quantized weights, which cannot be trained; use weights that are "
+                    f"not, {advice}"
+                )
+            return
+        others = [file.name for form in _OTHER_WEIGHTS for file in self.directory.glob(form)]
+        if others:
+            raise ConfigError(
+                f"{key} has weights in {min(others)}, but only *.safetensors are read; convert "
+                f"them with save_pretrained of transformers, {advice}"
+            )
+        if options.lora_rank:
+            raise ConfigError(
+                f"{key} has no weights (*.safetensors) for model.lora_rank={options.lora_rank} to "
+                f"adapt; add them, {advice}"
+            )
 
     def build(self) -> nn.Module:
         """The model on the meta device, in float32, the dtype of shards and optimizer states."""
@@ -150,7 +178,28 @@ class HuggingFace:
             keys.add("lora_alpha")
         options = self.config.model.model_dump(include=keys)
         shared = {f"model.{key}": value for key, value in options.items()}
-        return {**shared, "model.path": json.dumps(self.settings.to_dict(), sort_keys=True)}
+        if self.config.model.lora_rank:
+            shared["model.lora_targets"] = json.dumps(self.config.model.lora_targets)
+        return {**shared, "model.path": json.dumps(_own_settings(self.settings), sort_keys=True)}
+
+    def _has(self, tokenizer: Tokenizer) -> bool:
+        """Whether the tokenizer in the directory has the tokens of ``tokenizer``."""
+        try:
+            own = Subwords.open(self.directory).hf_tokenizer.get_vocab()
+        except ConfigError:
+            return False
+        return isinstance(tokenizer, Subwords) and own == tokenizer.hf_tokenizer.get_vocab()
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise a ConfigError if one that was trained does not fit the weights that are loaded."""
+        size = self.config.tokenizer.vocabulary
+        files = [*self.directory.glob("tokenizer*"), *self.directory.glob("vocab*")]
+        if size and self.has_weights and files and not self._has(tokenizer):
+            raise ConfigError(
+                f"tokenizer.vocabulary={size} trains a tokenizer, whose numbers mean nothing to "
+                f"the weights of model.path={self.config.model.path!r}; leave it out to use "
+                f"{files[0].name}, or set model.from_scratch=true to train from random values"
+            )
 
     def export(self, checkpoint: Path | str, directory: Path, tokenizer: Tokenizer) -> None:
         """Convert a checkpoint to a directory that transformers can load, in one process.
@@ -166,10 +215,33 @@ class HuggingFace:
             adapted: Any = self.build()
             adapted.peft_config["default"].save_pretrained(str(partial / "adapter"))
         self.settings.save_pretrained(str(partial))
+        generation = self.directory / "generation_config.json"  # with the tokens that end an answer
+        if generation.exists() and self._has(tokenizer):
+            shutil.copy(generation, partial)
         if isinstance(tokenizer, Subwords):
             tokenizer.save(partial)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
+
+
+def are_same_settings(one: str, other: str) -> bool:
+    """Whether two values of "model.path" in `HuggingFace.identity` describe the same model.
+
+    Those of older checkpoints also have the directory, the version of transformers and defaults.
+    """
+    try:
+        first, second = (_own_settings(settings_from(json.loads(value))) for value in (one, other))
+    except (ValueError, TypeError, KeyError):
+        return False
+    return first == second
+
+
+def _own_settings(settings: Any) -> dict[str, Any]:
+    """What is not a default, without the directory and the version of transformers."""
+    given: dict[str, Any] = settings.to_diff_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        given.pop(name, None)
+    return given
 
 
 def settings_from(fields: Mapping[str, Any]) -> Any:

@@ -2,9 +2,12 @@
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,9 +19,11 @@ from shardwise.launch.world import World
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.train.config import Config
 from shardwise.train.data import Batch
+from shardwise.train.documents import Documents
 from shardwise.train.plugins import resolve
 from shardwise.train.run_directory import RunDirectory
 from shardwise.train.sinks import Sink, StepMetrics
+from shardwise.train.source import Gpt
 from shardwise.train.summary import Summary, summarize
 from shardwise.train.trainer import StepResult, Trainer
 from shardwise.train.utilization import wait_metrics
@@ -37,12 +42,13 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
     trainer = Trainer(config, world)
     if run.checkpoint is not None:
         trainer.load(run.checkpoint)
+    _warn_of_attention(trainer)
     records, every, pending = list(run.history), config.checkpoint.every, None
-    directory = folder_at(run.saves_to)
     callbacks = [
         resolve("run.callbacks", name, {})(config, run.path) for name in config.run.callbacks
     ]
     stop = trainer.stop.handled() if every else nullcontext()
+    trainer.world.on_first(run.check_owner)  # of two jobs that began together, the last one stays
     with closing(trainer.replicas), trainer.recorded(run.path), stop:
         for trained in steps(trainer, records[-1].seconds if records else 0.0):
             for callback in callbacks:
@@ -54,7 +60,7 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
             pending = _save_best(trainer, run) or pending
             if every and (trainer.is_done or record.step % every == 0):
                 # After the best one: if the run is killed in between, it resumes from an older one.
-                pending = trainer.save((directory / f"step-{record.step:08}").target)
+                pending = _save(trainer, run, run.saves_to)
         if pending is not None:
             pending.wait()
     if trainer.stopped_by and trainer.step < config.train.steps:
@@ -65,6 +71,21 @@ def train(config: Config, world: World, run: RunDirectory, sinks: Sequence[Sink]
         if saving := _save_best(trainer, run):
             saving.wait()
     return Result(summary=summarize(trainer, records))
+
+
+def _warn_of_attention(trainer: Trainer) -> None:
+    """Warn if the model lets a document attend to others; the embedded GPT does not."""
+    is_packed = isinstance(trainer.corpus.train, Documents)
+    # Replicas have no forwards outside of steps before they have met.
+    if not is_packed or trainer.config.replicas.lighthouse or isinstance(trainer.source, Gpt):
+        return
+    if not trainer.separates_documents() and trainer.world.is_first:
+        warnings.warn(
+            f"model.path={trainer.config.model.path!r}: this type of model does not keep documents "
+            "apart that are packed into one sequence: each is trained with those before it as its "
+            "context",
+            stacklevel=2,
+        )
 
 
 def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
@@ -102,7 +123,7 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
         replicas = trainer.replicas.metrics()
         count = trainer.config.replicas.count
         trained = step_tokens * replicas.get("replicas", count) / count
-        speed, share = trained / trainer.step_seconds[-1], trainer.share_of_peak
+        own_speed = step_tokens / count / trainer.step_seconds[-1]  # of this replica
         yield StepMetrics(
             step=trainer.step,
             loss=result.loss,
@@ -110,10 +131,10 @@ def steps(trainer: Trainer, seconds: float = 0.0) -> Iterator[StepMetrics]:
             lr=lr,
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             tokens=trainer.step * step_tokens,
-            tokens_per_second=speed,
+            tokens_per_second=trained / trainer.step_seconds[-1],
             validation_loss=trainer.validate() if is_validated else None,
             seconds=time.perf_counter() - began,
-            mfu=None if share is None else speed * share,
+            mfu=trainer.share_of_peak and own_speed * trainer.share_of_peak,
             peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in result.ranks)),
             free_memory_bytes=int(min(rank.free_memory_bytes for rank in result.ranks)),
             **({} if trainer.recorder is None else wait_metrics(result.ranks)),
@@ -125,10 +146,15 @@ def _save_best(trainer: Trainer, run: RunDirectory) -> sw.Save | None:
     """Save the model if the last step has the lowest validation loss so far."""
     if not trainer.config.checkpoint.best or trainer.best.step != trainer.step:
         return None
-    name = f"step-{trainer.step:08}"
-    if trainer.world.is_first:
-        run.discard_best(name)
-    return trainer.save((folder_at(run.saves_best_to) / name).target, keep=1)
+    trainer.world.on_first(partial(run.discard_best, f"step-{trainer.step:08}"))
+    return _save(trainer, run, run.saves_best_to, keep=1)
+
+
+def _save(
+    trainer: Trainer, run: RunDirectory, place: Path | str, *, keep: int | None = None
+) -> sw.Save:
+    trainer.world.on_first(run.check_owner)
+    return trainer.save((folder_at(place) / f"step-{trainer.step:08}").target, keep=keep)
 
 
 def _validated(trainer: Trainer, record: StepMetrics) -> StepMetrics:

@@ -35,6 +35,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     spec = spec_of(config)
     kind = resolve("train.optimizer", spec.path, {})
+    for name in ("lr",) if spec.has_owners else ("lr", "weight_decay"):
+        if name in config.optimizer_options:  # the schedule, or the groups, would override it
+            raise ConfigError(
+                f"train.optimizer_options: set train.{name} instead of {name!r} in it"
+            )
     if spec.has_owners:
         return _build_of_matrices(kind, model, config)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from contextlib import ExitStack
 from dataclasses import asdict
 
 from rich.console import Console
@@ -49,10 +50,15 @@ def num_local_ranks(config: Config, nproc: int | None) -> int:
 def launch(config: Config) -> None:
     check(config)
     check_num_ranks(config.shard.nproc, f"shard.nproc={config.shard.nproc}")
-    directory = open_run(config)
-    if directory.is_finished(config.train):
-        _print_finished(directory, config.train)
-        return
+    with ExitStack() as held:
+        directory = open_run(config, is_restart=_is_restart(), held=held)
+        if directory.is_finished(config.train):
+            _print_finished(directory, config.train)
+            return
+        _launch_ranks(config, directory)
+
+
+def _launch_ranks(config: Config, directory: RunDirectory) -> None:
     try:
         run_on_local_ranks(config.shard.nproc, _run_rank, config, directory)
     except KeyboardInterrupt:
@@ -75,10 +81,9 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
         check(on_ranks)
         return on_ranks
 
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    with join_world(env) as world:
+    with join_world(env) as world, ExitStack() as held:  # of rank 0
         config = world.check(checked)
-        directory = world.on_first(lambda: open_run(config, is_restart=is_restart))
+        directory = world.on_first(lambda: open_run(config, is_restart=_is_restart(), held=held))
         if directory.is_finished(config.train):
             if world.is_first:
                 _print_finished(directory, config.train)
@@ -89,6 +94,11 @@ def join(config: Config, env: RankEnv, nproc: int | None) -> None:
             if world.is_first:
                 print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
             raise
+
+
+def _is_restart() -> bool:
+    """Whether torchrun has started this job before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _check_restarts(config: Config) -> None:

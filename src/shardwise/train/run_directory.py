@@ -5,6 +5,8 @@ import json
 import math
 import shutil
 import time
+import uuid
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,19 @@ import torch
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import complete, discard, latest
 from shardwise.checkpoint.read import read_manifest
-from shardwise.checkpoint.stores import folder_at
+from shardwise.checkpoint.stores import Folder, folder_at
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.claim import JOB_FILE, check_owner, claimed, is_requeued
 from shardwise.train.config import Config, TrainConfig, changed_config, to_toml
 from shardwise.train.data import Corpus, open_corpus
-from shardwise.train.sinks import StepMetrics, read_history
+from shardwise.train.huggingface import are_same_settings
+from shardwise.train.optimizer import spec_of
+from shardwise.train.sinks import StepMetrics, forget_run, read_history, replace_text
 from shardwise.train.source import source_of
 
 __all__ = ["RunDirectory", "identity", "make_new_directory", "open_run", "replace_text"]
+
+_LATER_KEYS = ("train.optimizer", "model.lora_targets")  # of `identity`; old checkpoints lack them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class RunDirectory:
     best_step: int = 0  # the one with the lowest validation loss so far; 0 if there is none
     history: tuple[StepMetrics, ...] = ()  # metrics of the steps up to the checkpoint
     store: str = ""  # an absolute path or a URL, if the checkpoints are not in the run directory
+    owner: str = ""  # the token of the job that has claimed the directory, if one has
 
     @property
     def checkpoints(self) -> Path:
@@ -77,9 +85,15 @@ class RunDirectory:
 
         A run that was killed may leave them and resume from an earlier step.
         """
+        self.check_owner()
         for checkpoint in complete(folder_at(self.saves_best_to)):
             if checkpoint.name >= first:
                 discard(checkpoint)
+
+    def check_owner(self) -> None:
+        """Raise a ConfigError if another job has taken the directory over."""
+        if self.owner:
+            check_owner(self.path, self.owner)
 
     def is_finished(self, train: TrainConfig) -> bool:
         """Whether all steps are trained and summarized, here or in another run directory."""
@@ -87,25 +101,42 @@ class RunDirectory:
         return is_summarized and train.is_over(self.step, self.best_step)
 
 
-def open_run(config: Config, *, is_restart: bool = False) -> RunDirectory:
+def open_run(
+    config: Config, *, is_restart: bool = False, held: ExitStack | None = None
+) -> RunDirectory:
     """Create the directory of a run and write its configuration, or resume an existing run.
 
-    With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run.
-    Raise a ConfigError if the directory cannot be used.
+    With ``is_restart``, a launcher restarted the ranks, so that existing files belong to the run,
+    as they do if SLURM has queued the job again. With ``held``, no other job can use the directory
+    until it ends. Raise a ConfigError if the directory cannot be used.
     """
     try:
+        is_restart = is_restart or _is_requeued(config)
         path = _make_directory(config, is_restart=is_restart)
-        run = RunDirectory(path, store=_store_of(config))
+        owner, refused = "", None
+        try:
+            owner = "" if held is None else held.enter_context(claimed(path))
+        except OSError as error:  # a finished run may be in a directory that cannot be written
+            refused = error
+        run = RunDirectory(path, store=_store_of(config), owner=owner)
         if is_restart or not config.run.overwrite:
             run = _resume(run, config)
         if not run.is_finished(config.train):
+            if refused is not None:
+                raise refused
             _prepare(run, config)
     except OSError as error:
         place = error.filename or config.run.directory
         raise ConfigError(f"run.directory: {place} cannot be written: {error.strerror}") from None
     except CheckpointError as error:
-        raise ConfigError(f"run.directory: {error}") from None
+        key = "checkpoint.directory" if config.checkpoint.directory else "run.directory"
+        raise ConfigError(f"{key}: {error}") from None
     return run
+
+
+def _is_requeued(config: Config) -> bool:
+    directory = config.run.directory
+    return bool(directory) and is_requeued(Path(directory).expanduser())
 
 
 def _make_directory(config: Config, *, is_restart: bool) -> Path:
@@ -115,7 +146,8 @@ def _make_directory(config: Config, *, is_restart: bool) -> Path:
     path = Path(config.run.directory).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     is_resumed = is_restart or RunDirectory(path).checkpoints.is_dir()
-    if any(path.iterdir()) and not is_resumed and not config.run.overwrite:
+    has_files = any(not file.name.startswith(JOB_FILE) for file in path.iterdir())
+    if has_files and not is_resumed and not config.run.overwrite:
         raise ConfigError(
             f"run.directory={config.run.directory!r} already has files, but no checkpoints to "
             "resume from; choose another, or set run.overwrite=true"
@@ -165,11 +197,15 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
         case _:
             raise CheckpointError(f"{checkpoint}: was not saved by `shardwise train`")
     for key, value in identity(config, open_corpus(config)).items():
-        if saved.get(key) == value:
+        if saved.get(key) == value or (key in _LATER_KEYS and key not in saved):
+            continue
+        if key == "model.path" and key in saved and are_same_settings(saved[key], value):
             continue
         differs = f"{key}={value} differs from that of {checkpoint}, which has {saved.get(key)}"
         if key == "data":
             differs = f"data: the text differs from that of {checkpoint}"
+        if key == "model.path":  # its value is the whole configuration of a model
+            differs = f"model.path: the config.json differs from that of {checkpoint}"
         raise ConfigError(
             f"{differs}; choose another run.directory, or set run.overwrite=true to start over"
         )
@@ -179,23 +215,30 @@ def _check_same_run(checkpoint: Path | str, config: Config) -> tuple[int, int]:
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
     """The values that must not change when a run is resumed; saved in its checkpoints."""
     order = {f"train.{key}": getattr(config.train, key) for key in ("seed", "global_batch")}
-    return {**source_of(config).identity, **order, "data": corpus.digest}
+    optimizer = {"train.optimizer": spec_of(config.train).path}
+    return {**source_of(config).identity, **order, **optimizer, "data": corpus.digest}
 
 
 def _prepare(run: RunDirectory, config: Config) -> None:
     """Remove the files that the run will write again after the step from which it resumes."""
     if config.checkpoint.every:  # first, so that a run that is killed here can be resumed
         run.checkpoints.mkdir(exist_ok=True)
+    if config.checkpoint.every and run.store:
+        _check_store(folder_at(run.store))
     if run.checkpoint is None:
         for place in (run.saves_to, run.saves_best_to):
             for checkpoint in complete(folder_at(place)):
                 discard(checkpoint)
+        forget_run(run.path)
     lines = (json.dumps(record.known()) + "\n" for record in run.history)
     replace_text(run.metrics, "".join(lines))
     for stale in (run.loss_plot, run.summary):
         stale.unlink(missing_ok=True)
-    for recording in (run.path / "recording", *run.path.glob("tensor-*")):
-        shutil.rmtree(recording, ignore_errors=True)  # it may have files of more ranks
+    shutil.rmtree(run.path / "recording", ignore_errors=True)  # it may have files of more ranks
+    for recording in run.path.glob("tensor-[0-9]*/recording"):
+        shutil.rmtree(recording, ignore_errors=True)
+        with suppress(OSError):  # it has files that are not of the run
+            recording.parent.rmdir()
     # The written configuration resumes this run: with its directories, without run.overwrite.
     directory = config.run.directory or str(run.path.resolve())
     changes: dict[str, dict[str, Any]] = {
@@ -205,11 +248,15 @@ def _prepare(run: RunDirectory, config: Config) -> None:
     replace_text(run.config, to_toml(changed_config(config, changes)))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` atomically, even if the process is killed."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+def _check_store(store: Folder) -> None:
+    """Raise a ConfigError if nothing can be saved in ``checkpoint.directory``."""
+    probe = f"{uuid.uuid4().hex}.probe"
+    try:
+        store.create(probe, b"")
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"checkpoint.directory: cannot be written: {error}") from None
+    with suppress(OSError, CheckpointError):  # some stores allow no removal
+        store.remove(probe)
 
 
 def make_new_directory(parent: Path, name: str) -> Path:

@@ -1,6 +1,8 @@
 """Destinations of the metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import json
+import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +19,10 @@ __all__ = [
     "TensorBoard",
     "WandB",
     "check_trackers",
+    "forget_run",
     "open_trackers",
     "read_history",
+    "replace_text",
 ]
 
 
@@ -96,13 +100,23 @@ def read_history(metrics: Path, last_step: int) -> tuple[StepMetrics, ...]:
     return tuple(records)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` atomically, even if the process is killed."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
 class TensorBoard:
     """Writes scalars for ``tensorboard --logdir``."""
 
     def __init__(self, config: Config, directory: Path) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional)
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        trained = [record.step for record in read_history(directory / "metrics.jsonl", sys.maxsize)]
+        # Steps from here on, which a killed or an overwritten run has left, are not shown.
+        first = trained[-1] + 1 if trained else 0
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
 
     def log(self, record: StepMetrics) -> None:
         for name, value in record.metrics().items():
@@ -113,16 +127,25 @@ class TensorBoard:
         self._writer.close()
 
 
+_RUN_OF_WANDB = "wandb-id"
+
+
 class WandB:
     """Logs to Weights & Biases, whose environment variables configure the project and the mode."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         import wandb  # noqa: PLC0415 (optional)
 
+        file = directory / _RUN_OF_WANDB
+        if not file.exists():
+            # Directories of other runs may have the same name, which was the id in older versions.
+            is_resumed = bool(read_history(directory / "metrics.jsonl", sys.maxsize))
+            new = f"{directory.name}-{uuid.uuid4().hex[:12]}"
+            replace_text(file, directory.name if is_resumed else new)
         self._run = wandb.init(
             dir=str(directory),
             name=config.run.name,
-            id=directory.name,
+            id=file.read_text(encoding="utf-8"),
             resume="allow",
             config=config.model_dump(),
         )
@@ -132,6 +155,11 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def forget_run(directory: Path) -> None:
+    """Forget the ids by which trackers know the last run in ``directory``."""
+    (directory / _RUN_OF_WANDB).unlink(missing_ok=True)
 
 
 _TRACKERS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -74,8 +75,14 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
             pattern = "*.arrow"
     if root.is_file():
         return {root.name: root}
+    key = "data.path" if path == config.path else "data.validation"
     if not root.is_dir():
-        raise ConfigError(f"data.path={path!r}: no such file or directory")
+        raise ConfigError(f"{key}={path!r}: no such file or directory")
+    if format_ == "datasets" and (root / "state.json").exists():
+        # `Dataset.map` and `filter` leave results in other files of the directory.
+        state = json.loads((root / "state.json").read_text(encoding="utf-8"))
+        names = [file["filename"] for file in state["_data_files"]]
+        return {name: root / name for name in names}
     try:
         found = {file.relative_to(root).as_posix(): file for file in root.glob(pattern)}
     except (ValueError, NotImplementedError) as error:
@@ -87,7 +94,8 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
         if file.is_file() and excluded.isdisjoint(name.split("/"))
     }
     if not files:
-        raise ConfigError(f"data.path={path!r}: no file matches data.glob={pattern!r}")
+        hint = "" if config.glob else "; set data.glob, such as '**/*.txt'"
+        raise ConfigError(f"{key}={path!r}: no file matches data.glob={pattern!r}{hint}")
     return files
 
 

@@ -1,5 +1,7 @@
 """Converts text to token numbers and back: bytes, or subwords of a `transformers` tokenizer."""
 
+import json
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,9 @@ __all__ = ["Bytes", "Message", "Subwords", "Tokenizer", "vocabulary_of"]
 END = "<|endoftext|>"
 # The chat template of tokenizers that have none.
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% for message in messages %}{% if message.content and message.content is not string %}"
+    "{{ raise_exception('the content of a message is not a string') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -46,7 +50,11 @@ class Bytes:
 
 
 class Subwords:
-    """A fast tokenizer of `transformers`; documents end with its end-of-text token."""
+    """A fast tokenizer of `transformers`; documents end with its end-of-text token.
+
+    They begin with its beginning-of-text token if it adds one to texts, as users of the trained
+    model will find.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
@@ -55,6 +63,17 @@ class Subwords:
         tokenizer.chat_template = tokenizer.chat_template or CHATML
         self.hf_tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
+        first = tokenizer("")["input_ids"][:1]
+        self._begin: list[int] = first if first == [tokenizer.bos_token_id] else []
+
+    @property
+    def description(self) -> str:
+        """Everything that determines the tokens of documents, as JSON."""
+        given = self.hf_tokenizer
+        special = {name: str(token) for name, token in given.special_tokens_map.items()}
+        return json.dumps(
+            [given.backend_tokenizer.to_str(), given.chat_template, special, self._begin]
+        )
 
     @classmethod
     def open(cls, directory: str | Path) -> "Subwords":
@@ -99,25 +118,26 @@ class Subwords:
         return cls(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END, pad_token=END))
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return [*self._begin, *self.hf_tokenizer.encode(text, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.hf_tokenizer.decode(tokens))
+        begins = self._begin and list(tokens[:1]) == self._begin
+        return str(self.hf_tokenizer.decode(tokens[1:] if begins else tokens))
 
     def save(self, directory: Path) -> None:
         self.hf_tokenizer.save_pretrained(str(directory))
 
     def encode_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each text, followed by the end-of-text token."""
+        """Yield the tokens of each text, with those of its beginning and end."""
         encoded = self.hf_tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         for tokens in encoded:
-            yield [*tokens, self.hf_tokenizer.eos_token_id]
+            yield [*self._begin, *tokens, self.hf_tokenizer.eos_token_id]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], NDArray[np.bool_]]:
         """Return the tokens of a conversation, and whether the assistant wrote each of them.
 
-        Raise a ConfigError if the template writes a message differently when others follow it.
+        Raise a ConfigError if the template refuses the messages, or writes a message differently
+        when others follow it.
         """
         texts = ["", *(self._render(messages[: n + 1]) for n in range(len(messages)))]
         if not all(text.startswith(start) for start, text in pairwise(texts)):
@@ -135,15 +155,24 @@ class Subwords:
         encoded = self.hf_tokenizer(
             texts[-1], add_special_tokens=False, return_offsets_mapping=True
         )
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return encoded["input_ids"], is_answer[starts]
+        # Tokenizers that trim offsets leave out spaces: a token of spaces alone starts at its end.
+        firsts = [max(0, min(start, stop - 1)) for start, stop in encoded["offset_mapping"]]
+        return encoded["input_ids"], is_answer[firsts]
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        return str(
-            self.hf_tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        from jinja2 import TemplateError  # noqa: PLC0415 (optional)
+
+        try:
+            return str(
+                self.hf_tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                )
             )
-        )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"[tokenizer]: its chat template does not take the messages "
+                f"{reprlib.repr(list(messages))}: {error}"
+            ) from None
 
 
 def vocabulary_of(config: Config) -> int:

@@ -19,6 +19,7 @@ from shardwise.checkpoint.read import read_manifest
 from shardwise.checkpoint.stores import folder_at
 from shardwise.comm.device import random_states, set_random_states
 from shardwise.comm.tree import tree_sum
+from shardwise.errors import ConfigError
 from shardwise.launch.stop_signal import StopSignal
 from shardwise.launch.world import World
 from shardwise.optim.leaves import sum_over_leaves
@@ -36,10 +37,13 @@ from shardwise.train.run_directory import identity
 from shardwise.train.source import source_of
 from shardwise.train.tensor_parallel import TensorRanks
 from shardwise.train.text import Text
+from shardwise.train.tokenizer import vocabulary_of
 from shardwise.train.utilization import RankFigures, StepsOfRun, share_of_peak
 
 __all__ = ["StepResult", "Trainer"]
 
+# Relative changes of logits that are rounding errors, in float32 and in half precision.
+_EQUAL, _NEAR = 1e-5, 5e-3
 VALIDATION_SEED = 0  # the same validation sequences in every run, whatever its own seed
 
 
@@ -81,8 +85,10 @@ class Trainer:
         if config.train.reproducible:
             _use_reproducible_kernels(world.device)
         self.corpus = open_corpus(config)
+        world.check(self._check_same_data)
         self.source = source_of(config)
         self.model = self.source.build()
+        self.share_of_peak = share_of_peak(config, world, self.model, self.source)
         with world.device:  # the device on which values are initialized
             shard_model(self.model, self.source, self.ranks)
         self.optimizer = build_optimizer(self.model, config.train)
@@ -101,7 +107,16 @@ class Trainer:
         self.overlapped_shares: list[float] = []  # overlapped share of the gather time, by step
         self.recorder: sw.Recorder | None = None
         self._exposed = 0.0, 0  # seconds in all steps that were timed, and their number
-        self.share_of_peak = share_of_peak(config, world, self.model, self.source)
+
+    def _check_same_data(self) -> None:
+        """Raise a ConfigError if this rank's host has other files than that of rank 0."""
+        first = self.world.gather(self.corpus.outline)[0]
+        if self.corpus.outline != first:
+            raise ConfigError(
+                f"data.path={self.config.data.path!r}: has {len(self.corpus.train)} "
+                f"{self.corpus.unit}s to train on, but {first[0]} on rank 0, or others; copy the "
+                "same files, with the same tokenizer, to all hosts"
+            )
 
     @property
     def runtime(self) -> Runtime:
@@ -226,6 +241,33 @@ class Trainer:
             return max(1, len(self.runtime.mesh.own_leaves)) / batch.targets.numel()
         return sw.token_weight(self.model, int((batch.targets != IGNORED).sum()))
 
+    @torch.no_grad()
+    def separates_documents(self) -> bool:
+        """Whether the model keeps the documents of a sequence apart, found by two forwards.
+
+        The second has another first document; the logits of the other document must not change.
+        Many models of transformers derive their masks from positions; others ignore them, or carry
+        a state over.
+        """
+        size = min(self.config.model.context, 64)
+        half, generator = size // 2, torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocabulary_of(self.config), (2, size), generator=generator)
+        tokens[1, half:] = tokens[0, half:]
+        positions = torch.cat([torch.arange(half), torch.arange(size - half)])[None]
+        on_device = [x.to(self.world.device) for x in (tokens[:1], tokens[1:], positions)]
+        self.model.eval()
+        # The size is not that of training, for which blocks will be compiled.
+        compiles = self.config.train.compile
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+            one, other = (
+                self.source.logits(self.model, row, on_device[-1])[0, half:].float()
+                for row in on_device[:-1]
+            )
+        self.model.train()
+        change = ((one - other).norm(dim=1) / one.norm(dim=1)).median().nan_to_num()
+        # Sums of experts may round in another way if they get other tokens.
+        return float(change) < (_EQUAL if self.config.precision.compute == "float32" else _NEAR)
+
     # -- a step ----------------------------------------------------------------------------------
 
     def loss_sum(self, part: Batch) -> Tensor:
@@ -302,6 +344,8 @@ class Trainer:
         num_parts = -(-data.global_batch // data.world_size // self.config.micro_batch)
         totals = torch.zeros(num_parts, 2, device=self.world.device)
         num_batches = self.config.train.validation_batches
+        if num_batches >= data.num_batches:  # else some sequences would count more than others
+            num_batches = 0
         for number in range(num_batches or data.num_batches):
             batch = data[number + 1] if num_batches else data.in_order(number)
             for total, part in zip(totals, self.micro_batches(batch), strict=True):

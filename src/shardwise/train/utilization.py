@@ -27,7 +27,10 @@ __all__ = [
 
 
 def share_of_peak(config: Config, world: World, model: nn.Module, source: Source) -> float | None:
-    """The MFU of a run with one token per second, if the peak of its devices is known."""
+    """The MFU of ``world`` with one token per second, if the peak of its devices is known.
+
+    ``model`` is the whole one, before ranks divide it.
+    """
     peak = peak_flops(world.device, config.precision.compute)
     if peak is None:
         return None
