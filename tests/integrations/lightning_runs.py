@@ -106,6 +106,9 @@ if __name__ == "__main__":
         "ddp": fit(Module(), out / "ddp", **ddp),
         "plugin": fit(Module(), out / "plugin", plugins=[Activating()]),
         "manual": fit(Module(is_manual=True), out / "manual"),
+        "manual replicas": fit(
+            Module(is_manual=True), out / "replicas", strategy=Strategy(strategy="ddp")
+        ),
         "manual ddp": fit(Module(is_manual=True), out / "manual-ddp", **ddp),
         "refused": refused(lambda: fit(Module(is_manual=True), out / "refused", **whole)),
     }

@@ -56,5 +56,6 @@ def test_runs_with_what_strategies_may_lose(tmp_path: Path) -> None:
     assert runs["resumed"] == pytest.approx(runs["ours"][4:], rel=1e-5)
     assert runs["plugin"][0] != pytest.approx(runs["ours"][0], rel=1e-2)
     assert runs["manual"] == pytest.approx(runs["manual ddp"], rel=1e-5)
+    assert runs["manual replicas"] == pytest.approx(runs["manual ddp"], rel=1e-5)
     assert runs["refused"].startswith("generator.0.weight, ")
     assert "an optimizer has stepped in this training_step" in runs["refused"]

@@ -83,8 +83,12 @@ class Strategy(ModelParallelStrategy):  # type: ignore[misc]
         result = super().optimizer_step(optimizer, *args, **options)
         if self._stepped is not None and not self.lightning_module.automatic_optimization:
             root = runtime_of_root(self.lightning_module).plan.units[0]
+            gathered = [
+                extent for one in root.layouts if one.needs_gather for extent in one.extents
+            ]
             shardings = filter(None, map(sharding_of, parameters_of(optimizer)))
-            self._stepped |= {one.name for one in shardings} & {p.name for p in root.parameters}
+            stepped = {one.name for one in shardings}
+            self._stepped |= stepped & {extent.parameter.name for extent in gathered}
         return result
 
     def backward(self, *args: Any, **options: Any) -> Any:

@@ -67,6 +67,7 @@ def _launch_ranks(config: Config, directory: RunDirectory) -> None:
         print_line(Console(stderr=True), f"shardwise: stopped; {_how_to_resume(directory)}")
         raise
     except RankError as error:
+        directory.check_owner()  # otherwise this is the reason
         raise RankError(f"{error}\n{_how_to_resume(directory)}") from None
     finally:
         Console().show_cursor()  # the progress bar of a killed rank leaves it hidden
