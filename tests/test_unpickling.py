@@ -66,6 +66,7 @@ OWN_RANKS = "the job's own ranks, over their process group"
 ALLOWED: dict[tuple[str, str], str] = {
     ("checkpoint/unpickling.py", "pickle.Unpickler"): "refuses all names that are not in its table",
     ("checkpoint/foreign.py", "read_metadata"): "of that reader",
+    ("integrations/lightning.py", "read_metadata"): "of that reader",
     ("verification/exchange.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/distribute.py", "all_gather_object"): OWN_RANKS,
     ("fsdp/distribute.py", "broadcast_object_list"): OWN_RANKS,

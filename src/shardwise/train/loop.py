@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise._warnings import warn_caller
 from shardwise.checkpoint.stores import folder_at
 from shardwise.comm.tree import tree_sum
 from shardwise.launch.world import World
@@ -80,11 +80,10 @@ def _warn_of_attention(trainer: Trainer) -> None:
     if not is_packed or trainer.config.replicas.lighthouse or isinstance(trainer.source, Gpt):
         return
     if not trainer.separates_documents() and trainer.world.is_first:
-        warnings.warn(
+        warn_caller(
             f"model.path={trainer.config.model.path!r}: this type of model does not keep documents "
             "apart that are packed into one sequence: each is trained with those before it as its "
-            "context",
-            stacklevel=2,
+            "context"
         )
 
 
