@@ -39,7 +39,8 @@ class _Job:
     Attributes:
         owner: the process.
         inode: that of the run directory, which tells a copy of the file on the same host.
-        slurm: the number of the SLURM job, and how often it has been queued again; or two "".
+        slurm: the number of the SLURM job, and how often it has been queued again; "" and "0"
+            outside of SLURM.
         ended: whether the job has left the directory.
     """
 

@@ -308,6 +308,8 @@ def _format_in(directory: Path) -> str:
 
 def _without(files: dict[str, Path], held_out: Mapping[str, Path]) -> dict[str, Path]:
     """``files`` without those of ``data.validation``, unless it has all of them."""
+    if not held_out:
+        return files
     excluded = {file.resolve() for file in held_out.values()}
-    left = {n: file for n, file in files.items() if not excluded or file.resolve() not in excluded}
+    left = {name: file for name, file in files.items() if file.resolve() not in excluded}
     return left or files

@@ -182,7 +182,7 @@ class HuggingFace:
             shared["model.lora_targets"] = json.dumps(self.config.model.lora_targets)
         return {**shared, "model.path": json.dumps(_own_settings(self.settings), sort_keys=True)}
 
-    def _has(self, tokenizer: Tokenizer) -> bool:
+    def _has_tokens_of(self, tokenizer: Tokenizer) -> bool:
         """Whether the tokenizer in the directory has the tokens of ``tokenizer``."""
         try:
             own = Subwords.open(self.directory).hf_tokenizer.get_vocab()
@@ -194,7 +194,7 @@ class HuggingFace:
         """Raise a ConfigError if one that was trained does not fit the weights that are loaded."""
         size = self.config.tokenizer.vocabulary
         files = [*self.directory.glob("tokenizer*"), *self.directory.glob("vocab*")]
-        if size and self.has_weights and files and not self._has(tokenizer):
+        if size and self.has_weights and files and not self._has_tokens_of(tokenizer):
             raise ConfigError(
                 f"tokenizer.vocabulary={size} trains a tokenizer, whose numbers mean nothing to "
                 f"the weights of model.path={self.config.model.path!r}; leave it out to use "
@@ -216,7 +216,7 @@ class HuggingFace:
             adapted.peft_config["default"].save_pretrained(str(partial / "adapter"))
         self.settings.save_pretrained(str(partial))
         generation = self.directory / "generation_config.json"  # with the tokens that end an answer
-        if generation.exists() and self._has(tokenizer):
+        if generation.exists() and self._has_tokens_of(tokenizer):
             shutil.copy(generation, partial)
         if isinstance(tokenizer, Subwords):
             tokenizer.save(partial)

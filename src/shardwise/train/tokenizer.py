@@ -52,8 +52,7 @@ class Bytes:
 class Subwords:
     """A fast tokenizer of `transformers`; documents end with its end-of-text token.
 
-    They begin with its beginning-of-text token if it adds one to texts, as users of the trained
-    model will find.
+    They begin with its beginning-of-text token if it adds one to texts, as it does in inference.
     """
 
     def __init__(self, tokenizer: Any) -> None:

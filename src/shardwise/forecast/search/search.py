@@ -41,9 +41,9 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
     """Compare the configurations of a model on a cluster.
 
     Micro-batches above the first that does not fit are tried with offload, in increasing amounts,
-    up to the first that does not fit with it either. All of a rank's batch at once may fit without
-    it, because no gradients are accumulated. With the objective "memory", so are all that
-    fit. If still none fits, all are tried with offload and without prefetch.
+    up to the first that does not fit with it either; with the objective "memory", also those that
+    fit. All of a rank's batch at once is tried without offload if it may fit, because no gradients
+    are accumulated then. If still none fits, all are tried with offload and without prefetch.
 
     Args:
         forecaster: predicts steps of the model on the cluster.
