@@ -55,14 +55,23 @@ def _live_processes() -> set[int]:
 
 def _parent_of(pid: int) -> int | None:
     """None for a process that has ended."""
-    _, _, fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")  # after its name
-    return int(fields.split()[1]) if fields else None
+    _, fields = _status_of(pid)
+    return int(fields[1]) if fields else None
 
 
 def _command_of(pid: int) -> str:
     """Its command line: empty for one that has ended, or that serves the whole session."""
     command = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    if not command:  # it has ended, or only begins: it may have a name before a command line
+        name, fields = _status_of(pid)
+        command = name if fields and fields[0] not in "ZX" else ""
     return "" if any(name in command for name in SERVERS) else command
+
+
+def _status_of(pid: int) -> tuple[str, list[str]]:
+    """Its name, and the fields after it: the state, the parent and others; none if it is gone."""
+    start, _, fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
+    return start.partition("(")[2], fields.split()
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from shardwise._private import foreach_copy_, swap_storages
+from shardwise._private import foreach_copy_
 from shardwise.comm.api import SharedBuffer
 from shardwise.plan.chunks import ChunkedLayout, chunk_dim, chunk_of
 from shardwise.plan.layout import Layout, ParameterExtent
@@ -99,7 +99,7 @@ class FlatBuffer:
             self.flat.copy_(other.flat)
             return
         assert self._memory is None, "acquired twice"
-        swap_storages(self._storage, other._storage)
+        swap_memory(self._storage, other._storage)
         self._memory, other._memory = other._memory, None
         self._is_from_pool = True
 
