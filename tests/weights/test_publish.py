@@ -110,12 +110,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("steps", [15, pytest.param(50, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("kind", "dtype", "sends"),
     covered_first(product(MODELS, (None, torch.bfloat16), ("runs", "tensors", "everything"))),
 )
-def test_receivers_have_the_bits_of_a_checkpoint_in_50_steps(
-    kind: str, dtype: torch.dtype | None, sends: str, tmp_path: Path
+def test_receivers_have_the_bits_of_a_checkpoint_in_every_step(
+    kind: str, dtype: torch.dtype | None, sends: str, steps: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()
@@ -124,7 +125,7 @@ def test_receivers_have_the_bits_of_a_checkpoint_in_50_steps(
     if kind.startswith("lora"):
         options["adapters"] = kind.partition(", ")[2]
     changed = sends != "everything"
-    for step in range(50):
+    for step in range(steps):
         version = sw.publish(model, target, bucket_bytes=700, only_changed=changed, **options)
         expected = whole(model, **options)
         if step % 7 == 0 and kind != "lora, merged":  # a checkpoint has weights and adapters
