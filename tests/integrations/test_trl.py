@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with (Q)LoRA logs the losses of DDP, saves and resumes; peft opens the adapter.
+"""TRL's trainers have the losses of DDP; SFT with (Q)LoRA saves and resumes for peft.
 
 Neither trl nor bitsandbytes is a dependency of the tests: ``pip install trl bitsandbytes`` to run
 this.
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.torchrun import torchrun
@@ -50,3 +51,21 @@ def test_losses_are_those_of_ddp_also_after_a_checkpoint(tmp_path: Path, script:
         assert adapter[name].flatten().tolist() == pytest.approx(
             tensor.flatten().tolist(), rel=1e-3, abs=weight_error
         )
+
+
+def test_other_trainers_have_the_numbers_and_weights_of_ddp(tmp_path: Path) -> None:
+    torchrun(2, "tests/integrations/trl_runs.py", str(tmp_path))
+    runs = torch.load(tmp_path / "runs.pt")
+    assert len(runs) == 7
+    for name, (ddp, ours) in runs.items():
+        assert len(ddp["numbers"]) >= 4 * 8
+        assert ours["numbers"] == pytest.approx(ddp["numbers"], rel=1e-4, abs=1e-5), name
+        assert ours["weights"].keys() == ddp["weights"].keys()
+        for parameter, expected in ddp["weights"].items():
+            torch.testing.assert_close(
+                ours["weights"][parameter],
+                expected,
+                rtol=1e-3,
+                atol=1e-4,
+                msg=f"{name} {parameter}",
+            )
