@@ -1,6 +1,8 @@
 """Counts the bytes of the tensors that a thread allocates, until their memory is freed."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from tests.watching import without_frames
 
-__all__ = ["LiveBytes"]
+__all__ = ["live_bytes"]
+
+
+@contextmanager
+def live_bytes() -> Iterator["LiveBytes"]:
+    """Count in the block, in which heartbeats do not keep tensors alive."""
+    with without_frames(), LiveBytes() as live:
+        yield live
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -19,16 +28,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
-        self._without_frames = without_frames()
-
-    def __enter__(self) -> "LiveBytes":
-        self._without_frames.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._without_frames.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -21,7 +21,7 @@ from tests.models import Stack, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import adamw, comm_of, full, options_of
 from tests.weights.common import adapted, assert_same, experts, saved, tensor_parallel
-from tests.weights.live_bytes import LiveBytes
+from tests.weights.live_bytes import live_bytes
 from tests.weights.memory_target import MemoryTarget
 
 GRANULARITIES = ("element", "row", "tensor", "dim")
@@ -303,7 +303,7 @@ def test_at_most_two_buckets_are_in_memory(granularity: Any, to: Any) -> None:
     sw.fully_shard(model, units=nn.Linear, granularity=granularity)
     bucket_bytes = num_bytes // 20
     receives = to in ("all", dist.get_rank())
-    with LiveBytes() as live:
+    with live_bytes() as live:
         for _name, tensor in sw.full_tensors(model, bucket_bytes=bucket_bytes, to=to):
             last = tensor  # noqa: F841 - as in any loop, it is alive when the next one comes
     assert live.peak <= 2 * bucket_bytes
@@ -317,7 +317,7 @@ def test_at_most_two_buckets_are_in_memory(granularity: Any, to: Any) -> None:
 def test_at_most_two_of_the_largest_tensor_are_in_memory() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).double()
     sw.fully_shard(model, units=nn.Linear)
-    with LiveBytes() as live:
+    with live_bytes() as live:
         for _name, tensor in sw.full_tensors(model, bucket_bytes=64 * 64 * 8):
             last = tensor  # noqa: F841
     assert live.peak <= 2 * 64 * 64 * 8 + 1024

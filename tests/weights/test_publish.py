@@ -36,7 +36,7 @@ from tests.ranks import on_ranks
 from tests.runtime.one_process import options_of
 from tests.weights.common import adapted, assert_same, experts, saved, tensor_parallel
 from tests.weights.killing import kill_a_sender, kill_at_every_access
-from tests.weights.live_bytes import LiveBytes
+from tests.weights.live_bytes import live_bytes
 from tests.weights.memory_target import MemoryTarget
 
 FRACTIONS = (0.001, 0.01, 0.1, 0.5, 0.999, 1.0, 0.0)
@@ -334,7 +334,7 @@ def test_a_directory_that_was_deleted_is_written_again(tmp_path: Path) -> None:
 
 def test_only_the_last_directory_has_a_copy(tmp_path: Path) -> None:
     model, known = build("gpt"), []
-    with LiveBytes() as live:
+    with live_bytes() as live:
         for step in range(3):
             assert sw.publish(model, tmp_path / str(step)) == 1
             known.append(live.now)
@@ -656,7 +656,7 @@ def test_the_sender_holds_two_buckets(*, accepts_runs: bool) -> None:
     sw.fully_shard(model, units=nn.Linear)
     bucket_bytes, target = num_bytes // 20, Dropping(accepts_runs=accepts_runs)
     for step in range(4):
-        with LiveBytes() as live:
+        with live_bytes() as live:
             sw.publish(model, target, bucket_bytes=bucket_bytes, only_changed=step > 0)
         kept = num_bytes // 2 if step == 1 else 0  # this rank's copy of what was sent
         assert live.peak <= 2 * bucket_bytes + kept, step
