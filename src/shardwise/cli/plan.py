@@ -246,15 +246,15 @@ def plan(
         Progress(),
         scaling=scaling and not cluster.endswith(".json"),
     )
+    configuration = planned.winner.configuration
+    saved = forecaster.checkpoint(configuration) if checkpoint else None
     console = Console(width=max(WIDTH, Console().width))
     terminal.show(console, planned)
     if explain:
         terminal.explain(console, planned)
-    if checkpoint:
+    if saved is not None:
         speed = 2.0 if storage is None else storage
         nodes = Storage(per_node=speed * 1e9, ranks_per_node=machine.cluster.devices_per_node)
-        configuration = planned.winner.configuration
-        saved = forecaster.checkpoint(configuration)
         num_parts = configuration.tensor * configuration.pipeline
         terminal.show_checkpoint(console, saved, nodes, num_parts=num_parts)
     _write(planned, html, trace, None if planned.config_problem else config)

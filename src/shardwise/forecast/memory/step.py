@@ -329,7 +329,7 @@ class _StepReplay:
         ):
             late = 0  # bytes of gradients that exist only at the end of the segment
             for event in events:
-                before = self.memory.reducing
+                before = self.memory.reducing - self._traced_gradients
                 self._apply(event)
                 if event.kind not in COMPUTE:
                     yield self._moment(describe(event, self._labels), self._activations)
@@ -507,7 +507,12 @@ _COMMUNICATOR_BYTES = 500 << 20
 
 def _overhead_bytes(configuration: Configuration) -> int:
     axes = [configuration.shard_ranks, configuration.replicas]
+    if configuration.expert == 1:
+        own = []
+    else:  # of the ranks with the same experts, and of those that exchange tokens
+        own = [size // n for size, n in zip(axes, configuration.expert_axes, strict=True)]
     if not configuration.row.shards:
-        axes = [prod(axes)]
-    groups = (*axes, configuration.tensor)
+        axes, own = [prod(axes)], [prod(own)]
+    own += [configuration.expert]
+    groups = (*axes, *own, configuration.tensor)
     return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

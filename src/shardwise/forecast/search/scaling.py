@@ -8,7 +8,7 @@ from math import lcm
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
-from shardwise.forecast.machines.machine import Group
+from shardwise.forecast.time.groups import groups_of
 
 __all__ = ["MAX_DEVICES", "Curve", "Gather", "scaling_curves"]
 
@@ -105,11 +105,10 @@ def _points(
 
 def _gather(forecaster: Forecaster, configuration: Configuration) -> Gather:
     plan = forecaster.plan(configuration)
-    blocks = [unit.gathered_bytes for unit in plan.units[1:]] or [plan.units[0].gathered_bytes]
-    seconds = partial(
-        forecaster.machine.all_gather_seconds, group=Group(plan.world_size, configuration.tensor)
-    )
-    return Gather(max(blocks), seconds(max(blocks)), seconds(1))
+    block = max(plan.units[1:] or plan.units, key=lambda unit: unit.gathered_bytes)
+    group = groups_of(plan, block, configuration).all
+    seconds = partial(forecaster.machine.all_gather_seconds, group=group)
+    return Gather(block.gathered_bytes, seconds(block.gathered_bytes), seconds(1))
 
 
 def _sizes(first: int) -> Iterable[int]:
