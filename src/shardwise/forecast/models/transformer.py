@@ -374,7 +374,8 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort()  # [tokens * active], by expert
         tokens = order // self.active
         sent = self.exchange(flat[tokens])
-        answers = self.exchange(self.experts(sent))
+        answers, _inner = self.experts(sent)
+        answers = self.exchange(answers)
         answers = answers * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(flat).index_add(0, tokens, answers).view_as(x)
 
@@ -387,11 +388,14 @@ class SwiGLUExperts(OwnExperts):
             nn.Parameter(torch.empty(count, *sizes)) for sizes in (inward, inward, outward)
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the answers to [tokens, hidden], equally many for each expert, in their order."""
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the answers to [tokens, hidden], equally many for each expert, in their order.
+
+        Also return what the last product reads, which the caller keeps as long as its own values.
+        """
         sent = tokens.view(len(self.gate), -1, tokens.shape[1])  # [experts, tokens of each, hidden]
         inner = F.silu(sent @ self.gate) * (sent @ self.up)
-        return (inner @ self.down).flatten(0, 1)
+        return (inner @ self.down).flatten(0, 1), inner
 
 
 class RMSNorm(nn.Module):
