@@ -133,10 +133,8 @@ def test_the_engine_has_the_plan_and_sends_its_bytes(configuration: Configuratio
     assert sw.ledger(model).sent_bytes() == sent_bytes(plan)
     assert traffic.sent_bytes == sent_bytes(plan).total
     memory = Forecaster(MODEL, machine_of("4xA100")).memory(configuration).memory
-    padding = plan.shard_bytes - sum(
-        p.to_local().nbytes
-        for p in model.parameters()  # type: ignore[attr-defined]
-    )
+    shards: list[Any] = list(model.parameters())
+    padding = plan.shard_bytes - sum(one.to_local().nbytes for one in shards)
     assert 0 <= padding < 0.01 * plan.shard_bytes
     first, last = memory.timeline[0], memory.timeline[-1]
     assert first.parameters == plan.shard_bytes
@@ -330,9 +328,8 @@ def test_blocks_with_experts_are_blocks() -> None:
     ]
     assert names[0] == names[1]
     assert _head_rows(whole) == _head_rows(apart) == 48
-    in_8_bits = {"float8": "tensorwise", "float8_gather": True}
     for configuration, plan in ((one, whole), (several, apart)):
-        narrow = planned(replace(configuration, **in_8_bits))
+        narrow = planned(replace(configuration, float8="tensorwise", float8_gather=True))
         assert 2 * sum(u.gathered_bytes for u in narrow.units[1:]) == sum(
             u.gathered_bytes for u in plan.units[1:]
         )
@@ -366,9 +363,9 @@ def test_reproducible_steps_and_plans_of_checkpoints_are_refused() -> None:
     message = r"layers\.0\.mlp\.experts has other ranks than the model"
     with pytest.raises(PlanError, match=f"reproducible=4: {message}"):
         forecaster.memory(replace(configuration, reproducible=4))
-    for strategy, sizes in (("fsdp", {}), ("ddp", {"shard_size": 1, "replicas": 4})):
+    for one in (configuration, configuration_of("ddp", 2, replicas=4)):
         with pytest.raises(PlanError, match=f"{message}; checkpoints can be planned only"):
-            forecaster.checkpoint(replace(configuration, strategy=strategy, **sizes))
+            forecaster.checkpoint(one)
 
 
 def test_the_call_says_that_experts_are_sharded_first() -> None:

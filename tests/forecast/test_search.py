@@ -41,7 +41,7 @@ class Fake:
     def plan(self, one: Configuration) -> object:
         ranks = SimpleNamespace(world_size=one.shard_size, replicas=one.replicas)
         unit = SimpleNamespace(gathered_bytes=GB, options=ranks, has_own_ranks=False, subgroup=0)
-        return SimpleNamespace(units=[unit, unit], strategy=one.row)
+        return SimpleNamespace(units=[unit, unit], strategy=one.row, **vars(ranks))
 
     def memory(self, one: Configuration) -> Forecast:
         self.queried.append(one)
