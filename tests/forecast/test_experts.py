@@ -7,7 +7,7 @@ runs it without the exchange of tokens, so that a rank's experts compute for its
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -372,3 +372,15 @@ def test_the_call_says_that_experts_are_sharded_first() -> None:
     configuration = replace(BASE, shard_size=4, expert=2, context=2)
     assert "set_gradient_divide_factor(8)" in call_of(configuration)
     assert "expert" not in call_of(replace(configuration, expert=1))
+
+
+def test_gradients_of_a_block_wait_from_the_end_of_its_first_segment() -> None:
+    """Those of the embedding, which autograd holds meanwhile, are not taken off them."""
+    model = Model("", replace(SHAPE, vocab=8192))
+    forecaster = Forecaster(model, machine_of("4xA100"))
+    configuration = replace(BASE, shard_size=4, expert=2)
+    timeline = forecaster.memory(configuration).memory.timeline
+    begun = [one for one in timeline if one.label == "backward layers.2"]
+    unit = next(u for u in forecaster.plan(configuration).units if u.name == "layers.2")
+    waiting = sum(4 * parameter.num_elements for parameter in unit.parameters)
+    assert [after.communication - one.communication for one, after in pairwise(begun)] == [waiting]
