@@ -357,6 +357,39 @@ def test_the_curve_gathers_the_largest_unit_over_its_ranks() -> None:
         assert gather.seconds == machine.all_gather_seconds(gather.num_bytes, apart)
 
 
+def test_the_curve_gathers_blocks_if_experts_need_no_gather() -> None:
+    """Each rank of a node has other experts, so they are whole on it."""
+    forecaster = Forecaster(Model("", replace(SHAPE, experts=8)), machine_of("8xA100"))
+    configuration = replace(BASE, strategy="hsdp", shard_size=8, expert=8)
+    hybrid = scaling_curves(forecaster, configuration)[1]
+    dense = forecaster.plan(configuration).units[1]
+    assert not dense.has_own_ranks
+    assert {gather.num_bytes for gather in hybrid.gathers} == {dense.gathered_bytes}
+    assert all(gather.seconds > 0 for gather in hybrid.gathers)
+
+
+def test_the_curve_leaves_out_ranks_that_subgroups_do_not_divide() -> None:
+    forecaster = Forecaster(Model("", replace(SHAPE, experts=8)), machine_of("8xA100"))
+    configuration = replace(BASE, shard_size=64, expert=8, reshard_after_forward=8)
+    curve = scaling_curves(forecaster, configuration)[0]
+    assert min(point.cluster.num_devices for point in curve.points) == 64
+
+
+@pytest.mark.parametrize("expert", [2, 4])
+def test_compiled_blocks_save_the_same_activations(expert: int) -> None:
+    forecaster = Forecaster(MODEL, machine_of("4xA100"))
+    compiled = replace(BASE, shard_size=4, compiled=True, compute_dtype=torch.bfloat16)
+    whole, apart = (
+        next(
+            moment.activations
+            for moment in forecaster.memory(replace(compiled, expert=one)).memory.timeline
+            if moment.label.startswith("backward")
+        )
+        for one in (1, expert)
+    )
+    assert apart == whole > 0
+
+
 def test_reproducible_steps_and_plans_of_checkpoints_are_refused() -> None:
     forecaster = Forecaster(MODEL, machine_of("4xA100"))
     configuration = replace(BASE, shard_size=4, expert=2)

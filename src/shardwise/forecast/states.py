@@ -55,7 +55,7 @@ def hidden_matrices(
 
 
 def owner_ranks(plan: Plan) -> dict[bool, UnitOptions]:
-    """Return the options with the ranks of owners, by ``own_ranks`` of `hidden_matrices`."""
+    """Return options with the ranks among which owners are: of experts (True) and of the rest."""
     return {unit.has_own_ranks: unit.options for unit in plan.units}
 
 

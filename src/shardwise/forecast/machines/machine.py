@@ -86,7 +86,7 @@ def _data() -> dict[str, Any]:
 class Group:
     """The ranks of a collective: ``size`` ranks, ``stride`` apart.
 
-    With ``within``, they are groups like this one, whose first ranks are ``stride`` apart.
+    With ``within``, they are groups like that one, whose first ranks are ``stride`` apart.
     """
 
     size: int

@@ -19,7 +19,7 @@ _HYBRID = "hsdp"
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The all-gather of the largest block."""
+    """The all-gather of the largest block that is gathered."""
 
     num_bytes: int
     seconds: float
@@ -98,17 +98,26 @@ def _points(
         if configuration.world_size != num_devices:
             continue
         there = forecaster.with_devices(num_devices)
-        found = there.memory(configuration)
+        try:
+            found = there.memory(configuration)
+        except PlanError:
+            if configuration.expert == 1:
+                raise
+            continue  # the ranks with the same experts are not a multiple of a subgroup
         if found.fits:
             yield there.timed(found), _gather(there, configuration)
 
 
 def _gather(forecaster: Forecaster, configuration: Configuration) -> Gather:
     plan = forecaster.plan(configuration)
-    block = max(plan.units[1:] or plan.units, key=lambda unit: unit.gathered_bytes)
-    group = groups_of(plan, block, configuration).all
+    blocks = [
+        (unit.gathered_bytes, groups_of(plan, unit, configuration).all)
+        for unit in plan.units[1:] or plan.units
+    ]
+    # Experts that no other rank has need no gather.
+    num_bytes, group = max(blocks, key=lambda block: (block[1].size > 1, block[0]))
     seconds = partial(forecaster.machine.all_gather_seconds, group=group)
-    return Gather(block.gathered_bytes, seconds(block.gathered_bytes), seconds(1))
+    return Gather(num_bytes, seconds(num_bytes), seconds(1))
 
 
 def _sizes(first: int) -> Iterable[int]:
