@@ -182,6 +182,10 @@ def test_a_function_in_a_file_or_module_of_this_directory_builds_the_model(
         (["gpt2", "--price", "2"], "--price 2: expected a number, with --tokens N"),
         (["gpt2", "--price", "inf", "--tokens=1T"], "--price inf: expected a number"),
         (["gpt2", "--storage", "2"], "--storage 2: expected --checkpoint"),
+        (
+            ["mixtral-8x7b", "--checkpoint", "--expert", "2"],
+            "--expert 2: checkpoints can be planned",
+        ),
         (["gpt2", "--checkpoint", "--storage", "0"], "--storage 0: expected a number above 0"),
         (["gpt2", "--checkpoint", "--storage", "inf"], "--storage inf: expected a number above 0"),
         ([str(Path(__file__).parent)], "config.json: No such file or directory; expected a direc"),

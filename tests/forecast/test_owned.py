@@ -12,7 +12,6 @@ import shardwise as sw
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.hardware import parse_cluster
 from shardwise.forecast.machines.machine import Machine
-from shardwise.forecast.states import hidden_matrices
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Segment, Workload
@@ -45,9 +44,9 @@ def owned_jobs(owners: PlannedOwners) -> OwnedJobs:
             max(cost_of(products), Matrices(one.parameter.name, one.parameter.shape).num_matrices),
             tuple(layout.num_owned(one, rank) for rank in range(layout.world_size)),
         )
-        for (layout, one), products in zip(hidden_matrices(plan), owners.products, strict=True)
+        for (layout, one), products in zip(owners.placed, owners.products, strict=True)
     )
-    size, replicas = plan.world_size, plan.replicas
+    size, replicas = owners.ranks.world_size, owners.ranks.replicas
     numbers = tuple(tuple(range(at, at + size)) for at in range(0, size * replicas, size))
     if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
         row = size // replicas

@@ -39,8 +39,9 @@ class Fake:
         return Machine.of(self.cluster)
 
     def plan(self, one: Configuration) -> object:
-        units = [SimpleNamespace(gathered_bytes=GB) for _ in range(2)]
-        return SimpleNamespace(units=units, world_size=one.shard_size)
+        ranks = SimpleNamespace(world_size=one.shard_size, replicas=one.replicas)
+        unit = SimpleNamespace(gathered_bytes=GB, options=ranks, has_own_ranks=False, subgroup=0)
+        return SimpleNamespace(units=[unit, unit], strategy=one.row, **vars(ranks))
 
     def memory(self, one: Configuration) -> Forecast:
         self.queried.append(one)

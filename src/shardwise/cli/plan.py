@@ -179,10 +179,7 @@ def plan(
     check_outputs(html, trace, config)
     if price is not None and (tokens is None or not isfinite(price)):
         raise ConfigError(f"--price {price:g}: expected a number, with --tokens N")
-    if storage is not None and not checkpoint:
-        raise ConfigError(f"--storage {storage:g}: expected --checkpoint")
-    if storage is not None and not 0 < storage < inf:
-        raise ConfigError(f"--storage {storage:g}: expected a number above 0")
+    _check_checkpoint(storage, expert, is_planned=checkpoint)
     from rich.console import Console  # noqa: PLC0415 (torch takes seconds)
 
     from shardwise.forecast.forecast import Forecaster  # noqa: PLC0415
@@ -317,6 +314,18 @@ class Progress:
         if self._clock() - self._printed_at >= QUIET_SECONDS:
             self._printed_at = self._clock()
             print(f"{message} ...", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _check_checkpoint(storage: float | None, expert: str, *, is_planned: bool) -> None:
+    if storage is not None and not is_planned:
+        raise ConfigError(f"--storage {storage:g}: expected --checkpoint")
+    if storage is not None and not 0 < storage < inf:
+        raise ConfigError(f"--storage {storage:g}: expected a number above 0")
+    if is_planned and expert != "1":
+        raise ConfigError(
+            f"--expert {expert}: checkpoints can be planned only for models with one mesh, and "
+            "experts have their own; omit --checkpoint"
+        )
 
 
 def _degree(option: str, text: str) -> "Degree":

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import chain
+from math import gcd
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -61,7 +62,8 @@ class Configuration:
         chunks: parts of the model on each stage of a pipeline. With several chunks, the
             accumulation must be a multiple of the number of stages.
         context: ranks that share a sequence.
-        expert: data-parallel ranks that share the experts.
+        expert: data-parallel ranks that share the experts: neighbors on the axis of ``shard_size``,
+            and only beyond it (`expert_axes`) of different ``replicas``.
         micro_batch: sequences in one forward of a rank.
         accumulation: forwards of a rank per step.
         accumulate: what is accumulated over micro-batches: gradient shards, or whole gradients.
@@ -229,6 +231,12 @@ class Configuration:
     def shard_ranks(self) -> int:
         """Number of ranks over which parameters are sharded, including those of a sequence."""
         return self.shard_size * self.context
+
+    @property
+    def expert_axes(self) -> tuple[int, int]:
+        """Ranks of ``shard_size``, and of ``replicas``, that share the experts."""
+        near = gcd(self.shard_size, self.expert)
+        return near, self.expert // near
 
     @property
     def data_parallel(self) -> int:

@@ -12,22 +12,39 @@ from torch.distributed.tensor import DTensor
 from shardwise.api import fully_shard
 from shardwise.forecast.adapters import Adapters
 from shardwise.forecast.configuration import Configuration
+from shardwise.forecast.states import enclosing_units
 from shardwise.optim.outer import Outer
 from shardwise.plan.granularity import Dim, Granularities
 from shardwise.plan.layout import Layout
 from shardwise.plan.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan, make_plan
-from shardwise.plan.policies import Units, repeated_blocks
+from shardwise.plan.policies import Units, choose_units, repeated_blocks
 from shardwise.plan.precision import DEFAULT_PRECISION, MixedPrecisionPolicy
 from shardwise.plan.spelling import counted
 
-__all__ = ["call_of", "plan_of", "precision_of", "sharding_of", "units_of"]
+__all__ = [
+    "OwnExperts",
+    "call_of",
+    "plan_of",
+    "precision_of",
+    "sharding_of",
+    "unit_names",
+    "units_of",
+]
 
 _BLOCK = "Block"  # the class of the blocks of models that a pipeline divides
 
 
+class OwnExperts(nn.Module):
+    """The experts of a rank. With expert parallelism, other data-parallel ranks have others."""
+
+
 def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
-    """Plan ``module``, one rank's part of the model in the dtypes of its shards."""
+    """Plan ``module``, one rank's part of the model in the dtypes of its shards.
+
+    With expert parallelism, experts are units that are sharded over the ranks with the same ones.
+    """
     world_size, replicas = _ranks_of(configuration)
     plan = make_plan(
         module,
@@ -41,6 +58,9 @@ def plan_of(module: nn.Module, configuration: Configuration) -> Plan:
         offload=_offload_of(configuration),
         granularity=_granularity_of(module, configuration),
         wire=configuration.wire,
+        manual=dict.fromkeys(
+            _experts_in(module, configuration), _options_of_experts(configuration)
+        ),
         leaves=configuration.reproducible or None,
     )
     return _with_float8_gathers(plan) if configuration.float8_gather else plan
@@ -52,10 +72,37 @@ def units_of(module: nn.Module, configuration: Configuration) -> Units:
     return _BLOCK if is_alone and configuration.units == "auto" else configuration.units
 
 
-def _ranks_of(configuration: Configuration) -> tuple[int, int]:
-    """Return the world size and the replicas of a plan."""
-    row, num_shards = configuration.row, configuration.shard_ranks
-    replicas = configuration.replicas
+def unit_names(module: nn.Module, configuration: Configuration) -> list[str]:
+    """Return the names of the units of `plan_of`, in module order."""
+    chosen = choose_units(module, units_of(module, configuration))
+    names = {*chosen, *_experts_in(module, configuration)}
+    return [name for name, _ in module.named_modules() if name in names]
+
+
+def _experts_in(module: nn.Module, configuration: Configuration) -> list[str]:
+    """Return the names of the experts of which other data-parallel ranks have others."""
+    if configuration.expert == 1:
+        return []
+    return [name for name, one in module.named_modules() if isinstance(one, OwnExperts)]
+
+
+def _options_of_experts(configuration: Configuration) -> UnitOptions:
+    return UnitOptions(
+        configuration.reshard_after_forward,
+        precision_of(configuration),
+        _offload_of(configuration),
+        configuration.wire,
+    ).over(configuration.row, *_ranks_of(configuration, *configuration.expert_axes))
+
+
+def _ranks_of(configuration: Configuration, near: int = 1, far: int = 1) -> tuple[int, int]:
+    """Return the world size and the replicas of a plan.
+
+    Of the ranks on the axis of shards every ``near``-th has the parameters, and of the replicas
+    every ``far``-th.
+    """
+    row, num_shards = configuration.row, configuration.shard_ranks // near
+    replicas = configuration.replicas // far
     if not row.shards:  # the ranks of a sequence have copies, too
         num_shards, replicas = 1, num_shards * replicas
     return num_shards * (replicas if row.is_two_level else 1), replicas
@@ -73,11 +120,10 @@ def _with_float8_gathers(plan: Plan) -> Plan:
 
     Vectors, such as the weights of norms, count as if they were gathered in 8 bits, too.
     """
+    enclosing = enclosing_units(plan)
     units = tuple(
-        unit
-        if unit.has_child_units
-        else replace(unit, layouts=tuple(map(_in_float8, unit.layouts)))
-        for unit in plan.units
+        unit if index in enclosing else replace(unit, layouts=tuple(map(_in_float8, unit.layouts)))
+        for index, unit in enumerate(plan.units)
     )
     return replace(plan, units=units)
 
@@ -151,6 +197,12 @@ def call_of(configuration: Configuration) -> str:
         imports += "from shardwise.plan.policies import choose_units\n"
         before += 'for name in choose_units(model, "auto")[1:]:\n'
         before += "    model.get_submodule(name).compile()\n"
+    if configuration.expert > 1:
+        sharing = configuration.data_parallel * configuration.context
+        before += (
+            "# First shard the experts of each block over the ranks that have the same ones,\n"
+        )
+        before += f"# with set_gradient_divide_factor({sharing}): see docs/parallelism.md.\n"
     arguments = _arguments(configuration, dims)
     lines = "".join(f"    {name}={value},\n" for name, value in arguments.items())
     call = f"sw.fully_shard(\n    model,\n{lines})\n"

@@ -7,16 +7,42 @@ from shardwise.forecast.configuration import Configuration
 from shardwise.optim.matrices import Matrices
 from shardwise.plan.layout import Layout, ParameterExtent, ParameterSpec
 from shardwise.plan.optimizers import ASSUMED, OPTIMIZERS, OptimizerSpec
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 
-__all__ = ["hidden_matrices", "is_quantized", "state_bytes", "stepped_bytes", "trained_layouts"]
+__all__ = [
+    "enclosing_units",
+    "hidden_matrices",
+    "is_quantized",
+    "owner_ranks",
+    "state_bytes",
+    "stepped_bytes",
+    "trained_layouts",
+]
 
 
-def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
-    """Yield the matrices that have owners, in the order of the model's parameters."""
-    for unit in plan.units:
-        if unit.has_child_units:
+def enclosing_units(plan: Plan) -> set[int]:
+    """Return the indices of the units around blocks, such as the root.
+
+    A block is not one of them if the only units in it are experts, which have their own ranks.
+    """
+    return {one.parent for one in plan.units if one.parent is not None and not one.has_own_ranks}
+
+
+def hidden_matrices(
+    plan: Plan, *, own_ranks: bool = False
+) -> Iterator[tuple[Layout, ParameterExtent]]:
+    """Yield the matrices that have owners, in the order of the model's parameters.
+
+    Args:
+        plan: the plan of the model.
+        own_ranks: yield those of the units with their own ranks (experts), whose owners are among
+            these, and not those of all others.
+    """
+    enclosing = enclosing_units(plan)
+    for index, unit in enumerate(plan.units):
+        if index in enclosing or unit.has_own_ranks != own_ranks:
             continue
         found = {
             extent.parameter.name: (layout, extent)
@@ -28,6 +54,11 @@ def hidden_matrices(plan: Plan) -> Iterator[tuple[Layout, ParameterExtent]]:
                 yield found[spec.name]
 
 
+def owner_ranks(plan: Plan) -> dict[bool, UnitOptions]:
+    """Return options with the ranks among which owners are: of experts (True) and of the rest."""
+    return {unit.has_own_ranks: unit.options for unit in plan.units}
+
+
 def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) -> int:
     """Return the bytes of the states on the host if ``offloaded``, otherwise on the device.
 
@@ -35,8 +66,9 @@ def state_bytes(plan: Plan, configuration: Configuration, *, offloaded: bool) ->
     """
     spec = configuration.states
     ranks_of = {  # the ranks that share the states of a hidden matrix
-        extent.parameter.name: plan.num_ranks if spec.side_states else layout.world_size
-        for layout, extent in (hidden_matrices(plan) if spec.has_owners else ())
+        extent.parameter.name: ranks.num_ranks if spec.side_states else layout.world_size
+        for own_ranks, ranks in (owner_ranks(plan) if spec.has_owners else {}).items()
+        for layout, extent in hidden_matrices(plan, own_ranks=own_ranks)
     }
     layouts = trained_layouts(plan, offloaded=offloaded)
     return round(sum(_bytes_of_layout(layout, spec, ranks_of) for layout in layouts))

@@ -32,6 +32,11 @@ class UnitOptions:
         return replace(self, strategy=strategy, world_size=world_size, replicas=replicas)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of both axes, as of `Plan`."""
+        return self.world_size * (1 if self.strategy.is_two_level else self.replicas)
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether parameters are gathered unit by unit."""
         return self.strategy.inner is Level.PARAMETERS

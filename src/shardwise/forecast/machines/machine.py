@@ -16,7 +16,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from statistics import NormalDist
@@ -84,14 +84,40 @@ def _data() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of a collective: ``size`` ranks, ``stride`` apart."""
+    """The ranks of a collective: ``size`` ranks, ``stride`` apart.
+
+    With ``within``, they are groups like that one, whose first ranks are ``stride`` apart.
+    """
 
     size: int
     stride: int = 1
+    within: "Group | None" = None
+
+    @property
+    def _runs(self) -> int:
+        """The number of ranks, or of groups, that are ``stride`` apart."""
+        return self.size if self.within is None else self.size // self.within.size
 
     def in_node(self, devices_per_node: int) -> int:
         """Return how many of the ranks are in one node."""
-        return max(1, min(self.size, devices_per_node // self.stride))
+        inner = 1 if self.within is None else self.within.in_node(devices_per_node)
+        return inner * max(1, min(self._runs, devices_per_node // self.stride))
+
+    def first(self, size: int) -> "Group":
+        """Return the first ``size`` of the ranks."""
+        if self.within is not None and size <= self.within.size:
+            return self.within.first(size)
+        return replace(self, size=size)
+
+    def times(self, outer: "Group") -> "Group":
+        """Return the ranks of groups like this one, whose first ranks are those of ``outer``."""
+        if self.size == 1 or outer.size == 1:
+            return outer if self.size == 1 else self
+        if outer.within is not None:
+            return self.times(outer.within).times(Group(outer._runs, outer.stride))
+        if outer.stride == self._runs * self.stride:
+            return replace(self, size=self.size * outer.size)
+        return Group(self.size * outer.size, outer.stride, self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,9 @@ class MemoryReplay:
         self.base = sum(kept) - self.host + copies + owned
         shards = sum(unit.shard_bytes for unit in plan.units if unit.offload is None)
         self._kept_gradients = self.base - shards - copies
-        if plan.world_size * plan.replicas > 1:
-            self.base += sum(unit.feedback_bytes for unit in plan.units)
+        for unit in plan.units:
+            if unit.options.world_size * unit.options.replicas > 1:
+                self.base += unit.feedback_bytes
         # Left by earlier backwards of the step: whole gradients, and shards within the subgroup.
         is_left = options.num_unreduced > 0
         self._carried = sum(u.kept_bytes for u in plan.units if u.two_level_gather) * is_left

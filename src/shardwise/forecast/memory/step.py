@@ -31,7 +31,7 @@ from shardwise.features.fused_wgrad import takes_slot
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.memory.buffers import DeviceStepReplay, MemoryReplay, ReplayOptions
 from shardwise.forecast.memory.update import update_bytes
-from shardwise.forecast.states import state_bytes, trained_layouts
+from shardwise.forecast.states import enclosing_units, state_bytes, trained_layouts
 from shardwise.forecast.time.replay import Part, batches, schedule
 from shardwise.forecast.work import Kind, Segment, Workload
 from shardwise.plan.plan import Plan
@@ -245,6 +245,7 @@ class _StepReplay:
         # Bytes of unreduced gradients that the trace counts as activations: those of tied
         # parameters until its end, and those of embeddings in its last segment.
         self._traced_gradients = 0
+        self._enclosing = enclosing_units(plan)
         self._embedding_gradients = Counter(
             size
             for op in (workload.segments[-1].operations if workload is not None else ())
@@ -329,7 +330,7 @@ class _StepReplay:
         ):
             late = 0  # bytes of gradients that exist only at the end of the segment
             for event in events:
-                before = self.memory.reducing
+                before = self.memory.reducing - self._traced_gradients
                 self._apply(event)
                 if event.kind not in COMPUTE:
                     yield self._moment(describe(event, self._labels), self._activations)
@@ -356,7 +357,8 @@ class _StepReplay:
             ]
             once = Counter(size for uses, size in sizes if uses == 1)
             self._traced_gradients += sum(size for uses, size in sizes if uses > 1)
-            self._traced_gradients += sum((once & self._embedding_gradients).elements())
+            if event.unit in self._enclosing:
+                self._traced_gradients += sum((once & self._embedding_gradients).elements())
 
     def _moment(self, label: str, activations: int, late: int = 0) -> Moment:
         memory = self.memory
@@ -391,7 +393,8 @@ class _Activations:
         saved = [max(0, one.end_bytes - one.start_bytes) for one in forward]
         fused = [0] * len(forward)
         if configuration.compiled and configuration.checkpointing == "none":
-            fused = _fused_bytes(forward, saved)
+            experts = {index for index, unit in enumerate(plan.units) if unit.has_own_ranks}
+            fused = _fused_bytes(forward, saved, experts)
         # Bytes of each forward segment that are not on the device until its unit's backward.
         absent = saved if configuration.activation_offload else fused
         self.host_bytes = sum(absent) - sum(fused)
@@ -434,22 +437,27 @@ def _computes_in_slots(unit: UnitPlan, configuration: Configuration) -> bool:
     )
 
 
-def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int]) -> list[int]:
+def _fused_bytes(forward: Sequence[Segment], saved: Sequence[int], experts: set[int]) -> list[int]:
     """Return the part of the ``saved`` bytes that compiled forward segments do not save.
 
     A compiler recomputes element-wise operations in backward, except those whose results a matrix
-    product or attention reads, because these results must be in memory anyway. The operations after
-    the last unit are the loss, which is not compiled with the blocks.
+    product or attention reads, because these results must be in memory anyway. The products of
+    ``experts`` (units) read what their block writes. The operations after the last unit are the
+    loss, which is not compiled with the blocks.
     """
     fused: list[int] = []
-    for segment, size in zip(forward[:-1], saved[:-1], strict=True):
+    for segment, after, size in zip(forward[:-1], forward[1:], saved[:-1], strict=True):
         written: dict[int, int] = {}
         for storage, num_bytes in (pair for op in segment.operations for pair in op.writes):
             written[storage] = max(num_bytes, written.get(storage, 0))
-        products = (op for op in segment.operations if op.kind in (Kind.MATMUL, Kind.ATTENTION))
+        readers = [*segment.operations, *(after.operations if after.unit in experts else ())]
+        products = (op for op in readers if op.kind in (Kind.MATMUL, Kind.ATTENTION))
         used = {storage for op in products for storage, _ in (*op.reads, *op.writes)}
         fused.append(max(0, size - sum(written.get(storage, 0) for storage in used)))
-    return [*fused, *fused[-1:]] if fused else [0]
+    # The last segment counts as an earlier one: of experts if it is that of experts.
+    is_last = forward[-1].unit in experts
+    alike = [n for n, one in zip(fused, forward, strict=False) if (one.unit in experts) == is_last]
+    return [*fused, *(alike[-1:] or [0])]
 
 
 def _trained_bytes(plan: Plan, *, offloaded: bool) -> int:
@@ -507,7 +515,12 @@ _COMMUNICATOR_BYTES = 500 << 20
 
 def _overhead_bytes(configuration: Configuration) -> int:
     axes = [configuration.shard_ranks, configuration.replicas]
+    if configuration.expert == 1:
+        own = []
+    else:  # of the ranks with the same experts, and of those that exchange tokens
+        own = [size // n for size, n in zip(axes, configuration.expert_axes, strict=True)]
     if not configuration.row.shards:
-        axes = [prod(axes)]
-    groups = (*axes, configuration.tensor)
+        axes, own = [prod(axes)], [prod(own)]
+    own += [configuration.expert]
+    groups = (*axes, *own, configuration.tensor)
     return _CONTEXT_BYTES + _COMMUNICATOR_BYTES * sum(size > 1 for size in groups)

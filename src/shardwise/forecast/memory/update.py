@@ -9,11 +9,17 @@ from itertools import pairwise
 from math import prod
 
 from shardwise.forecast.configuration import Configuration
-from shardwise.forecast.states import hidden_matrices, is_quantized, trained_layouts
+from shardwise.forecast.states import (
+    hidden_matrices,
+    is_quantized,
+    owner_ranks,
+    trained_layouts,
+)
 from shardwise.forecast.time.owned import SOAP_LARGEST_SIDE, Load, largest_part, returned_copies
 from shardwise.optim.matrices import Matrices
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, ParameterExtent
 from shardwise.plan.optimizers import OptimizerSpec
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 
 __all__ = ["update_bytes"]
@@ -32,7 +38,10 @@ def update_bytes(plan: Plan, configuration: Configuration, *, on_cpu: bool = Fal
     """
     spec = configuration.states
     if spec.has_owners:
-        return _owner_bytes(plan, spec, on_cpu=on_cpu)
+        return max(
+            _owner_bytes(list(hidden_matrices(plan, own_ranks=own)), ranks, spec, on_cpu=on_cpu)
+            for own, ranks in owner_ranks(plan).items()
+        )
     brought = [one for unit in plan.units if unit.steps_on_device for one in unit.trainable_layouts]
     layouts = list(trained_layouts(plan, offloaded=False))
     if spec.kind == "blocks":
@@ -78,8 +87,14 @@ def _block_bytes(layouts: list[Layout], spec: OptimizerSpec) -> Iterator[int]:
             yield (4 + is_copied) * _FLOAT_BYTES * size + scaled * padded
 
 
-def _owner_bytes(plan: Plan, spec: OptimizerSpec, *, on_cpu: bool) -> int:
-    """Return the most memory that an owner of hidden matrices needs for its batches of matrices.
+def _owner_bytes(
+    found: Sequence[tuple[Layout, ParameterExtent]],
+    ranks: UnitOptions,
+    spec: OptimizerSpec,
+    *,
+    on_cpu: bool,
+) -> int:
+    """Return the most memory that an owner among ``ranks`` needs for its batches of matrices.
 
     While it works on a batch, it holds the updates of the batch before, and what it exchanges for
     all three: the one before, this one, and the next (`MatrixExchange` in ``optim/exchange.py``).
@@ -87,23 +102,22 @@ def _owner_bytes(plan: Plan, spec: OptimizerSpec, *, on_cpu: bool) -> int:
     """
     is_muon = not spec.side_states
     itemsize = 2 if is_muon and not on_cpu else _FLOAT_BYTES
-    found = list(hidden_matrices(plan))
     sizes = sorted((extent.parameter.num_elements for _, extent in found), reverse=True)
     if not any(sizes):
         return 0
     # Elements that an owner receives of others, and sends back, relative to those of its matrices.
     held = sum(largest_part(layout, extent) for layout, extent in found) / sum(sizes)
-    collected, returned = 1 - held, returned_copies(plan) - held
+    collected, returned = 1 - held, returned_copies(ranks) - held
     matrices = (Matrices(one.parameter.name, one.parameter.shape) for _, one in found)
     work = itemsize * max(_work_elements(one, is_muon=is_muon) for one in matrices)
     if collected or itemsize != _FLOAT_BYTES:  # the owner puts the parts of a matrix together
         work += itemsize * sizes[0]
     contributed = _FLOAT_BYTES * is_muon  # the direction, while SOAP sends the gradient
-    if plan.num_ranks == 1:
+    if ranks.num_ranks == 1:
         return (contributed + itemsize) * sizes[0] + work
     peak = 0.0
     before = 0  # elements of the last batch
-    batches = [*_batches(sizes[:: plan.num_ranks], itemsize), 0]
+    batches = [*_batches(sizes[:: ranks.num_ranks], itemsize), 0]
     for batch, following in pairwise(batches):
         parts = (batch + following) * (2 * collected * itemsize + contributed * held)
         updates = before * itemsize * (1 + 2 * returned)  # with what is sent and received of them

@@ -22,7 +22,7 @@ from shardwise.forecast.models.functions import find_function
 from shardwise.forecast.models.hugging_face import read_hugging_face
 from shardwise.forecast.models.parallel import ModelPart
 from shardwise.forecast.models.transformer import Shape, Transformer, build
-from shardwise.forecast.planned import precision_of, units_of
+from shardwise.forecast.planned import precision_of, unit_names, units_of
 from shardwise.forecast.trace.blocks import find_stacks, on_meta, sample_of, with_blocks
 from shardwise.forecast.trace.recomputing import modes_by_name
 from shardwise.forecast.trace.tracing import trace
@@ -139,10 +139,10 @@ class Model:
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
     """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
     module = model.build(configuration, stage)
-    units = units_of(module, configuration)
-    names, blocks = choose_units(module, units), repeated_blocks(module)
+    units, names = units_of(module, configuration), unit_names(module, configuration)
+    blocks = repeated_blocks(module)
     if units != configuration.units:  # a stage of one block
-        blocks = names[1:]
+        blocks = choose_units(module, units)[1:]
     modes = modes_by_name(configuration.checkpointing, blocks)
     orders: dict[str, list[int]] = {}
     chosen: dict[str, list[int]] = {}

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from shardwise.errors import ConfigError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.models.parallel import ModelPart, ring_attention
+from shardwise.forecast.planned import OwnExperts
 
 __all__ = ["Shape", "Transformer", "build"]
 
@@ -364,12 +365,8 @@ class Experts(nn.Module):
         if shape.experts % ranks:
             raise ConfigError(f"expert={ranks}: expected a divisor of experts={shape.experts}")
         self.active, self.exchange = shape.active_experts, part.exchange_tokens
+        self.experts = SwiGLUExperts(shape.experts // ranks, shape.hidden, width)
         self.router = _Linear(shape.hidden, shape.experts, bias=False)
-        self.num_own = shape.experts // ranks
-        inward, outward = (shape.hidden, width), (width, shape.hidden)
-        self.gate, self.up, self.down = (
-            nn.Parameter(torch.empty(self.num_own, *sizes)) for sizes in (inward, inward, outward)
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)  # [tokens, hidden]
@@ -377,11 +374,28 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort()  # [tokens * active], by expert
         tokens = order // self.active
         sent = self.exchange(flat[tokens])
-        sent = sent.view(self.num_own, -1, flat.shape[1])  # [experts, tokens of each, hidden]
-        inner = F.silu(sent @ self.gate) * (sent @ self.up)
-        answers = self.exchange((inner @ self.down).flatten(0, 1))
+        answers, _inner = self.experts(sent)
+        answers = self.exchange(answers)
         answers = answers * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(flat).index_add(0, tokens, answers).view_as(x)
+
+
+class SwiGLUExperts(OwnExperts):
+    def __init__(self, count: int, hidden: int, width: int) -> None:
+        super().__init__()
+        inward, outward = (hidden, width), (width, hidden)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.empty(count, *sizes)) for sizes in (inward, inward, outward)
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the answers to [tokens, hidden], equally many for each expert, in their order.
+
+        Also return what the last product reads, which the caller keeps as long as its own values.
+        """
+        sent = tokens.view(len(self.gate), -1, tokens.shape[1])  # [experts, tokens of each, hidden]
+        inner = F.silu(sent @ self.gate) * (sent @ self.up)
+        return (inner @ self.down).flatten(0, 1), inner
 
 
 class RMSNorm(nn.Module):

@@ -8,7 +8,7 @@ from math import lcm
 from shardwise.errors import PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecast, Forecaster
-from shardwise.forecast.machines.machine import Group
+from shardwise.forecast.time.groups import groups_of
 
 __all__ = ["MAX_DEVICES", "Curve", "Gather", "scaling_curves"]
 
@@ -19,7 +19,7 @@ _HYBRID = "hsdp"
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The all-gather of the largest block."""
+    """The all-gather of the largest block that is gathered."""
 
     num_bytes: int
     seconds: float
@@ -98,18 +98,26 @@ def _points(
         if configuration.world_size != num_devices:
             continue
         there = forecaster.with_devices(num_devices)
-        found = there.memory(configuration)
+        try:
+            found = there.memory(configuration)
+        except PlanError:
+            if configuration.expert == 1:
+                raise
+            continue  # the ranks with the same experts are not a multiple of a subgroup
         if found.fits:
             yield there.timed(found), _gather(there, configuration)
 
 
 def _gather(forecaster: Forecaster, configuration: Configuration) -> Gather:
     plan = forecaster.plan(configuration)
-    blocks = [unit.gathered_bytes for unit in plan.units[1:]] or [plan.units[0].gathered_bytes]
-    seconds = partial(
-        forecaster.machine.all_gather_seconds, group=Group(plan.world_size, configuration.tensor)
-    )
-    return Gather(max(blocks), seconds(max(blocks)), seconds(1))
+    blocks = [
+        (unit.gathered_bytes, groups_of(plan, unit, configuration).all)
+        for unit in plan.units[1:] or plan.units
+    ]
+    # Experts that no other rank has need no gather.
+    num_bytes, group = max(blocks, key=lambda block: (block[1].size > 1, block[0]))
+    seconds = partial(forecaster.machine.all_gather_seconds, group=group)
+    return Gather(num_bytes, seconds(num_bytes), seconds(1))
 
 
 def _sizes(first: int) -> Iterable[int]:

@@ -15,11 +15,12 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from shardwise.forecast.machines.machine import Group, Machine
-from shardwise.forecast.states import hidden_matrices
+from shardwise.forecast.states import hidden_matrices, owner_ranks
 from shardwise.forecast.work import Kind, Operation
 from shardwise.optim.matrices import Matrices, Product
 from shardwise.optim.ownership import BATCH_BYTES
 from shardwise.plan.layout import Layout, ParameterExtent
+from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 
 __all__ = ["SOAP_LARGEST_SIDE", "Load", "PlannedOwners", "largest_part", "returned_copies"]
@@ -38,11 +39,14 @@ class PlannedOwners:
         optimizer: "muon" or "soap".
         itemsize: bytes of an element that is sent and computed with: for Muon 2 on accelerators and
             4 on CPUs, for SOAP 4.
+        own_ranks: whether the matrices are those of units with their own ranks (experts), whose
+            owners are among these ranks.
     """
 
     plan: Plan
     optimizer: str
     itemsize: int
+    own_ranks: bool = False
 
     @cached_property
     def products(self) -> tuple[tuple[Product, ...], ...]:
@@ -58,20 +62,29 @@ class PlannedOwners:
 
     @cached_property
     def _matrices(self) -> tuple[Matrices, ...]:
-        found = (extent.parameter for _, extent in hidden_matrices(self.plan))
+        found = (extent.parameter for _, extent in self.placed)
         return tuple(Matrices(one.name, one.shape) for one in found)
 
-    def seconds(self, machine: Machine, stride: int = 1) -> float:
+    @cached_property
+    def placed(self) -> tuple[tuple[Layout, ParameterExtent], ...]:
+        """The matrices, and where they are."""
+        return tuple(hidden_matrices(self.plan, own_ranks=self.own_ranks))
+
+    @cached_property
+    def ranks(self) -> UnitOptions:
+        """The options of the units, with the ranks among which the owners are."""
+        return owner_ranks(self.plan)[self.own_ranks]
+
+    def seconds(self, machine: Machine, group: Group) -> float:
         """Predict how long the exchange and the work of the slowest owner take.
 
         Args:
             machine: machine that runs the ranks.
-            stride: distance of neighboring ranks.
+            group: these ranks.
         """
         if not self._matrices:
             return 0.0
         loads = self.loads(machine)
-        group = Group(self.plan.num_ranks, stride)
         num_batches = max(load.num_batches(self.itemsize) for load in loads)
         collect, give_back = (  # seconds per batch
             # The bytes of an all-to-all include what a rank sends to itself.
@@ -85,8 +98,8 @@ class PlannedOwners:
 
     def exchanged_bytes(self, loads: "list[Load]") -> tuple[int, int]:
         """Predict the bytes to owners and back, as the maximum that one rank sends or receives."""
-        sums = [(sum(load.collected for load in loads), self.plan.world_size)]
-        sums += [(sum(load.returned for load in loads), self.plan.num_ranks)]
+        sums = [(sum(load.collected for load in loads), self.ranks.world_size)]
+        sums += [(sum(load.returned for load in loads), self.ranks.num_ranks)]
         most = max(load.collected for load in loads), max(load.returned for load in loads)
         to_owners, back = (
             max(one, -(-total // ranks)) * self.itemsize
@@ -101,16 +114,15 @@ class PlannedOwners:
         """
         known: dict[Product, float] = {}
         jobs = []
-        extents = hidden_matrices(self.plan)
-        for (layout, extent), products in zip(extents, self.products, strict=True):
+        for (layout, extent), products in zip(self.placed, self.products, strict=True):
             for one in products:
                 if one not in known:
                     known[one] = one.times * machine.operation_seconds(self._operation(one))
             size, largest = extent.parameter.num_elements, largest_part(layout, extent)
             seconds = sum(known[one] for one in products)
-            returned = size * returned_copies(self.plan) - largest
+            returned = size * returned_copies(self.ranks) - largest
             jobs.append(Load(seconds, 1, size, size - largest, returned))
-        loads = [Load()] * min(len(jobs), self.plan.num_ranks)
+        loads = [Load()] * min(len(jobs), self.ranks.num_ranks)
         for job in sorted(jobs, reverse=True):
             heapq.heapreplace(loads, loads[0] + job)
         return loads
@@ -143,9 +155,9 @@ class Load:
         return max(1, min(self.num_jobs, -(-self.elements * itemsize // BATCH_BYTES)))
 
 
-def returned_copies(plan: Plan) -> int:
+def returned_copies(ranks: UnitOptions) -> int:
     """Return how many copies of an update an owner returns: one for each replica."""
-    return 1 if plan.strategy.is_two_level else plan.replicas
+    return ranks.num_ranks // ranks.world_size
 
 
 def largest_part(layout: Layout, extent: ParameterExtent) -> int:

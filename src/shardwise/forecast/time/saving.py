@@ -280,12 +280,12 @@ def _extents_of(plan: Plan) -> dict[str, _Place]:
     """
     found: dict[str, _Place] = {}
     for unit in plan.units:
+        if unit.has_own_ranks:
+            raise PlanError(
+                f"{unit.label} has other ranks than the model; checkpoints can be planned only for "
+                "models with one mesh"
+            )
         for layout in unit.layouts:
-            if layout.world_size != plan.world_size:
-                raise PlanError(
-                    f"{unit.label} is sharded over {layout.world_size} ranks, and the model over "
-                    f"{plan.world_size}; checkpoints can be planned only for models with one mesh"
-                )
             for extent in layout.extents:
                 found |= dict.fromkeys(extent.parameter.names, (layout, extent))
     return found

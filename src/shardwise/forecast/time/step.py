@@ -13,10 +13,11 @@ from itertools import groupby
 
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.machines.machine import Group, Machine, SegmentCost
-from shardwise.forecast.states import stepped_bytes
+from shardwise.forecast.states import enclosing_units, stepped_bytes
+from shardwise.forecast.time.groups import UnitGroups, groups_of, ranks_of_experts
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.replay import Costs, Part, Program, Replayed, replay
-from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, row_of, slot_bytes
+from shardwise.forecast.time.wires import packed_bytes, reduced_bytes, slot_bytes
 from shardwise.forecast.work import Kind, Operation, Segment, Workload
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Level
@@ -86,17 +87,6 @@ def step_time(
     """
     machine = machine.under(configuration)
     return _Step(plan, workload, machine, configuration, whole).result()
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """The groups of ranks of a unit's collectives."""
-
-    all: Group  # the ranks that shard the unit
-    row: Group  # of the mesh
-    column: Group
-    near: Group  # a subgroup, or all
-    far: Group  # ranks at the same position in all subgroups
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ class _Step:
         if kind is EventKind.RESHARD_TO_SUBGROUP:
             if not unit.two_level_gather:
                 return 0.0  # a part of the gathered unit is kept
-            return machine.all_gather_seconds(unit.kept_bytes, groups.far)
+            return machine.all_gather_seconds(unit.kept_bytes, groups.column)
         # Forward gathers over all ranks, backward within the subgroup: take the mean.
         has_both = unit.subgroup > 0 and not unit.two_level_gather
         inside = self._gather_seconds(unit, groups.near)
@@ -222,16 +212,8 @@ class _Step:
         sizes = (layout.gathered_bytes for layout in unit.layouts if layout.needs_gather)
         return sum(self.machine.all_gather_seconds(one, group) for one in sizes)
 
-    def _groups_of(self, unit: UnitPlan) -> "_Groups":
-        size, stride = unit.options.world_size, self.configuration.tensor
-        row, near = row_of(self.plan, unit), unit.subgroup or size
-        return _Groups(
-            all=Group(size, stride),
-            row=Group(row, stride),
-            column=Group(unit.options.replicas, stride * row),
-            near=Group(near, stride),
-            far=Group(size // near, stride * near),
-        )
+    def _groups_of(self, unit: UnitPlan) -> UnitGroups:
+        return groups_of(self.plan, unit, self.configuration)
 
     def _wire_seconds(self, kind: EventKind, unit: UnitPlan) -> float | None:
         """Predict a collective that is quantized, with encoding and decoding; None if it is not.
@@ -245,7 +227,7 @@ class _Step:
         if wire.gather is None:
             return None
         if unit.two_level_gather and kind is EventKind.RESHARD_TO_SUBGROUP:
-            return self._quantized_gather(unit, groups.far, unit.kept_bytes)
+            return self._quantized_gather(unit, groups.column, unit.kept_bytes)
         if unit.two_level_gather or kind is not EventKind.GATHER:
             return None
         seconds = self._quantized_gather(unit, groups.all, unit.gathered_bytes)
@@ -258,7 +240,7 @@ class _Step:
         seconds = self.machine.all_gather_seconds(coded, group)
         return seconds + self.machine.memory_seconds(2 * exact_bytes + 2 * coded)
 
-    def _quantized_sum(self, unit: UnitPlan, groups: "_Groups") -> float:
+    def _quantized_sum(self, unit: UnitPlan, groups: UnitGroups) -> float:
         seconds = coded = 0.0
         for layout in unit.trainable_layouts:
             blocks = unit.reduce_blocks(layout)
@@ -356,13 +338,19 @@ class _Step:
         if not self.configuration.states.has_owners:
             return 0.0
         itemsize = 2 if optimizer == "muon" and not self.machine.computes_on_cpu else 4
-        owners = PlannedOwners(self.plan, optimizer, itemsize)
-        return owners.seconds(self.machine, self.configuration.tensor)
+        units = {unit.has_own_ranks: unit for unit in self.plan.units}
+        return sum(
+            PlannedOwners(self.plan, optimizer, itemsize, own_ranks).seconds(
+                self.machine, self._groups_of(unit).world
+            )
+            for own_ranks, unit in units.items()
+        )
 
 
 def _head_rows(plan: Plan) -> int:
     """Return the rows of the largest matrix outside of the blocks, the head or the embedding."""
-    shapes = (one.shape for unit in plan.units if unit.has_child_units for one in unit.parameters)
+    units = map(plan.units.__getitem__, enclosing_units(plan))
+    shapes = (one.shape for unit in units for one in unit.parameters)
     return max((shape[0] for shape in shapes if len(shape) > 1), default=0)
 
 
@@ -397,7 +385,7 @@ class _Pricing:
         self._groups = {
             "tensor": Group(configuration.tensor),
             "context": Group(configuration.context, configuration.tensor),
-            "expert": Group(configuration.expert, configuration.tensor * configuration.context),
+            "expert": ranks_of_experts(configuration),
         }
         distinct = {id(one.operations): one.operations for one in workload.segments}
         self._reads = Counter(
