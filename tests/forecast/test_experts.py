@@ -36,7 +36,7 @@ from shardwise.forecast.time.step import _head_rows
 from shardwise.forecast.time.traffic import sent_bytes
 from shardwise.plan.plan import Plan
 from shardwise.runtime.module import runtime_of_root
-from tests.forecast.test_owned import owned_jobs
+from tests.forecast.owned_jobs import owned_jobs
 from tests.ranks import on_ranks
 
 HIDDEN, WIDTH, BLOCKS, TIME = 32, 64, 3, 8

@@ -15,12 +15,11 @@ from shardwise.forecast.machines.machine import Machine
 from shardwise.forecast.time.owned import PlannedOwners
 from shardwise.forecast.time.step import StepTime, step_time
 from shardwise.forecast.work import Segment, Workload
-from shardwise.optim.matrices import Matrices, cost_of
-from shardwise.optim.ownership import Job, OwnedJobs
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.runtime.module import runtime_of_root
 from shardwise.schedule.events import EventKind
 from tests.checkpoint.training import options_for
+from tests.forecast.owned_jobs import owned_jobs
 from tests.models import Gpt, GptBlock
 from tests.ranks import on_ranks
 
@@ -34,25 +33,6 @@ def plan_of_squares(count: int, granularity: Any = "element") -> Plan:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
     return make_plan(model, world_size=RANKS, units=nn.Linear, granularity=granularity)
-
-
-def owned_jobs(owners: PlannedOwners) -> OwnedJobs:
-    """Return the jobs of an optimizer with this work."""
-    plan = owners.plan
-    jobs = (
-        Job(
-            max(cost_of(products), Matrices(one.parameter.name, one.parameter.shape).num_matrices),
-            tuple(layout.num_owned(one, rank) for rank in range(layout.world_size)),
-        )
-        for (layout, one), products in zip(owners.placed, owners.products, strict=True)
-    )
-    size, replicas = owners.ranks.world_size, owners.ranks.replicas
-    numbers = tuple(tuple(range(at, at + size)) for at in range(0, size * replicas, size))
-    if plan.strategy.is_two_level:  # the ranks of a column have neighboring shards
-        row = size // replicas
-        numbers = (tuple(column + row * i for column in range(row) for i in range(replicas)),)
-    num_rows = replicas if plan.strategy.is_two_level else 1
-    return OwnedJobs(tuple(jobs), numbers, num_rows, owners.itemsize)
 
 
 def step_of(plan: Plan, configuration: Configuration) -> StepTime:
