@@ -62,10 +62,5 @@ def test_other_trainers_have_the_numbers_and_weights_of_ddp(tmp_path: Path) -> N
         assert ours["numbers"] == pytest.approx(ddp["numbers"], rel=1e-4, abs=1e-5), name
         assert ours["weights"].keys() == ddp["weights"].keys()
         for parameter, expected in ddp["weights"].items():
-            torch.testing.assert_close(
-                ours["weights"][parameter],
-                expected,
-                rtol=1e-3,
-                atol=1e-4,
-                msg=f"{name} {parameter}",
-            )
+            found, where = ours["weights"][parameter], f"{name}: {parameter}"
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=where)

@@ -6,6 +6,7 @@ Writes what each run has logged, and its weights, to OUT/runs.pt.
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,7 @@ def run(
         if isinstance(value, float) and not {"time", "runtime", "second"} & {*key.split("_")}
     }
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    if is_sharded:
-        with sw.gathered(trained):
-            weights = {name: one.detach().clone() for name, one in trained.named_parameters()}
-    else:
+    with sw.gathered(trained) if is_sharded else nullcontext():
         weights = {name: one.detach().clone() for name, one in trained.named_parameters()}
     return {"numbers": numbers, "weights": weights}
 

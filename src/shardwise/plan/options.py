@@ -33,8 +33,8 @@ class UnitOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of both axes, as of `Plan`."""
-        return self.world_size * (1 if self.strategy.is_two_level else self.replicas)
+        """Ranks of both axes."""
+        return self.strategy.num_ranks(self.world_size, self.replicas)
 
     @property
     def shards_parameters(self) -> bool:

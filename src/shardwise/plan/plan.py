@@ -80,7 +80,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Ranks of both axes."""
-        return self.world_size * (1 if self.strategy.is_two_level else self.replicas)
+        return self.strategy.num_ranks(self.world_size, self.replicas)
 
     @property
     def num_parameters(self) -> int:

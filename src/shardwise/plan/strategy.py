@@ -124,6 +124,10 @@ class Strategy:
         """Whether shards are divided again over the outer axis."""
         return not self.is_flat and self.outer > Level.NOTHING
 
+    def num_ranks(self, world_size: int, replicas: int) -> int:
+        """Ranks of both axes, if ``world_size`` of them share the shards."""
+        return world_size * (1 if self.is_two_level else replicas)
+
     @property
     def shards(self) -> bool:
         """Whether anything is sharded."""

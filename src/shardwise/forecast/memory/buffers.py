@@ -77,7 +77,7 @@ class MemoryReplay:
         shards = sum(unit.shard_bytes for unit in plan.units if unit.offload is None)
         self._kept_gradients = self.base - shards - copies
         for unit in plan.units:
-            if unit.options.world_size * unit.options.replicas > 1:
+            if unit.options.num_ranks > 1:
                 self.base += unit.feedback_bytes
         # Left by earlier backwards of the step: whole gradients, and shards within the subgroup.
         is_left = options.num_unreduced > 0
