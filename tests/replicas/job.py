@@ -163,6 +163,10 @@ class Replica:
             and all(rank.exitcode != -signal.SIGKILL for rank in self.ranks)
         )
 
+    def has_ended_with(self, code: int) -> bool:
+        """Whether all of its ranks have ended with this exit ``code``."""
+        return all(rank.exitcode == code for rank in self.ranks)
+
     def join_killed(self) -> None:
         """Wait for the end of its ranks. One kills itself; another may see that, and fail."""
         codes = self.join()
