@@ -285,6 +285,10 @@ def test_different_collectives_never_mix(difference: str) -> None:
         assert re.search(rf"\n  {number} +5 +testing ", texts[0])
 
 
+def _wait_for(event: threading.Event) -> None:
+    event.wait(PATIENCE_SECONDS)
+
+
 @on_ranks(2)
 def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
     monkeypatch: pytest.MonkeyPatch,
@@ -296,7 +300,7 @@ def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
     else:
         with _hurried(comm):
             check, monitor = monitor_of(comm).check_reports, monitor_of(comm)
-            late = ThreadStream("late").submit(partial(known.wait, PATIENCE_SECONDS))
+            late = ThreadStream("late").submit(partial(_wait_for, known))
 
             def check_reports(epoch: int) -> None:
                 try:

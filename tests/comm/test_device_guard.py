@@ -278,8 +278,8 @@ def test_a_wait_is_logged_again_when_it_is_twice_as_long(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the store has answered late, which is not counted in the time that is logged."""
-    watch, monitor = (of(ranks.communicators[0]) for of in (watch_of, monitor_of))
-    watch.patience = replace(PATIENCE, log_seconds=0.2)
+    monitor = monitor_of(ranks.communicators[0])
+    watch_of(ranks.communicators[0]).patience = replace(PATIENCE, log_seconds=0.2)
     reports = monitor.reports
 
     def late(epoch: int) -> list[Report | None]:
