@@ -40,7 +40,7 @@ from shardwise.watch.monitor import Patience
 from tests.covering import covered_first
 from tests.host.ways import only
 from tests.ranks import on_ranks
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_SECONDS, eventually
 from tests.watching import monitor_of, watch_of
 
 CPU = torch.device("cpu")
@@ -286,7 +286,7 @@ def test_different_collectives_never_mix(difference: str) -> None:
 
 
 def _wait_for(event: threading.Event) -> None:
-    event.wait(60.0)
+    event.wait(PATIENCE_SECONDS)
 
 
 @on_ranks(2)
@@ -300,17 +300,18 @@ def test_a_wait_ends_with_its_result_if_a_rank_has_raised_after_its_part(
     else:
         with _hurried(comm):
             check, monitor = monitor_of(comm).check_reports, monitor_of(comm)
+            late = ThreadStream("late").submit(partial(_wait_for, known))
 
             def check_reports(epoch: int) -> None:
                 try:
                     check(epoch)
                 except sw.PeerAborted:
                     known.set()
+                    assert late.wait(PATIENCE_SECONDS)
                     raise
 
             monkeypatch.setattr(monitor, "check_reports", check_reports)
-            late = ThreadStream("late")
-            comm.wait(late.submit(partial(_wait_for, known)))
+            comm.wait(late)
             assert known.is_set()
             monkeypatch.undo()
             comm.watch.abort(ValueError("it hurts here, too"))

@@ -6,6 +6,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -23,7 +25,9 @@ from shardwise.comm.device import KINDS, Device
 from shardwise.comm.process_group import ProcessGroupCollectives
 from shardwise.watch import ranks as watch_ranks
 from shardwise.watch.monitor import Patience
+from shardwise.watch.status import Report
 from shardwise.watch.store import BoundedStore
+from tests.logged import logged
 from tests.watching import error_of, monitor_of, watch_of, watch_with
 
 PATIENCE = Patience(poll_seconds=0.02, beat_seconds=0.02, silent_seconds=60.0)
@@ -245,6 +249,51 @@ def test_an_error_found_while_this_rank_raises_one_is_not_raised_later(
     time.sleep(0.05)  # for the look to end
     assert comm.watch.is_broken
     assert error_of(comm) is None
+
+
+def test_an_error_is_raised_when_its_step_has_ended(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the rank could go on before the heartbeat thread has aborted the groups."""
+    comm, goes_on = ranks.communicators[0], threading.Event()
+    ranks.gather(0, "gather a")
+    ranks.communicators[1].watch.abort(ValueError("it hurts"))
+    before_stop = mock.Mock(side_effect=lambda: goes_on.wait(DEADLINE_SECONDS))
+    monkeypatch.setattr(watch_of(comm), "_write_flight_records", before_stop)
+    Late.is_open = False
+    ranks.gather(0, "gather b")
+    until(lambda: before_stop.called)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(comm.watch.recover)  # as at the start of the next step
+        time.sleep(0.05)
+        assert not step.done()
+        goes_on.set()
+        with pytest.raises(sw.PeerAborted, match="it hurts"):
+            step.result(DEADLINE_SECONDS)
+    assert comm.watch.is_broken
+    assert ranks.groups[0].was_aborted
+
+
+def test_a_wait_is_logged_again_when_it_is_twice_as_long(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the store has answered late, which is not counted in the time that is logged."""
+    monitor = monitor_of(ranks.communicators[0])
+    watch_of(ranks.communicators[0]).patience = replace(PATIENCE, log_seconds=0.2)
+    reports = monitor.reports
+
+    def late(epoch: int) -> list[Report | None]:
+        if not any(" has waited for " in one for one in said):
+            time.sleep(0.5)
+        return reports(epoch)
+
+    monkeypatch.setattr(monitor, "reports", late)
+    Late.is_open = False
+    with logged("shardwise") as said:
+        ranks.gather(0, "gather a")
+        until(lambda: "\n".join(said).count(" has waited for ") > 1)
+    first, second = map(float, re.findall(r" has waited for (\d+\.\d) s", "\n".join(said))[:2])
+    assert second > 1.5 * first
 
 
 def test_a_rank_whose_device_has_failed_tells_the_others(

@@ -65,7 +65,7 @@ class SlowWait:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._logged_seconds = 0.0
+        self.logged_seconds = 0.0  # when it was last due
         self.num_logged = 0
 
     @property
@@ -75,9 +75,9 @@ class SlowWait:
     def is_due(self, first_seconds: float) -> bool:
         """Whether to log it now; the first time after ``first_seconds``."""
         seconds = self.seconds
-        if seconds < max(first_seconds, 2 * self._logged_seconds):
+        if seconds < max(first_seconds, 2 * self.logged_seconds):
             return False
-        self._logged_seconds, self.num_logged = seconds, self.num_logged + 1
+        self.logged_seconds, self.num_logged = seconds, self.num_logged + 1
         return True
 
 
@@ -230,7 +230,8 @@ class RankWatch(Watch):
     def raise_found(self) -> None:
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            with self._locked():  # until the heartbeat thread, which found it, has ended the step
+                raise error
 
     # -- a wait that takes long ------------------------------------------------------------------
 
@@ -283,7 +284,8 @@ class RankWatch(Watch):
             beats = {rank: self._monitor.heartbeat(rank) for rank in elsewhere[:_MAX_LOGGED_RANKS]}
             others = describe_elsewhere(elsewhere, beats)
         others += self._numbering
-        _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, wait.seconds, place, others)
+        seconds = wait.logged_seconds  # without those that the store took to answer
+        _log.warning("rank %d has waited for %.1f s: %s%s", self._rank, seconds, place, others)
 
     def _log_slow_recovery(self, wait: SlowWait) -> None:
         """Log a long wait for ranks that have not called anything since an error; one rank does."""
@@ -295,7 +297,7 @@ class RankWatch(Watch):
                 absent, {one: self._monitor.heartbeat(one) for one in absent}
             )
             text = "rank %d has waited for %.1f s to go on after an error%s"
-            _log.warning(text, self._rank, wait.seconds, others + self._numbering)
+            _log.warning(text, self._rank, wait.logged_seconds, others + self._numbering)
 
     def _end_step(self, error: StepError, *, raises_later: bool = False) -> StepError:
         """End the step on all ranks; return the error that all raise, the first published one."""
