@@ -22,6 +22,7 @@ from shardwise.checkpoint.write import write
 from tests.checkpoint.training import Training, differing, digests
 from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
+from tests.waiting import PATIENCE_SECONDS
 
 
 @on_ranks(2)
@@ -213,7 +214,7 @@ def _raise_if(is_true: bool) -> None:
 
 
 def _pass(gate: threading.Event) -> None:
-    assert gate.wait(20)
+    assert gate.wait(PATIENCE_SECONDS)
 
 
 def ballast() -> torch.Tensor:

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import write
 from shardwise.checkpoint.checksums import crc32
 from shardwise.checkpoint.offline import examine, export
+from tests.waiting import PATIENCE_SECONDS
 
 # -- paths ---------------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def test_a_relative_path_and_chdir_during_a_save(
     write_now = write.write
 
     def write_later(*args: Any) -> None:
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE_SECONDS)
         write_now(*args)
 
     monkeypatch.setattr("shardwise.checkpoint.save.write", write_later)

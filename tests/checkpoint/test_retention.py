@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.checkpoint import directory, write
 from shardwise.checkpoint.directory import MARKER, Owner
 from shardwise.checkpoint.stores import Folder
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
@@ -60,13 +61,13 @@ def test_a_save_in_progress_in_this_process_is_not_removed(
     def commit_later(folder: Folder, manifest: bytes, owner: Owner) -> None:
         if folder.name == sibling:
             entered.set()
-            assert gate.wait(20)
+            assert gate.wait(PATIENCE_SECONDS)
         commit(folder, manifest, owner)
 
     monkeypatch.setattr(write, "commit", commit_later)
     slow, fast = nn.Linear(2, 3), nn.Linear(2, 3)
     pending = sw.save(tmp_path / sibling, model=slow, wait=False)
-    assert entered.wait(20)
+    assert entered.wait(PATIENCE_SECONDS)
     sw.save(tmp_path / "a-5", model=fast, retention=sw.Retention(1))
     with pytest.raises(sw.CheckpointError, match=f"{sibling}: another save to this path"):
         sw.save(tmp_path / sibling, model=fast)

@@ -22,6 +22,7 @@ from tests.ranks import on_ranks
 from tests.report.opening import assert_opens
 from tests.runtime.one_process import adamw
 from tests.waiting import eventually
+from tests.watching import without_frames
 
 
 def train(model: nn.Module, recorder: sw.Recorder, optimizer: torch.optim.Optimizer) -> None:
@@ -101,7 +102,9 @@ def test_totals_follow_from_the_events(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_memory_is_sampled_where_units_begin(tmp_path: Path) -> None:
-    for rank in recorded(tmp_path):
+    with without_frames():
+        ranks = recorded(tmp_path)
+    for rank in ranks:
         begins = [
             (event.step, event.unit, event.ended)
             for event in rank.events

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -241,10 +243,32 @@ class Job:
         return started
 
     def allow_when_ready(self, num_replicas: int) -> None:
-        """Let replicas begin when all their managers run, so that the lighthouse awaits them."""
+        """Let replicas begin when the lighthouse knows all of them, and so awaits them."""
         ranks = [(number, rank) for number in range(num_replicas) for rank in range(self.num_ranks)]
         self.wait_until(lambda: all(self.lines(*rank, "ready") for rank in ranks))
+        self.wait_until(lambda: self._num_replicas("heartbeating") >= num_replicas)
         self.allow("start")
+
+    def wait_until_asked(self, num_replicas: int = 1) -> None:
+        """Wait until as many replicas wait for a quorum, while the others wait for the test.
+
+        To those that train, the lighthouse gives a quorum without one that has not asked yet.
+        """
+        self.wait_until(lambda: self._num_replicas("participants healthy") >= num_replicas)
+
+    def _num_replicas(self, what: str) -> int:
+        """A number of the status page of the lighthouse, as in "[1/1 participants healthy]"."""
+        connection = HTTPConnection(LOOPBACK, int((self.folder / "port").read_text()), timeout=10)
+        try:
+            connection.request("GET", "/status")
+            page = connection.getresponse().read().decode()
+        except (OSError, HTTPException):
+            return 0
+        finally:
+            connection.close()
+        found = re.search(rf"\[(\d+)(/\d+)? {what}\]", page)
+        assert found, page
+        return int(found[1])
 
     def allow(self, name: str) -> None:
         """Let ranks go on that `Seat.wait_for` it."""

@@ -127,9 +127,8 @@ def kill_and_return(
     died.join_killed()
     for number in range(last):
         job.wait_until(partial(_has_reached, job, number, back_at - 1))
-    begun = len(job.lines(last, job.num_ranks - 1, "begins"))
     back = job.start(last, program, **options)
-    job.wait_until(lambda: len(job.lines(last, job.num_ranks - 1, "begins")) > begun)
+    job.wait_until_asked()
     job.allow(f"step {back_at}")
     job.finish(*stay, back)
 
@@ -205,8 +204,7 @@ def test_a_replica_takes_buffers_and_random_states(is_async: bool) -> None:
         job.allow_when_ready(1)
         job.wait_until(partial(_has_reached, job, 0, 3))
         joins = job.start(1, program, **options)
-        event = "begins" if is_async else "ready"
-        job.wait_until(lambda: all(job.lines(1, rank, event) for rank in range(2)))
+        job.wait_until_asked()
         job.allow("step 4")
         job.finish(stays, joins)
         for rank in range(2):
@@ -242,9 +240,8 @@ def test_two_replicas_that_die_in_the_same_step_return() -> None:
         for replica in died:
             replica.join_killed()
         job.wait_until(partial(_has_reached, job, 0, 4))
-        begun = [len(job.lines(n, 1, "begins")) for n in range(3)]
         back = [job.start(n, program, **options) for n in (1, 2)]
-        job.wait_until(lambda: all(len(job.lines(n, 1, "begins")) > begun[n] for n in (1, 2)))
+        job.wait_until_asked(2)
         job.allow("step 5")
         job.finish(stays, *back)
         assert_equal_to_one_process(job, 9, range(3))
@@ -262,7 +259,7 @@ def test_a_replica_that_took_a_part_of_a_state_ends() -> None:
             job.wait_until(partial(_has_reached, job, number, 2))
         takes = job.start(2, program)
         takes.may_fail = True
-        job.wait_until(lambda: bool(job.lines(2, 1, "begins")))
+        job.wait_until_asked()
         job.allow("step 3")
         job.wait_until(lambda: any(rank.exitcode is not None for rank in gives.ranks))
         gives.kill()  # its launcher does
@@ -287,8 +284,7 @@ def _let_one_fail(job: Job, *, is_async: bool, **options: Any) -> None:
     job.wait_until(partial(_has_reached, job, 0, 3))
     joins = job.start(1, program, steps=8, is_async=is_async, **options)
     joins.may_fail = True
-    event, ranks = "begins" if is_async else "ready", range(job.num_ranks)
-    job.wait_until(lambda: all(job.lines(1, rank, event) for rank in ranks))
+    job.wait_until_asked()
     job.allow("step 4")
     assert joins.join() == [1] * job.num_ranks
     job.finish(stays)
@@ -389,7 +385,7 @@ def test_a_replica_that_runs_another_program_cannot_join(
         job.wait_until(partial(_has_reached, job, 0, 3))
         joins = job.start(1, program, steps=8, is_async=is_async, **change)
         joins.may_fail = True
-        job.wait_until(lambda: bool(job.lines(1, 0, "begins" if is_async else "ready")))
+        job.wait_until_asked()
         job.allow("step 4")
         assert joins.join() == [1]
         job.finish(stays)
@@ -415,6 +411,7 @@ def test_a_stopped_replica_is_left_out_and_heals(
         time.sleep(seconds)
         stopped.kill(signal.SIGCONT)
         job.allow("step 2")
+        job.wait_until_asked()
         job.allow("step 5")
         job.finish(stays, stopped)
         assert_equal_to_one_process(job, 9, range(2))
@@ -587,11 +584,12 @@ def test_a_replica_that_dies_while_it_takes_a_state_is_left_out() -> None:
         job.allow_when_ready(1)
         job.wait_until(partial(_has_reached, job, 0, 3))
         dies = job.start(1, program, steps=12, dies_healing=True)
-        job.wait_until(lambda: all(job.lines(1, rank, "ready") for rank in range(2)))
+        job.wait_until_asked()
         job.allow("step 4")
         dies.join_killed()
+        job.wait_until(partial(_has_reached, job, 0, 7))
         back = job.start(1, program, steps=12)
-        job.wait_until(lambda: len(job.lines(1, 0, "ready")) == 2)
+        job.wait_until_asked()
         job.allow("step 8")
         job.finish(stays, back)
         assert_equal_to_one_process(job, 12, range(2))

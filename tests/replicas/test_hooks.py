@@ -60,7 +60,6 @@ def program(
         step = manager.current_step()
         if waits and step == WAITS_AT:
             seat.wait_for("go on")
-        seat.log("begins")
         manager.start_quorum()
         loss = model(batch_of(seat, step)).square().mean()
         if dies and step == DIES_AT:
@@ -90,9 +89,8 @@ def test_a_killed_replica_heals_through_the_state_dicts(drop_in: bool, is_async:
         job.allow_when_ready(2)
         dies.join_killed()
         job.wait_until(lambda: job.lines(0, 0, "step")[-1]["step"] >= WAITS_AT)
-        begun = len(job.lines(1, 1, "begins"))
         back = job.start(1, program, dies=False, waits=False, seed=5, **options)
-        job.wait_until(lambda: len(job.lines(1, 1, "begins")) > begun)
+        job.wait_until_asked()
         job.allow("go on")
         job.finish(stays, back)
         for rank in range(2):

@@ -1,7 +1,6 @@
 """Replicas that train alone for many steps and synchronize through a manager, and may die."""
 
 import itertools
-import time
 import zlib
 from functools import partial
 from typing import Any
@@ -61,8 +60,6 @@ def program(
         step = outer.local_steps
         if step == waits:
             seat.wait_for("go on")
-        if 0 <= waits <= step < waits + 4:
-            time.sleep(0.25)  # the lighthouse does not wait for a replica that comes
         if step == dies:
             seat.die()
         if step == raises and seat.rank == 1:
@@ -142,7 +139,7 @@ def test_a_killed_replica_takes_the_state_of_another_one(row: str, num_replicas:
         for number in range(last):
             job.wait_until(partial(_has_reached, job, number, 24))
         back = job.start(last, program, **options)
-        job.wait_until(lambda: len(job.lines(last, 1, "ready")) == 2)
+        job.wait_until_asked()
         job.allow("go on")
         job.finish(*stay, back)
         assert_same_shared_bits(job, range(num_replicas))
