@@ -67,7 +67,13 @@ from shardwise.runtime.module import (
     set_managed,
 )
 from shardwise.runtime.structure import HANDLE
-from shardwise.tensor.mesh import Communicators, DataParallelMesh, data_parallel_part, resolve_mesh
+from shardwise.tensor.mesh import (
+    Communicators,
+    DataParallelMesh,
+    data_parallel_part,
+    resolve_mesh,
+    without_copies,
+)
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
 
 __all__ = ["fully_shard"]
@@ -285,7 +291,9 @@ class ShardingRequest:
         _warn_of_padding(plan, self.mesh)
         for runtime in dict.fromkeys(handles[name].runtime for name in manual):
             runtime.scheduler.reduce_accumulated()
-        own_meshes = {name: handles[name].mesh for name, one in manual.items() if one.world_size}
+        own_meshes = without_copies(
+            {name: handles[name].mesh for name, one in manual.items() if one.world_size}
+        )
         # The compute device of units whose shards are on the host.
         offloaded = (one for one in handles.values() if one.unit.plan.offload is not None)
         device = next((one.runtime.pools.device for one in offloaded), None)

@@ -97,8 +97,8 @@ def without_exchange() -> Iterator[None]:
         yield
 
 
-def sharded(configuration: Configuration) -> nn.Module:
-    """Shard the forecast's model as docs/parallelism.md says."""
+def sharded(configuration: Configuration, *, in_loop: bool = False) -> nn.Module:
+    """Shard the forecast's model as docs/parallelism.md says, or with a call for each block."""
     with without_exchange():
         module = MODEL.build(configuration).to_empty(device="cpu")
     for parameter in module.parameters():
@@ -106,7 +106,8 @@ def sharded(configuration: Configuration) -> nn.Module:
     dense, of_experts = meshes_of(configuration)
     options = sharding_of(configuration) | {"sharding_factor": None}
     experts: list[Any] = [one for one in module.modules() if isinstance(one, OwnExperts)]
-    sw.fully_shard(experts, mesh=of_experts, **options | {"units": None})
+    for together in [[one] for one in experts] if in_loop else [experts]:
+        sw.fully_shard(together, mesh=of_experts, **options | {"units": None})
     for one in experts:
         one.set_gradient_divide_factor(dense.size())
     return sw.fully_shard(module, mesh=dense, **options)
@@ -178,6 +179,18 @@ def test_owners_of_experts_are_among_the_ranks_that_have_them(
             for owned, rank in zip(jobs, own_numbers(configuration), strict=True)
         ]
         assert sent[0] + sent[1] == optimizer.sent_bytes()
+
+
+@on_ranks(4)
+def test_matrices_of_experts_that_a_loop_shards_are_balanced_together() -> None:
+    optimizers: list[sw.optim.Muon] = []
+    for in_loop in (False, True):
+        model = sharded(ON_FOUR[0], in_loop=in_loop)
+        groups = sw.optim.parameter_groups(model, matrices=["*.experts.*"])
+        optimizers.append(sw.optim.Muon(groups))
+    expected, found = optimizers
+    assert found.owners() == expected.owners()
+    assert found.sent_bytes() == expected.sent_bytes()
 
 
 def own_numbers(configuration: Configuration) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +25,7 @@ __all__ = [
     "all_ranks_of",
     "data_parallel_part",
     "resolve_mesh",
+    "without_copies",
 ]
 
 # Variables that torchrun, SLURM's srun, Open MPI and MPICH set to the number of processes.
@@ -205,6 +206,12 @@ class DataParallelMesh:
         flat = replace(self, row=self.world, column=alone, shards=self.world, replicas=replicas)
         return replace(flat, mesh=None, _meshes={})
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that a call of `fully_shard` has given this mesh."""
+        groups = self.world, self.row, self.column, self.shards
+        return *groups, self.on_cpu, self.mesh, self.dims, self.leaves
+
     def is_same(self, other: "DataParallelMesh") -> bool:
         """Whether both have the same ranks of the same process group, in the same roles."""
         groups = [(mesh.world, mesh.row, mesh.column, mesh.shards) for mesh in (self, other)]
@@ -221,6 +228,14 @@ class DataParallelMesh:
     def backend(self, device_type: str) -> str | None:
         """The backend for tensors on ``device_type``: "gloo", "nccl", "fake" or None."""
         return backend_of(self.group, device_type)
+
+
+def without_copies(meshes: Mapping[str, DataParallelMesh]) -> dict[str, DataParallelMesh]:
+    """Replace all of ``meshes`` that are equal, as those of calls in a loop are, by one object."""
+    found: dict[tuple[Any, ...], DataParallelMesh] = {}
+    for mesh in meshes.values():
+        found.setdefault(mesh.key, mesh)
+    return {name: found[mesh.key] for name, mesh in meshes.items()}
 
 
 def resolve_mesh(
