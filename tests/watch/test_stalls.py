@@ -56,12 +56,12 @@ class Job:
         return str(caught.value)
 
     def wait_until_seen(self, rank: int, place: str) -> None:
-        """Wait until a heartbeat of ``rank`` has a call that contains ``place``."""
+        """Wait until the innermost call in a heartbeat of ``rank`` contains ``place``."""
         monitor = monitor_of(self.comm)
 
         def is_there() -> bool:
             beat = monitor.heartbeat(rank)
-            return beat is not None and any(place in call for call in beat.python)
+            return beat is not None and any(place in call for call in beat.python[:1])
 
         assert eventually(is_there)
 
@@ -153,7 +153,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, patience: Patience) -> None:
             time.sleep(0.01)  # stopped here
         text = job.error(job.step, sw.PeerSilent)
     else:
-        job.wait_until_seen(ODD, "test_stalls.py")
+        job.wait_until_seen(ODD, "in test_a_rank_that_is_stopped")  # not in its first step
         os.kill(pids[ODD], signal.SIGSTOP)
         try:
             with quick_to_lose(job.comm) if patience == HURRIED else nullcontext():
