@@ -288,6 +288,33 @@ def test_conversations_are_whole_unless_they_do_not_fit(chats: Path) -> None:
     assert (cut[:, 1] - cut[:, 0] == 11).all()
 
 
+def test_texts_among_conversations_are_cut_and_not_truncated(tmp_path: Path) -> None:
+    """Only of a conversation, what does not fit into a sequence is left out."""
+    long_chat = [CHATS[4][0], {"role": "assistant", "content": "it goes on" * 60}]
+    long_text = " ".join(str(number) for number in range(300))
+    documents = [*CHATS[:20], long_text, long_chat, *TEXTS[:20], long_text, *CHATS[20:]]
+    write_jsonl(tmp_path / "mixed.jsonl", documents)
+    write_jsonl(tmp_path / "other.jsonl", TEXTS)
+    corpus = opened(tmp_path / "mixed.jsonl", 100, validation=str(tmp_path / "other.jsonl"))
+    train = corpus.train
+    assert isinstance(train, Documents)
+    tokens, ends = np.array(train.tokens), train.ends.tolist()
+    is_target = np.array(train.counted)
+    is_target[[0, *ends[:-1]]] = False
+    (at,) = (n for n, one in enumerate(documents) if one is long_chat)
+    end = ends[at - 1] + 101
+    is_target[end : ends[at]] = False
+    every = whole(corpus, context=100)
+    assert every.targets[every.targets != IGNORED].tolist() == tokens[is_target].tolist()
+    found = (ends[at] - end) / len(tokens)
+    line = (
+        "1 of 83 documents for training are conversations longer than model.context=100; their "
+        f"ends are not used, {found:.1%} of the tokens"
+    )
+    assert list(corpus.truncations(100)) == [line]
+    assert not list(corpus.truncations(1000))
+
+
 def test_a_vocabulary_has_all_bytes() -> None:
     assert Subwords.train(TEXTS, 259).vocabulary == 259
     with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=258: expected at least 259"):
@@ -428,6 +455,15 @@ def test_results_that_datasets_leaves_in_a_directory_are_no_documents(tmp_path: 
     datasets.load_from_disk(str(path)).map(lambda row: {"text": row["text"].upper()})
     assert len([*path.glob("*.arrow")]) == 2
     assert texts_of(opened(path)) == set(TEXTS)
+
+
+@pytest.mark.parametrize("content", ["{}", '["a state"]', "of another program"])
+def test_a_state_of_another_program_is_no_dataset(tmp_path: Path, content: str) -> None:
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"its state\.json is not that of .*; set data\.format"):
+        opened(tmp_path)
+    assert texts_of(opened(tmp_path, format="jsonl")) == set(TEXTS)
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz", "data-00000-of-00001.arrow"])

@@ -273,6 +273,24 @@ def test_quantized_weights_are_not_read_as_if_they_were_values(root: Path, tmp_p
         check(config_of(root, "errors", model={"path": str(tmp_path / "model")}))
 
 
+@pytest.mark.parametrize(("rank", "usual"), [(0, "2e-5"), (2, "2e-4 for adapters")])
+def test_weights_are_not_trained_with_the_learning_rate_for_random_values(
+    root: Path, trained: tuple[list[float], Path], rank: int, usual: str
+) -> None:
+    model = {"path": str(trained[1]), "context": 32, "lora_rank": rank}
+    document: Document = {
+        "model": model,
+        "data": {"path": str(root / "texts.jsonl"), "cache": str(root / "cache")},
+    }
+    with pytest.raises(ConfigError, match=rf"train.lr is not set, .* 0\.004, .*often {usual}"):
+        check(Config.model_validate(document))
+    check(Config.model_validate(document | {"train": {"lr": 4e-3}}))
+    if not rank:
+        check(
+            Config.model_validate(document | {"model": {**document["model"], "from_scratch": True}})
+        )
+
+
 def test_adapters_need_weights(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"no weights .* for model\.lora_rank=2 to adapt"):
         check(config_of(root, "errors", model={"lora_rank": 2}))

@@ -118,7 +118,7 @@ class TrainConfig(Section):
     optimizer: str = "adamw"  # or "muon", "soap", another of torch's, "package.module:Class"
     optimizer_options: dict[str, Any] = {}  # such as `{momentum = 0.9}`
     schedule: str = "cosine"  # or "linear", "constant", "wsd", "package.module:function"
-    lr: PositiveFloat = 4e-3  # peak learning rate
+    lr: PositiveFloat = 4e-3  # peak learning rate; has to be set if weights are loaded
     final_lr_share: Fraction = 0.02  # learning rate of the last step, as a share of lr
     warmup_share: Fraction = 0.1  # share of the steps in which the learning rate rises
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # for parameters with 2 or more dims

@@ -3,7 +3,7 @@
 import json
 import signal
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -73,6 +73,16 @@ class Corpus:
         sides = self.train, self.validation
         digests = [data.facts["digest"] for data in sides if isinstance(data, Documents)]
         return [*map(len, sides), *digests]
+
+    def truncations(self, context: int) -> Iterator[str]:
+        """Say how many conversations are truncated to a sequence, and what that loses."""
+        for name, data in (("training", self.train), ("validation", self.validation)):
+            if isinstance(data, Documents) and (found := data.truncated(context)).conversations:
+                yield (
+                    f"{found.conversations} of {len(data.ends)} documents for {name} are "
+                    f"conversations longer than model.context={context}; their ends are not used, "
+                    f"{found.share:.1%} of the tokens"
+                )
 
     def check_length(self, context: int) -> None:
         """Raise a ConfigError if a text is shorter than one sequence and the byte after it."""

@@ -36,6 +36,8 @@ class Display:
     def show_start(self, plan: Plan, device: str) -> None:
         config, num_ranks = self._config, self._config.shard.nproc
         self.print_line(f"{config.run.name}: {self._corpus}")
+        for line in self._corpus.truncations(config.model.context):
+            self.print_line(line)
         ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'} on {device}"
         if config.shard.tensor > 1:
             ranks += f", {config.shard.tensor} of which divide each layer (units are a rank's part)"

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -319,6 +319,13 @@ class _Writer:
 # -- using ----------------------------------------------------------------------------------------
 
 
+class Truncated(NamedTuple):
+    """Conversations that are longer than a sequence."""
+
+    conversations: int
+    share: float  # of all tokens that are left out
+
+
 @dataclass(frozen=True)
 class Documents:
     """The concatenated tokens of many documents, in memory-mapped files.
@@ -367,7 +374,8 @@ class Documents:
 
         Texts are cut at the end of each window. The last token of a window is only a target, and
         is also the first token of the next window. Conversations are not cut: a window contains
-        as many as fit, and a conversation that is longer than a window is truncated.
+        as many as fit, and a conversation that is longer than a window is truncated. Among
+        conversations, a text is cut only if it is longer than a window.
         """
         if not self.facts["has_answers"]:
             starts = np.arange(0, max(len(self) - 1, 1), context, dtype=np.int64)
@@ -379,5 +387,24 @@ class Documents:
                 windows.append((start, min(stop, start + context + 1)))
                 start = stop
             stop = end
+            if stop - start > context + 1 and self._is_text(start, stop):
+                cuts = range(start, stop - 1, context)
+                windows += [(cut, cut + context + 1) for cut in cuts[:-1]]
+                start = cuts[-1]
         windows.append((start, min(stop, start + context + 1)))
         return np.array(windows, np.int64)
+
+    def truncated(self, context: int) -> Truncated:
+        """What `windows` leaves out."""
+        if not self.facts["has_answers"]:
+            return Truncated(0, 0.0)
+        lost = [
+            size - (context + 1)
+            for size, end in zip(np.diff(self.ends, prepend=0), self.ends, strict=True)
+            if size > context + 1 and not self._is_text(end - size, end)
+        ]
+        return Truncated(len(lost), sum(lost) / len(self))
+
+    def _is_text(self, start: int, stop: int) -> bool:
+        """Whether a document is a text, all tokens of which count."""
+        return bool(self.counted[start:stop].all())

@@ -80,8 +80,14 @@ def find_files(config: DataConfig, path: str, format_: str) -> dict[str, Path]:
         raise ConfigError(f"{key}={path!r}: no such file or directory")
     if format_ == "datasets" and (root / "state.json").exists():
         # `Dataset.map` and `filter` leave results in other files of the directory.
-        state = json.loads((root / "state.json").read_text(encoding="utf-8"))
-        names = [file["filename"] for file in state["_data_files"]]
+        try:
+            state = json.loads((root / "state.json").read_text(encoding="utf-8"))
+            names = [file["filename"] for file in state["_data_files"]]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{key}={path!r}: its state.json is not that of datasets.Dataset.save_to_disk; set "
+                "data.format to what the files are"
+            ) from None
         return {name: root / name for name in names}
     try:
         found = {file.relative_to(root).as_posix(): file for file in root.glob(pattern)}
