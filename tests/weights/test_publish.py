@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("steps", [15, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [9, pytest.param(50, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("kind", "dtype", "sends"),
     covered_first(product(MODELS, (None, torch.bfloat16), ("runs", "tensors", "everything"))),

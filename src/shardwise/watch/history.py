@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shardwise.comm.api import CollectiveId
 from shardwise.errors import RanksDiverged
 from shardwise.watch.monitor import Monitor
+from shardwise.watch.status import SAME_UNITS
 
 __all__ = ["Comparison", "History"]
 
@@ -98,8 +99,7 @@ class Comparison:
         return RanksDiverged(
             f"ranks {', '.join(map(str, sorted((self._rank, other))))} run different units, whose "
             f"collectives have equal sizes, so the numbers of both are wrong: {labels}\n"
-            f"{monitor.table()}\nEvery rank must run the same units in the same order; look for "
-            "a branch or a loop length that differs by rank."
+            f"{monitor.table()}\n{SAME_UNITS}"
         )
 
     def _places(self, histories: Sequence[History]) -> Iterator[_Place]:

@@ -18,8 +18,13 @@ from types import MappingProxyType
 from shardwise.comm.queue import QueueState
 from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, StepError, ranges
 
-__all__ = ["LookCounter", "Report", "table", "verdict"]
+__all__ = ["SAME_UNITS", "LookCounter", "Report", "table", "verdict"]
 
+SAME_UNITS = (
+    "Every rank must run the same units in the same order; look for a branch, a loop length or an "
+    "exception that differs by rank. Modules that only some ranks need, such as a vision tower "
+    "whose batch has no image, belong in a unit that all ranks run: leave them out of units="
+)
 LOOKS = 2
 _MAX_ROWS = 32  # of a table; of more ranks, equal ones share a row
 _ERRORS = {kind.__name__: kind for kind in (PeerAborted, RanksDiverged, PeerLost, PeerSilent)}
@@ -100,8 +105,7 @@ def verdict(reports: Sequence[Report | None], epoch: int) -> StepError | None:
     return RanksDiverged(
         f"ranks wait for different things, so none can go on:\n{table(current)}"
         + _first_difference(current)
-        + "\nEvery rank must run the same units in the same order; look for a branch, a loop "
-        "length or an exception that differs by rank."
+        + f"\n{SAME_UNITS}"
     )
 
 
