@@ -2,12 +2,18 @@
 
 import pytest
 from torch.autograd import Function
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import checkpoint
 
 from shardwise._private import subclasses_of_dtensor_dispatch
 from shardwise.runtime.memory import CAN_SWAP
 
-__all__ = ["needs_dual_checkpoints", "needs_own_operators", "needs_swap"]
+__all__ = [
+    "needs_dtype_overrides",
+    "needs_dual_checkpoints",
+    "needs_own_operators",
+    "needs_swap",
+]
 
 needs_swap = pytest.mark.skipif(
     not CAN_SWAP, reason="torch 2.11 cannot swap storages: buffers get memory from the allocator"
@@ -19,4 +25,8 @@ needs_dual_checkpoints = pytest.mark.skipif(
 needs_own_operators = pytest.mark.skipif(
     not subclasses_of_dtensor_dispatch(),
     reason="torch 2.11 runs its own operators for DTensors in a backward",
+)
+needs_dtype_overrides = pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"),
+    reason="PyTorch's FSDP2 has param_dtype_override_fn since 2.15 (ours: test_precision.py)",
 )

@@ -102,6 +102,7 @@ __all__ = [
     "set_versions",
     "share_gradient_hooks",
     "stage_backwards",
+    "stage_forward",
     "storage_id",
     "strided_shard",
     "subclasses_of_dtensor_dispatch",
@@ -555,6 +556,15 @@ def stage_backwards() -> Any:
     from torch.distributed.pipelining import _backward  # noqa: PLC0415
 
     return _backward
+
+
+def stage_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What a pipeline stage keeps of a forward: outputs, or their gradient edges, and inputs."""
+    if hasattr(stage, "fwd_cache"):  # before torch 2.15
+        outputs, inputs = stage.fwd_cache[chunk]
+        return outputs, inputs
+    state = stage._forward_chunk_states[chunk]
+    return state.stage_output_for_backward(), state.input_values
 
 
 # -- compile and distributed ---------------------------------------------------------------------

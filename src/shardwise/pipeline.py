@@ -20,10 +20,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed import pipelining
 
-from shardwise._private import can_divide_backwards, next_node_number, node_number, stage_backwards
+from shardwise._private import (
+    can_divide_backwards,
+    next_node_number,
+    node_number,
+    stage_backwards,
+    stage_forward,
+)
 from shardwise.errors import PlanError, StepError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.transaction import TRANSACTION
@@ -122,7 +128,7 @@ class PipelineStage(pipelining.PipelineStage):
             )
         if self.has_backward and not full_backward:
             self._is_divisible = can_divide_backwards() and _all_reach(
-                *self.fwd_cache[bwd_chunk_id]
+                *stage_forward(self, bwd_chunk_id)
             )
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -199,7 +205,7 @@ def _trained(schedulers: Iterable[Scheduler]) -> Iterator[nn.Parameter]:
                     yield parameter.dense
 
 
-def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+def _all_reach(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Any]) -> bool:
     """Whether all ``outputs`` depend on ``inputs``.
 
     torch finds the weights' part of a backward at the nodes where it branches off the path from
@@ -207,17 +213,20 @@ def _all_reach(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
     cannot be divided.
     """
     leaves = {id(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
-    return all(
-        any(id(getattr(node, "variable", None)) in leaves for node in _nodes(output))
+    ends = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn
         for output in outputs
-        if output.requires_grad
+        if isinstance(output, GradientEdge) or output.requires_grad
+    ]
+    return all(
+        any(id(getattr(node, "variable", None)) in leaves for node in _nodes(end)) for end in ends
     )
 
 
-def _nodes(output: Tensor) -> Iterator[Node]:
-    """All nodes of the autograd graph of ``output``."""
+def _nodes(output: Node | None) -> Iterator[Node]:
+    """All nodes of the autograd graph that ends in ``output``."""
     visited: set[Node] = set()
-    pending: list[Node | None] = [output.grad_fn]
+    pending: list[Node | None] = [output]
     while pending:
         node = pending.pop()
         if node is not None and node not in visited:

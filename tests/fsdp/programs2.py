@@ -1,6 +1,7 @@
 """Programs written for FSDP2; ``f`` is the module that they import from."""
 
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 import torch
@@ -129,6 +130,57 @@ def accumulate(f: Any, reshards: bool = True, last: bool = True) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, values(net)]
+
+
+def finalized(f: Any, asynchronous: bool) -> list[Any]:
+    """PyTorch has `finalize_backward` since 2.15; before, the last backward reduces."""
+    net = shard(f, make_net())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    has_call = hasattr(net, "finalize_backward")
+    if has_call:
+        net.set_manual_backward_finalization(True)
+        net.finalize_backward()  # before the first forward, it does nothing
+    seen = []
+    for step in range(2):
+        for micro in range(3):
+            net.set_requires_gradient_sync(micro == 2 and not has_call)
+            loss_of(net, 3 * step + micro).backward()
+        if has_call:
+            net.set_requires_gradient_sync(True)
+            handle = net.finalize_backward(async_op=asynchronous)
+            assert isinstance(handle, f.GradientReductionHandle if asynchronous else NoneType)
+            if handle is not None:
+                handle.wait()
+        seen.append(gradients(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, values(net)]
+
+
+def overridden_dtypes(f: Any, reduce_dtype: torch.dtype | None) -> list[Any]:
+    def chosen(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter.shape[-1] == 4 else None
+
+    net: Any = nn.Sequential(Scale(4), Scale(5)).float()
+    policy = f.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, param_dtype_override_fn=chosen
+    )
+    f.fully_shard(net, mesh=mesh_1d(), mp_policy=policy)
+    net(torch.randn(3, 1)).float().pow(2).mean().backward()
+    return [[scale.seen for scale in net], gradients(net), values(net)]
+
+
+class Scale(nn.Module):
+    """Multiplies by a row, whose dtype in forward it records."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, width))
+        self.seen = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = str((x.dtype, self.row.dtype))
+        return x.sum(-1, keepdim=True).to(self.row.dtype) * self.row
 
 
 def accumulate_reduced(f: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from tests.fsdp.both import (
     thorough,
 )
 from tests.ranks import on_ranks
+from tests.versions import needs_dtype_overrides
 
 BF16, F32 = torch.bfloat16, torch.float32
 PARTS = ("head", "blocks.1", "blocks.0.up")
@@ -37,6 +38,7 @@ CASES = [
     ),
     *cases(programs.accumulate, reshards=BOTH, last=BOTH),
     *cases(programs.accumulate_reduced),
+    *cases(programs.finalized, asynchronous=BOTH),
     *cases(programs.clip, max_norm=(0.01, 100.0), norm_type=(1.0, 2.0, 3.0)),
     *cases(
         programs.precision,
@@ -92,6 +94,13 @@ CASES = [
         policy=({}, {"param_dtype": BF16, "reduce_dtype": F32}),
     ),
 ]
+
+
+@needs_dtype_overrides
+@on_ranks(2, deadline=DEADLINE)
+@pytest.mark.parametrize("reduce_dtype", [None, F32, BF16])
+def test_parameters_with_dtypes_of_their_own(reduce_dtype: torch.dtype | None) -> None:
+    run_both(programs.overridden_dtypes, {"reduce_dtype": reduce_dtype})
 
 
 @on_ranks(2, deadline=DEADLINE)

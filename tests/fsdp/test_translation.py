@@ -237,6 +237,10 @@ def test_fully_shard_of_the_drop_in_keeps_dtypes() -> None:
             lambda: f.fully_shard(make_net()).set_custom_all_gather(print),  # type: ignore[operator]
             "set_custom_all_gather is not supported",
         ),
+        (
+            lambda: f.fully_shard(make_net()).set_keep_unsharded_storage(True),  # type: ignore[operator]
+            r"set_keep_unsharded_storage\(True\) is not supported, .*set_reshard_after_forward",
+        ),
     ],
 )
 def test_unsupported_options_are_refused(call: Any, message: str) -> None:

@@ -84,6 +84,54 @@ def test_modules_in_full_precision() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_parameter_may_compute_in_its_own_dtype(strategy: str) -> None:
+    def chosen(parameter: nn.Parameter) -> torch.dtype | None:
+        return torch.float32 if parameter.ndim == 1 else None
+
+    torch.manual_seed(0)
+    model = Affine()
+    reference = copy.deepcopy(model)
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype="keep", param_dtype_override_fn=chosen
+    )
+    sw.fully_shard(model, mp_policy=policy, strategy=strategy)
+    x = torch.randn(4, WIDTH)
+    model(own_part(x)).square().mean().backward()
+    assert model.seen == [torch.bfloat16, torch.bfloat16, torch.float32]
+    reference(x.bfloat16(), cast=torch.bfloat16).square().mean().backward()
+    for name, tolerance in (("weight", 2**-7), ("bias", 2**-20)):  # the bias was never rounded
+        found, expected = model.get_parameter(name).grad, reference.get_parameter(name).grad
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == torch.float32
+        error = (full(found) - expected).norm()
+        assert error <= tolerance * expected.norm(), name
+
+
+@on_ranks(1)
+def test_a_parameter_may_not_compute_in_a_third_dtype() -> None:
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16
+    )
+    with pytest.raises(sw.PlanError, match=r"torch.float16 for a parameter in torch.float32: exp"):
+        sw.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, cast: torch.dtype | None = None) -> Tensor:
+        self.seen = [x.dtype, self.weight.dtype, self.bias.dtype]
+        weight = self.weight if cast is None else self.weight.to(cast)
+        return (x @ weight).float() + self.bias
+
+
+@on_ranks(2)
 def test_gathers_move_the_compute_dtype() -> None:
     peaks = []
     for policy in (sw.MixedPrecisionPolicy(), BF16):

@@ -16,10 +16,16 @@ from shardwise.features.collective_memory import use_memory
 from shardwise.plan.options import UnitSettings
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle
-from shardwise.runtime.module import UnitModule, handle_of, units_in
+from shardwise.runtime.module import (
+    UnitModule,
+    handle_of,
+    runtime_of_root,
+    runtimes_in,
+    units_in,
+)
 from shardwise.schedule.events import EventKind
 
-__all__ = ["FSDPModule", "UnshardHandle"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
 
@@ -38,6 +44,13 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.runtime.scheduler.request(EventKind.WAIT, unit.index)
+
+
+class GradientReductionHandle:
+    """The reductions of `FSDPModule.finalize_backward`, which are complete."""
+
+    def wait(self) -> None:
+        """No effect."""
 
 
 class FSDPModule(UnitModule):
@@ -123,6 +136,25 @@ class FSDPModule(UnitModule):
         for settings in _settings_in(self, recurse):
             settings.all_reduce_grads = requires_all_reduce
 
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what micro-batches have added up, as the next backward would. All ranks call this.
+
+        Nothing is reduced while `set_requires_gradient_sync` is False. As in FSDP2 since PyTorch
+        2.15, but `set_manual_backward_finalization` is not needed.
+
+        Args:
+            async_op: return a handle.
+
+        Raises:
+            PlanError: this is a unit inside a sharded model, or the model is ``reproducible``.
+        """
+        _check_not_reproducible(self, "finalize_backward")
+        runtime_of_root(self)
+        for runtime in runtimes_in(self):
+            if runtime.scheduler.has_accumulated:
+                runtime.scheduler.finish_accumulation()
+        return GradientReductionHandle() if async_op else None
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by ``factor`` and not by the number of ranks.
 
@@ -203,6 +235,9 @@ class FSDPModule(UnitModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: every backward waits for its reductions at its end."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """No effect: every backward ends its reductions, and `finalize_backward` may be called."""
+
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """No effect: ``prefetch`` units are gathered ahead, in the order of the last forward."""
 
@@ -234,6 +269,24 @@ class FSDPModule(UnitModule):
         """No effect: an exception leaves no state behind."""
 
     # -- refused ---------------------------------------------------------------------------------
+
+    def set_keep_unsharded_storage(
+        self,
+        keep: bool,
+        *,
+        recurse: bool = True,  # noqa: ARG002 - as in FSDP2
+    ) -> None:
+        """Not supported, unless it is False: blocks are not captured into CUDA graphs.
+
+        Raises:
+            PlanError: ``keep`` is True.
+        """
+        if keep:
+            raise PlanError(
+                "set_keep_unsharded_storage(True) is not supported, because units cannot be "
+                "captured into CUDA graphs; to keep parameters gathered between forward and "
+                "backward, use set_reshard_after_forward(False)"
+            )
 
     def set_custom_all_gather(self, *_args: Any, **_kwargs: Any) -> None:
         """Not supported: raises a PlanError. The mesh's process group determines the backend."""

@@ -7,7 +7,7 @@ No other package imports this one.
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise.features.fsdp_module import FSDPModule, UnshardHandle
+from shardwise.features.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from shardwise.fsdp import api
 from shardwise.fsdp.api import *  # noqa: F403 (all option classes, as in PyTorch)
 from shardwise.fsdp.fully_shard import (
@@ -24,6 +24,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedGradScaler",

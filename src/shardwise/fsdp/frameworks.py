@@ -9,21 +9,25 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import sharded_grad_scaler
 
 from shardwise._private import COMPOSABLE_FSDP
-from shardwise.features.fsdp_module import FSDPModule, UnshardHandle
+from shardwise.features.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = ["replace_torch_fsdp"]
 
+_OURS: tuple[Any, ...] = (
+    FSDPModule,
+    FullyShardedDataParallel,
+    GradientReductionHandle,  # in PyTorch since 2.15
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 # PyTorch's objects and ours. Option classes and wrap policies are the same in both.
 _PAIRS: tuple[tuple[Any, Any], ...] = (
-    (fsdp.FSDPModule, FSDPModule),
-    (fsdp.FullyShardedDataParallel, FullyShardedDataParallel),
-    (fsdp.UnshardHandle, UnshardHandle),
-    (fsdp.fully_shard, fully_shard),
-    (fsdp.register_fsdp_forward_method, register_fsdp_forward_method),
-    (fsdp.share_comm_ctx, share_comm_ctx),
+    *((getattr(fsdp, o.__name__), o) for o in _OURS if hasattr(fsdp, o.__name__)),
     (sharded_grad_scaler.ShardedGradScaler, ShardedGradScaler),
 )
 

@@ -1,7 +1,8 @@
 """The dtypes of shards, compute and reductions."""
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of gathered parameters, and so of gathers and compute. None keeps the
             dtype of each parameter.
         reduce_dtype: dtype of gradients while they are reduced. None is ``param_dtype`` if that is
-            given, and the dtype of the shards otherwise. A parameter whose ``grad_dtype`` was set
-            uses that one, and its gradients keep it.
+            given, and the dtype of the shards otherwise; ``"keep"`` is always the dtype of the
+            shards. A parameter whose ``grad_dtype`` was set uses that one, and its gradients keep
+            it.
         output_dtype: dtype to cast the outputs of the model to. None leaves them.
         cast_forward_inputs: cast the floating-point inputs of each unit to ``param_dtype``.
         buffer_dtype: dtype to cast floating-point buffers to, once. None leaves them.
@@ -34,28 +36,36 @@ class MixedPrecisionPolicy:
         full_precision: classes of modules, such as norms, that compute in the dtype of the shards.
             Their inputs are cast to it, and their outputs back.
         keep_low_precision_grads: leave gradients in the dtype in which they were reduced.
+        param_dtype_override_fn: called with each parameter when it is sharded. It returns None for
+            ``param_dtype``, or the parameter's own dtype for one that is gathered and computes in
+            it, on all ranks alike. Inputs are cast to ``param_dtype`` all the same.
 
     Raises:
-        PlanError: a dtype is not a floating-point one.
+        PlanError: a dtype is not a floating-point one, or ``param_dtype_override_fn`` returned
+            another one.
     """
 
     param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | Literal["keep"] | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | Literal["keep"] | None = None
     full_precision: tuple[type[nn.Module], ...] = ()
     keep_low_precision_grads: bool = False
+    # Not shown, because ranks compare plans as texts; plans have the dtypes that it chose.
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_dtype = field.name.endswith("_dtype") and value is not None
-            if field.name == "master_dtype" and value == "keep":
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            is_dtype = name.endswith("_dtype") and value is not None
+            if name in ("master_dtype", "reduce_dtype") and value == "keep":
                 continue
             if is_dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise PlanError(f"{field.name}={value!r}: expected a floating-point torch.dtype")
+                raise PlanError(f"{name}={value!r}: expected a floating-point torch.dtype")
 
     def dtypes_of(
         self, parameter: torch.Tensor, module: nn.Module
@@ -67,8 +77,9 @@ class MixedPrecisionPolicy:
         if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
-        compute = kept if is_full else self.param_dtype or came
+        compute = kept if is_full else self._computed(parameter)
         reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
+        reduce = kept if reduce == "keep" else reduce
         keeps_sums = self.keep_low_precision_grads
         chosen = getattr(parameter, "grad_dtype", came)
         if chosen not in (None, came):  # by the user, as in `parameter.grad_dtype = torch.float32`
@@ -76,6 +87,17 @@ class MixedPrecisionPolicy:
         if kept == compute == reduce:
             return kept, None
         return kept, Cast(*_named(compute), *_named(reduce), keeps_sums)
+
+    def _computed(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype that ``parameter`` has in forward."""
+        override = self.param_dtype_override_fn
+        chosen = None if override is None else override(cast("nn.Parameter", parameter))
+        if chosen not in (None, self.param_dtype, parameter.dtype):
+            raise PlanError(
+                f"param_dtype_override_fn returned {chosen!r} for a parameter in "
+                f"{parameter.dtype}: expected this dtype, or None for {self.param_dtype}"
+            )
+        return chosen or self.param_dtype or parameter.dtype
 
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -95,6 +117,10 @@ def as_precision_policy(policy: object) -> MixedPrecisionPolicy:
             "sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16) or PyTorch's"
         )
     given = {name: getattr(policy, name) for name in _TORCH_FIELDS}
+    if hasattr(policy, "param_dtype_override_fn"):  # since PyTorch 2.15
+        given["param_dtype_override_fn"] = policy.param_dtype_override_fn
+        # Before, None was `param_dtype`, as it is here.
+        given["reduce_dtype"] = given["reduce_dtype"] or "keep"
     return MixedPrecisionPolicy(**given, master_dtype="keep")
 
 

@@ -185,7 +185,8 @@ def _check_is_exact(wire: Wire, outer: Outer | None) -> None:
 
 
 def _tolerance_for(policy: MixedPrecisionPolicy) -> float:
-    dtypes = [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+    given = policy.param_dtype, policy.reduce_dtype
+    dtypes = [dtype for dtype in given if isinstance(dtype, torch.dtype)]
     return max([TOLERANCE, *(NOISE * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
