@@ -77,7 +77,7 @@ class MixedPrecisionPolicy:
         if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
-        compute = kept if is_full else self._computed(parameter)
+        compute = kept if is_full else self._compute_dtype(parameter)
         reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
         reduce = kept if reduce == "keep" else reduce
         keeps_sums = self.keep_low_precision_grads
@@ -88,7 +88,7 @@ class MixedPrecisionPolicy:
             return kept, None
         return kept, Cast(*_named(compute), *_named(reduce), keeps_sums)
 
-    def _computed(self, parameter: torch.Tensor) -> torch.dtype:
+    def _compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype that ``parameter`` has in forward."""
         override = self.param_dtype_override_fn
         chosen = None if override is None else override(cast("nn.Parameter", parameter))
