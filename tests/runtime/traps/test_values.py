@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
+from shardwise import fsdp
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -60,6 +61,26 @@ def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
     wanted = sum(p.square().sum() for p in reference.parameters())
     assert isinstance(wanted, Tensor)
     assert_close(total.detach(), wanted.detach(), "sum of squares")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_modules_with_one_weight_may_be_units_of_their_own(drop_in: bool) -> None:
+    """FSDP2 once left the rows of the last rank as they were, and refuses such units now."""
+    shard = fsdp.fully_shard if drop_in else sw.fully_shard
+    reference: Any = build("gpt")
+    model = copy.deepcopy(reference)
+    for module in (model.embedding, *model.layers, model.head, model):
+        shard(module)
+    assert model.head.weight is model.embedding.weight
+    make_batch = CASES["gpt"].batch
+    assert_equal_steps(
+        model,
+        reference,
+        loss=lambda one, tokens: one(tokens),
+        batch=lambda: make_batch(BATCH),
+        make_optimizer=adamw,
+    )
 
 
 @on_ranks(1, 2, 4)
