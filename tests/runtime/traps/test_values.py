@@ -83,6 +83,31 @@ def test_modules_with_one_weight_may_be_units_of_their_own(drop_in: bool) -> Non
     )
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("meta", [False, True])
+def test_an_attribute_that_is_computed_from_its_parameter(meta: bool) -> None:
+    """As in layers whose weight is pruned or quantized when it is read."""
+    reference = nn.Sequential(Masked(), Masked()).double()
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(Masked(), Masked()).double()
+    for module in (*model, model):
+        sw.fully_shard(module, granularity="dim", on_different_values="warn")
+    model.to_empty(device="cpu")
+    with sw.gathered(model, write_back=True):
+        for name, value in nn.Module.named_parameters(reference):
+            dict(nn.Module.named_parameters(model))[name].data.copy_(value)
+    for one, other in zip(model.buffers(), reference.buffers(), strict=True):
+        one.copy_(other)
+    optimizers = [adamw(one.parameters()) for one in (model, reference)]
+    for _ in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        for one, part in ((model, own_part(batch)), (reference, batch)):
+            one(part).square().mean().backward()
+        step_all(optimizers)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(full(p.detach()), q.detach(), "weight")
+
+
 @on_ranks(1, 2, 4)
 def test_trainable_float32_and_float64_in_one_unit() -> None:
     """FSDP2 refuses mixed dtypes in one unit; here each dtype has a buffer."""
@@ -238,6 +263,19 @@ def test_methods_that_need_a_unit_say_so() -> None:
         assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
         assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
     assert_equal_steps(model, reference, 1, loss=lambda m, x: m.encode(x).square().mean())
+
+
+class Masked(nn.Linear):
+    """Its attribute ``weight`` is the parameter times a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", (torch.rand(WIDTH, WIDTH) < 0.5).double())
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "weight" and "mask" in self._buffers:
+            return self._parameters["weight"] * self._buffers["mask"]  # type: ignore[operator]
+        return super().__getattribute__(name)
 
 
 class MixedTrainable(nn.Module):
