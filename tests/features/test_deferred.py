@@ -1,5 +1,7 @@
 """A model on the meta device that is sharded before it has storage, as with FSDP2."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ def test_ignored_parameters_stay_ignored_when_they_get_storage(drop_in: bool) ->
     """Experts of each rank, say, once became one sharded parameter with parts of both."""
     shard = fsdp.fully_shard if drop_in else sw.fully_shard
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     ignored = {model[0].weight}
     shard(model[0], ignored_params=ignored)
     shard(model, ignored_params=ignored)
@@ -47,4 +49,5 @@ def test_ignored_parameters_stay_ignored_when_they_get_storage(drop_in: bool) ->
             parameter.fill_(1.0)
     x = torch.full((2, WIDTH), 1.0 + dist.get_rank())
     model(x).sum().backward()
-    assert torch.equal(model[0].weight.grad, WIDTH * x.sum(0).expand(WIDTH, -1))  # of this rank
+    gradient: Any = model[0].weight.grad
+    assert torch.equal(gradient, WIDTH * x.sum(0).expand(WIDTH, -1))  # of this rank

@@ -73,7 +73,7 @@ def test_torchs_functions_save_and_load_a_model_and_its_optimizer(
     weights, states = get_state_dict(models[0], optimizers[0])
     save({"weights": weights, "states": states}, checkpoint_id=str(tmp_path))
     weights, states = get_state_dict(models[1], optimizers[1])
-    loaded = {"weights": weights, "states": states}
+    loaded: dict[str, Any] = {"weights": weights, "states": states}
     load(loaded, checkpoint_id=str(tmp_path))
     set_state_dict(
         models[1],

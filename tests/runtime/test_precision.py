@@ -83,7 +83,7 @@ def test_tensors_in_dataclasses_are_cast(name: str) -> None:
     returned = model(given)
     assert type(returned) is type(given)
     assert (unpacked(given).dtype, unpacked(returned).dtype) == (torch.float32, torch.float64)
-    unpacked(returned).sum().backward()
+    unpacked(returned).sum().backward()  # type: ignore[no-untyped-call]
     assert model.linear.weight.grad is not None
 
 

@@ -396,7 +396,7 @@ class ChunkSharding(Sharding):
         )
         if dense.placements != wanted:
             reduce_dtype = getattr(torch, self.layout.cast.reduce_dtype)
-            dense = dense.to(reduce_dtype).redistribute(spec.mesh, wanted)
+            dense = cast("DTensor", dense.to(reduce_dtype)).redistribute(spec.mesh, wanted)
         local = dense._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

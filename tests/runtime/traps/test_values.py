@@ -87,9 +87,9 @@ def test_modules_with_one_weight_may_be_units_of_their_own(drop_in: bool) -> Non
 @pytest.mark.parametrize("meta", [False, True])
 def test_an_attribute_that_is_computed_from_its_parameter(meta: bool) -> None:
     """As in layers whose weight is pruned or quantized when it is read."""
-    reference = nn.Sequential(Masked(), Masked()).double()
+    reference: Any = nn.Sequential(Masked(), Masked()).double()
     with torch.device("meta" if meta else "cpu"):
-        model = nn.Sequential(Masked(), Masked()).double()
+        model: Any = nn.Sequential(Masked(), Masked()).double()
     for module in (*model, model):
         sw.fully_shard(module, granularity="dim", on_different_values="warn")
     model.to_empty(device="cpu")
