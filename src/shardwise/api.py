@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -318,7 +317,13 @@ class ShardingRequest:
         """Plan ``module``, which is on the meta device, and shard it once it has storage."""
         handles = _handles_in(module)
         _, plan = self._plan(module, handles, _separate_models(handles, self.mesh))
-        defer(module, partial(self.apply, module), plan, self.mesh)
+        names = _names_of(module, self.ignored_params)
+
+        def shard() -> None:
+            ignored = [module.get_parameter(name) for name in names]  # `to_empty` made new ones
+            replace(self, ignored_params=ignored).apply(module)
+
+        defer(module, shard, plan, self.mesh)
 
     def build(self, root: nn.Module, plan: Plan, like: Runtime) -> Runtime:
         """Shard ``root``, a copy of the root of ``like`` or the root itself, by ``plan``."""

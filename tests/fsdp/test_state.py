@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,6 +52,38 @@ def test_checkpoint_of_torch(kind: f.StateDictType, tmp_path: Path) -> None:
     load(loaded, checkpoint_id=path)
     other.load_state_dict(loaded)
     assert_equal(other, net)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_torchs_functions_save_and_load_a_model_and_its_optimizer(
+    on_mesh: bool, tmp_path: Path
+) -> None:
+    """Loading once said that no states were saved, and to pass strict=False, which drops them."""
+    options = {"device_mesh": init_device_mesh("cpu", (2,))} if on_mesh else {}
+    models = [wrapped(seed, **options) for seed in (0, 3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+
+    def step(index: int, seed: int) -> None:
+        models[index](batch(dist.get_rank(), seed)).square().mean().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    step(0, 0)
+    weights, states = get_state_dict(models[0], optimizers[0])
+    save({"weights": weights, "states": states}, checkpoint_id=str(tmp_path))
+    weights, states = get_state_dict(models[1], optimizers[1])
+    loaded: dict[str, Any] = {"weights": weights, "states": states}
+    load(loaded, checkpoint_id=str(tmp_path))
+    set_state_dict(
+        models[1],
+        optimizers[1],
+        model_state_dict=loaded["weights"],
+        optim_state_dict=loaded["states"],
+    )
+    for index in range(2):
+        step(index, 1)
+    assert_equal(models[1], models[0])
 
 
 @on_ranks(4)

@@ -114,6 +114,24 @@ def test_a_module_at_two_places_is_wrapped_once_as_in_fsdp1() -> None:
     assert len(FSDP.fsdp_modules(model)) == 2
 
 
+def _materialize(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+def test_ignored_parameters_stay_ignored_when_they_get_storage(policy: Any) -> None:
+    with torch.device("meta"):
+        net = make_net()
+    names = {"embed.bias", "blocks.1.up.weight"}
+    model: Any = FSDP(
+        net,
+        auto_wrap_policy=policy,
+        ignored_states=[net.get_parameter(name) for name in names],
+        param_init_fn=_materialize,
+    )
+    assert {name for name, p in model.named_parameters() if type(p) is nn.Parameter} == names
+
+
 def test_custom_policy_as_units() -> None:
     policy = CustomPolicy(lambda module: isinstance(module, Block))
     assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 3

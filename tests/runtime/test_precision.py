@@ -1,6 +1,8 @@
 """Mixed precision: where values are cast, and that nothing else changes."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -69,6 +71,37 @@ def test_every_dtype_is_where_the_policy_says() -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.float32)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["a dataclass", "a frozen one", "with slots", "a dict"])
+def test_tensors_in_dataclasses_are_cast(name: str) -> None:
+    pack = PACKS[name]
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = sw.fully_shard(Unpacks(pack), mp_policy=policy)
+    given = pack(torch.randn(4, WIDTH))
+    returned = model(given)
+    assert type(returned) is type(given)
+    assert (unpacked(given).dtype, unpacked(returned).dtype) == (torch.float32, torch.float64)
+    unpacked(returned).sum().backward()  # type: ignore[no-untyped-call]
+    assert model.linear.weight.grad is not None
+
+
+@on_ranks(2)
+def test_a_list_to_which_a_unit_appends_is_the_callers() -> None:
+    """A cast of arguments once copied all lists, so that losses in them were lost."""
+    model = sw.fully_shard(Appends(), mp_policy=BF16)
+    losses: list[Tensor] = []
+    output = model(torch.randn(4, WIDTH), {"losses": losses})
+    (output.sum() + losses[0]).backward()
+
+
+@on_ranks(2)
+def test_an_argument_may_contain_itself() -> None:
+    given = Packed(torch.randn(4, WIDTH))
+    given.more.append(given)
+    model = sw.fully_shard(Unpacks(lambda x: x), mp_policy=BF16)
+    assert model(given).dtype == torch.bfloat16
 
 
 @on_ranks(2)
@@ -308,6 +341,65 @@ class Watcher(nn.Module):
             "z": z.dtype,
         }
         return z
+
+
+@dataclass
+class Packed:
+    """A tensor, and a field that the constructor does not take."""
+
+    x: Tensor
+    more: list[Any] = field(init=False, default_factory=list)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+class Mapped(dict[str, Any]):
+    """A class derived from dict."""
+
+
+PACKS: dict[str, Callable[[Any], Any]] = {
+    "a dataclass": Packed,
+    "a frozen one": Frozen,
+    "with slots": Slotted,
+    "a dict": lambda x: Mapped(x=x),
+}
+
+
+def unpacked(value: Any) -> Tensor:
+    x: Tensor = value["x"] if isinstance(value, dict) else value.x
+    return x
+
+
+class Unpacks(nn.Module):
+    """A linear layer of what it unpacks, packed again."""
+
+    def __init__(self, pack: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.pack = pack
+
+    def forward(self, value: Any) -> Any:
+        return self.pack(self.linear(unpacked(value)))
+
+
+class Appends(nn.Linear):
+    """Appends its loss to a list."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: Any) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        more["losses"].append(y.square().sum())
+        return y
 
 
 class Enclosing(nn.Module):

@@ -79,6 +79,23 @@ def parallelize(block: nn.Module, mesh: DeviceMesh, kind: str) -> None:
         parallelize_module(block, mesh, style)
 
 
+@on_ranks(2)
+def test_sums_over_tensor_parallel_ranks_have_the_dtype_of_reductions() -> None:
+    """FSDP2 adds the gradients of a norm in the dtype of compute (pytorch#190626)."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    parallelize_module(model, mesh["tp"], {"0": SequenceParallel()})
+    policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sw.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    own = 1.0 if mesh["tp"].get_local_rank() else 2**-9  # their sum has more bits than bfloat16
+    x = torch.randn(BATCH, 1, WIDTH, dtype=torch.bfloat16)
+    loss = model(DTensor.from_local(x, mesh["tp"], [Shard(1)])).to_local()[0].sum() * own
+    loss.backward()
+    bias = model.get_parameter("0.bias")
+    assert bias.grad is not None
+    assert torch.equal(full(bias.grad), torch.full((WIDTH,), 1 + 2**-9))
+
+
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("options", "kind"), covered_first(product(OPTIONS, ("tensor", "sequence")))

@@ -17,7 +17,7 @@ from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.initialize import innermost_unit
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import keeps_its_class, named_parameters
-from shardwise.runtime.attach import owner_of, put_sharded
+from shardwise.runtime.attach import owner_of, parameter_of, put_sharded
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
 from shardwise.tensor.sharding import Sharding, sharding_of
@@ -65,7 +65,7 @@ class Deferred(FSDPModule):
         if was_meta and not is_deferred(self):
             with torch.no_grad():
                 for name in was_meta:  # uninitialized memory differs between ranks
-                    parameter = self.get_parameter(name)
+                    parameter = parameter_of(self, name)
                     if not keeps_its_class(parameter):
                         parameter.zero_()
             self._shard_now()
@@ -86,7 +86,7 @@ class Deferred(FSDPModule):
         for inner in reversed(list(self.modules())):  # inner modules first
             first: dict[Sharding, nn.Parameter] = {}
             for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
-                parameter = first.setdefault(sharding, inner.get_parameter(name))
+                parameter = first.setdefault(sharding, parameter_of(inner, name))
                 sharding.attach_if_described(parameter)
                 owner_of(inner, name).put(parameter)  # ties again what `assign=True` has untied
             shard = inner.__dict__.pop(_SHARD, None)
@@ -105,7 +105,7 @@ def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Map
         for extent in layout.extents
     ]
     for unit, layout, extent in extents:
-        original = root.get_parameter(extent.parameter.name)
+        original = parameter_of(root, extent.parameter.name)
         sharding = sharding_of(original)
         if sharding is None:  # otherwise the parameter belongs to a unit inside ``root``
             sharding = sharding_for(unit, layout, extent, mesh, original)

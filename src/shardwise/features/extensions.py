@@ -30,7 +30,7 @@ from shardwise.comm.device import copy_
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.attach import put_sharded
+from shardwise.runtime.attach import parameter_of, put_sharded
 from shardwise.runtime.codecs import SlotCodec
 from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
@@ -143,7 +143,7 @@ class ExtensionCodec(SlotCodec):
 
     def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:  # noqa: ARG002
         """Replace a parameter of ``root`` by this rank's part of it, which keeps its class."""
-        original = root.get_parameter(sharding.name)
+        original = parameter_of(root, sharding.name)
         stored = stored_part_of(original, sharding)
         owners, sharded = put_sharded(root, original, sharding, stored)
         dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the first gather

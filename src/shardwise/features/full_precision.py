@@ -4,11 +4,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise._private import pytree
 from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.casting import cast_tensors
+from shardwise.runtime.nested import tensors_in
 
 __all__ = ["FullPrecision", "apply_precision"]
 
@@ -42,8 +42,7 @@ class FullPrecision:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        floating = [t.dtype for t in tensors if t.is_floating_point()]
+        floating = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
         dtype = next((p.dtype for p in module.parameters(recurse=False)), torch.float32)
         self._input_dtypes.append(floating[0] if floating else dtype)
         args, kwargs = cast_tensors((args, kwargs), dtype)

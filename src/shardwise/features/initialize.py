@@ -27,7 +27,7 @@ from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.features.checks import check_initialized, checksum
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
-from shardwise.runtime.attach import owner_of, replace_parameter
+from shardwise.runtime.attach import owner_of, parameter_of, replace_parameter
 from shardwise.runtime.memory import Pool
 from shardwise.tensor.operations import draws, written_tensors
 from shardwise.tensor.sharding import is_tensor_parallel, sharding_of
@@ -142,7 +142,7 @@ class Materializer:
         shards.
         """
         self.free_last_unit()
-        originals = {spec.name: self._root.get_parameter(spec.name) for spec in unit.parameters}
+        originals = {spec.name: parameter_of(self._root, spec.name) for spec in unit.parameters}
         parameters = {spec.name: self._allocate_parameter(spec.names) for spec in unit.parameters}
         buffers = self._allocate_buffers(unit)
         own = {id(parameter) for parameter in parameters.values()}
@@ -158,7 +158,7 @@ class Materializer:
         if left:
             raise _unfilled_error(self._root, left)
         for spec in unit.parameters:
-            self.checksums[spec.name] = checksum(self._root.get_parameter(spec.name))
+            self.checksums[spec.name] = checksum(parameter_of(self._root, spec.name))
             if is_tensor_parallel(original := originals[spec.name]):
                 self._divide(spec.names, original)
 
@@ -176,7 +176,7 @@ class Materializer:
         return [self._modules[place] for place in sorted(places)]
 
     def _allocate_parameter(self, names: Sequence[str]) -> Tensor:
-        original = self._root.get_parameter(names[0])
+        original = parameter_of(self._root, names[0])
         num_bytes = original.numel() * original.itemsize  # of all parts in tensor parallelism
         storage = self._pool.allocate(num_bytes)
         self._allocated.append(storage)
@@ -187,7 +187,7 @@ class Materializer:
     def _divide(self, names: Sequence[str], original: nn.Parameter) -> None:
         """Replace a whole parameter by this rank's part, as tensor parallelism divides it."""
         assert isinstance(original, DTensor)
-        whole = self._root.get_parameter(names[0])
+        whole = parameter_of(self._root, names[0])
         spec = original.device_mesh, original.placements
         part = distribute_tensor(whole.detach(), *spec, src_data_rank=None)  # sends nothing
         self._replace(names, whole, part)

@@ -229,6 +229,14 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             return getattr(wrapped, name)
 
+    @staticmethod
+    def _fqn_modifiers() -> dict[str, str]:
+        """Have `torch.distributed.checkpoint.state_dict` leave the wrapper out of names.
+
+        It does so for torch's own class, and for modules with this method.
+        """
+        return {"": WRAPPED}
+
     def __getitem__(self, key: int) -> Any:
         return self.module[key]  # type: ignore[index]
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.errors import UnsupportedError, WrapperError
+from shardwise.runtime.attach import current
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = ["check_as_fsdp2"]
@@ -49,9 +50,12 @@ def check_as_fsdp2(
 
 
 def _unsharded(module: object) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of ``module`` that are in no unit; none if it is not a module."""
+    """The parameters of ``module`` that are in no unit; none if it is not a module.
+
+    A unit outside of ``module`` may have one that is tied.
+    """
     named = module.named_parameters() if isinstance(module, nn.Module) else ()
-    return ((name, parameter) for name, parameter in named if sharding_of(parameter) is None)
+    return ((name, one) for name, one in named if sharding_of(current(one)) is None)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

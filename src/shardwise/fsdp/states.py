@@ -25,7 +25,11 @@ def materialize(
     device: torch.device | None,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one."""
+    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one.
+
+    Parameters that replace ``ignored`` ones are added to that set.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
     if param_init_fn is not None and not callable(param_init_fn):
         raise PlanError(f"Expected param_init_fn={param_init_fn!r} to be callable")
     for name, inner in list(module.named_modules()):
@@ -37,6 +41,7 @@ def materialize(
             _reset(name, inner, device or torch.get_default_device())
         if _meta_states(inner):
             raise PlanError(f"param_init_fn: left {name or 'the root'} on the meta device")
+    ignored.update(module.get_parameter(name) for name, before in named if before in ignored)
 
 
 def _reset(name: str, module: nn.Module, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ __all__ = [
     "current",
     "move_buffers",
     "owner_of",
+    "parameter_of",
     "parameters_of",
     "put_sharded",
     "replace_parameter",
@@ -93,11 +94,15 @@ def owner_of(root: nn.Module, name: str) -> ParameterOwner:
     return ParameterOwner(root.get_submodule(path), attribute)
 
 
+def parameter_of(root: nn.Module, name: str) -> nn.Parameter:
+    """The parameter ``name`` of ``root``, whose module may compute its attribute from it."""
+    return cast("nn.Parameter", owner_of(root, name).get())
+
+
 def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:
     """Return a parameter with ``payload``, the same object as ``original`` if possible."""
     parameter = nn.Parameter(payload, requires_grad=original.requires_grad)
-    own = parameter.__dict__
-    attributes = {key: value for key, value in original.__dict__.items() if key not in own}
+    attributes = {key: v for key, v in vars(original).items() if key not in vars(parameter)}
     original.grad = None
     # A plain tensor cannot become a DTensor, and a tensor with weak references cannot be swapped.
     with contextlib.suppress(RuntimeError, TypeError):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.api import SharedBuffer
 from shardwise.comm.device import copy_
 from shardwise.plan.layout import Layout
-from shardwise.runtime.attach import put_sharded
+from shardwise.runtime.attach import parameter_of, put_sharded
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
@@ -134,7 +134,7 @@ class RunCodec(SlotCodec):
         yield self.shard
 
     def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:
-        original = root.get_parameter(sharding.name)
+        original = parameter_of(root, sharding.name)
         local = self.shard[self._slices[position]].data
         with torch.no_grad():
             local.copy_(_own_part_of(original, sharding))  # a cast if the shard is a master

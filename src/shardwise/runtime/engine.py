@@ -20,7 +20,7 @@ from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
-from shardwise.runtime.attach import move_buffers, settings_of
+from shardwise.runtime.attach import move_buffers, parameter_of, settings_of
 from shardwise.runtime.casting import cast_tensors, move_tensors
 from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
@@ -248,7 +248,7 @@ class Runtime:
         fill(plan)  # after the memory that was used to lay out the flat buffers is free again
         for flat in flats:
             for position, extent in enumerate(flat.layout.extents):
-                original = root.get_parameter(extent.parameter.name)
+                original = parameter_of(root, extent.parameter.name)
                 sharding = sharding_for(plan, flat.layout, extent, mesh, original, of_unit)
                 flat.parameters.append(flat.codec.adopt(root, sharding, position))
         return Unit(plan, flats, settings)

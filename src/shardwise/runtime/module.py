@@ -19,6 +19,7 @@ from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.plan import Plan
 from shardwise.plan.units import named_parameters
 from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
+from shardwise.runtime.attach import parameter_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
@@ -189,7 +190,7 @@ class UnitModule(nn.Module):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, sharding in shardings.items():
                 if sharding is not None:
-                    parameter = self.get_parameter(name)
+                    parameter = parameter_of(self, name)
                     sharding.attach_if_described(parameter)
                     vars(parameter).update(attributes[name])  # a swap of tensors takes them away
         if root is not None and (converted or root.is_converted()):
@@ -400,10 +401,10 @@ def _unit_now(root: nn.Module, name: str) -> nn.Module:
 @contextlib.contextmanager
 def keeping_gradients(root: nn.Module) -> Iterator[None]:
     """Keep the gradients of ``root`` while it is sharded again."""
-    gradients = {name: p.grad for name, p in root.named_parameters() if sharding_of(p) is not None}
+    gradients = {name: p.grad for name, p in named_parameters(root) if sharding_of(p) is not None}
     yield
     for name, gradient in gradients.items():
-        parameter = root.get_parameter(name)
+        parameter = parameter_of(root, name)
         sharding = sharding_of(parameter)
         if sharding is None or not isinstance(gradient, DTensor):
             continue
@@ -419,10 +420,10 @@ def _hiding_unreduced_gradients(module: nn.Module) -> Iterator[None]:
     """Take gradients without elements from the parameters, which `Module._apply` would read."""
     hidden = {n: p.grad for n, p in named_parameters(module) if is_unreduced(p.grad)}
     for name in hidden:
-        module.get_parameter(name).grad = None
+        parameter_of(module, name).grad = None
     yield
     for name, gradient in hidden.items():
-        parameter = module.get_parameter(name)
+        parameter = parameter_of(module, name)
         if dtype_of_gradient(parameter) == gradient.dtype:  # else the next forward refuses it
             parameter.grad = gradient
 

@@ -395,7 +395,8 @@ class ChunkSharding(Sharding):
             for dim, placement in enumerate(spec.placements)
         )
         if dense.placements != wanted:
-            dense = dense.redistribute(spec.mesh, wanted)
+            reduce_dtype = getattr(torch, self.layout.cast.reduce_dtype)
+            dense = cast("DTensor", dense.to(reduce_dtype)).redistribute(spec.mesh, wanted)
         local = dense._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

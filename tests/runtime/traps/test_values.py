@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
+from shardwise import fsdp
 from tests.models import CASES, WIDTH, Block, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -60,6 +61,51 @@ def test_tied_parameters_count_once_in_norm_and_optimizer() -> None:
     wanted = sum(p.square().sum() for p in reference.parameters())
     assert isinstance(wanted, Tensor)
     assert_close(total.detach(), wanted.detach(), "sum of squares")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_modules_with_one_weight_may_be_units_of_their_own(drop_in: bool) -> None:
+    """FSDP2 once left the rows of the last rank as they were, and refuses such units now."""
+    shard = fsdp.fully_shard if drop_in else sw.fully_shard
+    reference: Any = build("gpt")
+    model = copy.deepcopy(reference)
+    for module in (model.embedding, *model.layers, model.head, model):
+        shard(module)
+    assert model.head.weight is model.embedding.weight
+    make_batch = CASES["gpt"].batch
+    assert_equal_steps(
+        model,
+        reference,
+        loss=lambda one, tokens: one(tokens),
+        batch=lambda: make_batch(BATCH),
+        make_optimizer=adamw,
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("meta", [False, True])
+def test_an_attribute_that_is_computed_from_its_parameter(meta: bool) -> None:
+    """As in layers whose weight is pruned or quantized when it is read."""
+    reference: Any = nn.Sequential(Masked(), Masked()).double()
+    with torch.device("meta" if meta else "cpu"):
+        model: Any = nn.Sequential(Masked(), Masked()).double()
+    for module in (*model, model):
+        sw.fully_shard(module, granularity="dim", on_different_values="warn")
+    model.to_empty(device="cpu")
+    with sw.gathered(model, write_back=True):
+        for name, value in nn.Module.named_parameters(reference):
+            dict(nn.Module.named_parameters(model))[name].data.copy_(value)
+    for one, other in zip(model.buffers(), reference.buffers(), strict=True):
+        one.copy_(other)
+    optimizers = [adamw(one.parameters()) for one in (model, reference)]
+    for _ in range(3):
+        batch = torch.randn(BATCH, WIDTH).double()
+        for one, part in ((model, own_part(batch)), (reference, batch)):
+            one(part).square().mean().backward()
+        step_all(optimizers)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(full(p.detach()), q.detach(), "weight")
 
 
 @on_ranks(1, 2, 4)
@@ -217,6 +263,19 @@ def test_methods_that_need_a_unit_say_so() -> None:
         assert_close(model.embed(tokens), reference.embed(tokens).detach(), "embed")
         assert_close(model.project(x).detach(), reference.project(x).detach(), "project")
     assert_equal_steps(model, reference, 1, loss=lambda m, x: m.encode(x).square().mean())
+
+
+class Masked(nn.Linear):
+    """Its attribute ``weight`` is the parameter times a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", (torch.rand(WIDTH, WIDTH) < 0.5).double())
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "weight" and "mask" in self._buffers:
+            return self._parameters["weight"] * self._buffers["mask"]  # type: ignore[operator]
+        return super().__getattribute__(name)
 
 
 class MixedTrainable(nn.Module):
