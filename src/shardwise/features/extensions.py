@@ -30,7 +30,7 @@ from shardwise.comm.device import copy_
 from shardwise.errors import PlanError
 from shardwise.plan.chunks import chunk_dim, chunk_shape
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.attach import parameter_of, put_sharded
+from shardwise.runtime.attach import put_sharded
 from shardwise.runtime.codecs import SlotCodec
 from shardwise.runtime.memory import Pool, aligned
 from shardwise.runtime.parameters import FSDPParameter
@@ -141,9 +141,14 @@ class ExtensionCodec(SlotCodec):
     def stored(self) -> Iterator[Tensor]:
         return (parameter.local for parameter in self._parameters)
 
-    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:  # noqa: ARG002
-        """Replace a parameter of ``root`` by this rank's part of it, which keeps its class."""
-        original = parameter_of(root, sharding.name)
+    def adopt(
+        self,
+        root: nn.Module,
+        original: nn.Parameter,
+        sharding: Sharding,
+        position: int,  # noqa: ARG002
+    ) -> FSDPParameter:
+        """Replace ``original`` by this rank's part of it, which keeps its class."""
         stored = stored_part_of(original, sharding)
         owners, sharded = put_sharded(root, original, sharding, stored)
         dense = nn.Parameter(torch.empty(0), requires_grad=False)  # until the first gather

@@ -77,21 +77,23 @@ class MixedPrecisionPolicy:
         if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep":
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
-        compute = kept if is_full else self._compute_dtype(parameter)
+        compute = kept if is_full else self.param_dtype or came
+        if self.param_dtype_override_fn is not None and not is_full:
+            compute = self._overridden_dtype(self.param_dtype_override_fn, parameter)
         reduce = self.reduce_dtype or (self.param_dtype and compute) or kept
         reduce = kept if reduce == "keep" else reduce
         keeps_sums = self.keep_low_precision_grads
-        chosen = getattr(parameter, "grad_dtype", came)
-        if chosen not in (None, came):  # by the user, as in `parameter.grad_dtype = torch.float32`
+        # By the user, as in `parameter.grad_dtype = torch.float32`.
+        if (chosen := getattr(parameter, "grad_dtype", came)) not in (None, came):
             reduce, keeps_sums = chosen, True
         if kept == compute == reduce:
             return kept, None
         return kept, Cast(*_named(compute), *_named(reduce), keeps_sums)
 
-    def _compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype that ``parameter`` has in forward."""
-        override = self.param_dtype_override_fn
-        chosen = None if override is None else override(cast("nn.Parameter", parameter))
+    def _overridden_dtype(
+        self, override: Callable[[nn.Parameter], torch.dtype | None], parameter: torch.Tensor
+    ) -> torch.dtype:
+        chosen = override(cast("nn.Parameter", parameter))
         if chosen not in (None, self.param_dtype, parameter.dtype):
             raise PlanError(
                 f"param_dtype_override_fn returned {chosen!r} for a parameter in "

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.api import SharedBuffer
 from shardwise.comm.device import copy_
 from shardwise.plan.layout import Layout
-from shardwise.runtime.attach import parameter_of, put_sharded
+from shardwise.runtime.attach import put_sharded
 from shardwise.runtime.buffers import ChunkedBuffer, FlatBuffer, flat_buffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.offload import HostOffloader
@@ -91,8 +91,10 @@ class SlotCodec(ABC):
         """The tensors of this rank's parameters."""
 
     @abstractmethod
-    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:
-        """Replace a parameter of ``root`` by this rank's part of it."""
+    def adopt(
+        self, root: nn.Module, original: nn.Parameter, sharding: Sharding, position: int
+    ) -> FSDPParameter:
+        """Replace ``original``, a parameter of ``root``, by this rank's part of it."""
 
     def note_changes(self) -> None:  # noqa: B027
         """The shard may have been changed since the last step."""
@@ -133,8 +135,9 @@ class RunCodec(SlotCodec):
     def stored(self) -> Iterator[Tensor]:
         yield self.shard
 
-    def adopt(self, root: nn.Module, sharding: Sharding, position: int) -> FSDPParameter:
-        original = parameter_of(root, sharding.name)
+    def adopt(
+        self, root: nn.Module, original: nn.Parameter, sharding: Sharding, position: int
+    ) -> FSDPParameter:
         local = self.shard[self._slices[position]].data
         with torch.no_grad():
             local.copy_(_own_part_of(original, sharding))  # a cast if the shard is a master

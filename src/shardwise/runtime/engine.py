@@ -250,7 +250,7 @@ class Runtime:
             for position, extent in enumerate(flat.layout.extents):
                 original = parameter_of(root, extent.parameter.name)
                 sharding = sharding_for(plan, flat.layout, extent, mesh, original, of_unit)
-                flat.parameters.append(flat.codec.adopt(root, sharding, position))
+                flat.parameters.append(flat.codec.adopt(root, original, sharding, position))
         return Unit(plan, flats, settings)
 
     def _listen(self, index: int, unit: Unit) -> None:
