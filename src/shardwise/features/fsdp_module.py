@@ -72,7 +72,7 @@ class FSDPModule(UnitModule):
         unit = handle_of(self)
         unit.runtime.scheduler.request(EventKind.FREE, unit.index)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """As in `torch.nn.Module`; the tensors are whole, or the shards of this rank.
 
         Raises:
