@@ -58,6 +58,17 @@ def test_adafactor_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+@on_ranks(2)
+def test_sharded_embeddings_keep_their_size(granularity: Any) -> None:
+    model = sw.fully_shard(llama(), units=LlamaDecoderLayer, granularity=granularity)
+    embeddings = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    assert model.resize_token_embeddings(size) is embeddings
+    with pytest.raises(sw.PlanError, match=rf"the {size} embeddings are sharded.*before fully_sh"):
+        model.resize_token_embeddings(size + 1)
+
+
 @pytest.mark.parametrize("option", ["bf16", "fp16"])
 @on_ranks(2)
 def test_units_compute_in_the_dtype_of_the_arguments(option: str, tmp_path: Path) -> None:
