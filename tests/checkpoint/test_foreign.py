@@ -59,6 +59,16 @@ def test_a_distributed_checkpoint_is_read_on_other_ranks(
     run_on(ranks, _read, tmp_path, "dcp", writer != "model alone")
 
 
+def test_an_optimizer_may_have_any_name(tmp_path: Path) -> None:
+    run_on(2, _write, "fsdp2", tmp_path, "adamw")
+    run_on(3, _read, tmp_path, "dcp", True, "adamw")
+    content = torch.load(tmp_path / "expected.pt")
+    shutil.rmtree(tmp_path / "checkpoint")
+    content["adamw"] = content.pop("optimizer")
+    torch.save(content, tmp_path / "checkpoint")
+    run_on(3, _read, tmp_path, "torch", True, "adamw")
+
+
 def test_each_rank_reads_only_its_own_bytes(tmp_path: Path) -> None:
     run_on(2, _write, "model alone", tmp_path)
     counts, whole = zip(*run_on(3, _read, tmp_path, "dcp", False), strict=True)
@@ -151,7 +161,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.125)
 
 
-def _write(writer: str, path: Path) -> None:
+def _write(writer: str, path: Path, name: str = "optim") -> None:
     model: nn.Module = Net()
     plain = copy.deepcopy(model)
     if writer == "fsdp1":
@@ -168,7 +178,7 @@ def _write(writer: str, path: Path) -> None:
     if rank() == 0:
         assert set(whole_weights) == set(plain.state_dict())
         torch.save({"model": whole_weights, "optimizer": whole_states}, path / "expected.pt")
-    state: dict[str, Any] = {"model": weights, "optim": states}
+    state: dict[str, Any] = {"model": weights, name: states}
     if writer == "flattened":
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         state = {
@@ -180,12 +190,12 @@ def _write(writer: str, path: Path) -> None:
     )
 
 
-def _read(path: Path, source: Any, with_optimizer: bool) -> tuple[int, int]:
+def _read(path: Path, source: Any, with_optimizer: bool, key: str = "optimizer") -> tuple[int, int]:
     torch.manual_seed(1)
     model = Net()
     sw.fully_shard(model, units=nn.Linear)
     optimizer = _optimizer(model)
-    given: dict[str, Any] = {"optimizer": optimizer} if with_optimizer else {}
+    given: dict[str, Any] = {key: optimizer} if with_optimizer else {}
     loaded = sw.load(path / "checkpoint", model=model, source=source, **given)
     expected = torch.load(path / "expected.pt")
     for name, tensor in model.state_dict().items():
@@ -201,6 +211,7 @@ def _compare(model: nn.Module, optimizer: torch.optim.Optimizer, expected: Any) 
         wanted = expected["state"].get(name, {})
         assert set(states) == set(wanted), name
         for key, value in states.items():
+            assert isinstance(value, DTensor) == (isinstance(parameter, DTensor) and key != "step")
             whole = value.full_tensor() if isinstance(value, DTensor) else full(value)
             assert torch.equal(whole, wanted[key]), f"{name} {key}"
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.01]

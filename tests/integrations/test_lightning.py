@@ -49,11 +49,18 @@ def test_fabric_has_the_losses_and_norms_of_ddp(tmp_path: Path) -> None:
 
 
 def test_runs_with_what_strategies_may_lose(tmp_path: Path) -> None:
-    """States of unused parameters, plugins, and optimizers that step inside `training_step`."""
+    """States of unused parameters, averages, plugins, optimizers that step in `training_step`."""
     torchrun(2, str(Path(__file__).with_name("lightning_runs.py")), str(tmp_path))
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert runs["ours"] == pytest.approx(runs["ddp"], rel=1e-5)
     assert runs["resumed"] == pytest.approx(runs["ours"][4:], rel=1e-5)
+    assert runs["from ddp"] == pytest.approx(runs["resumed"], rel=1e-5)
+    for name in ("average", "swa", "partial"):
+        for numbers, expected in zip(runs[name], runs[f"{name} ddp"], strict=True):
+            assert numbers == pytest.approx(expected, rel=1e-4)
+    _, before, after, average, loaded, epoch, others = runs["fabric"]
+    assert (after, loaded, epoch) == pytest.approx((before, average, 3), rel=1e-6)
+    assert others == pytest.approx(average, rel=1e-6)
     assert runs["plugin"][0] != pytest.approx(runs["ours"][0], rel=1e-2)
     assert runs["manual"] == pytest.approx(runs["manual ddp"], rel=1e-5)
     assert runs["manual replicas"] == pytest.approx(runs["manual ddp"], rel=1e-5)

@@ -58,6 +58,17 @@ def test_adafactor_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+@on_ranks(2)
+def test_sharded_embeddings_keep_their_size(granularity: Any) -> None:
+    model = sw.fully_shard(llama(), units=LlamaDecoderLayer, granularity=granularity)
+    embeddings = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    assert model.resize_token_embeddings(size) is embeddings
+    with pytest.raises(sw.PlanError, match=rf"the {size} embeddings are sharded.*before fully_sh"):
+        model.resize_token_embeddings(size + 1)
+
+
 @pytest.mark.parametrize("option", ["bf16", "fp16"])
 @on_ranks(2)
 def test_units_compute_in_the_dtype_of_the_arguments(option: str, tmp_path: Path) -> None:
@@ -148,3 +159,23 @@ def test_the_script_runs_under_torchrun_and_resumes_on_another_number_of_ranks(
     torchrun(2, str(SCRIPT), str(tmp_path))
     torchrun(1, str(SCRIPT), str(tmp_path), "--resume", str(tmp_path / "trainer" / "checkpoint-3"))
     assert len(json.loads((tmp_path / "shardwise.json").read_text())) > 8
+
+
+@on_ranks(2)
+def test_a_resume_continues_with_the_scale_of_the_gradients(tmp_path: Path) -> None:
+    """accelerate scales no losses on CPUs, so the test does."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
+
+    def trainer(init_scale: float) -> Any:
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=2, save_steps=1, disable_tqdm=True, report_to=[]
+        )
+        made = Trainer(model=llama(), args=arguments, train_dataset=rows, fully_shard={})
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale, growth_interval=1)
+        return made
+
+    with torchrun_environment():
+        trainer(init_scale=8.0).train()  # doubled in each step
+        resumed = trainer(init_scale=1024.0)
+        resumed.train(str(tmp_path / "checkpoint-1"))
+    assert resumed.accelerator.scaler.get_scale() == 32.0

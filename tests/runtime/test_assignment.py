@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -96,6 +97,25 @@ def assign_parameters(model: nn.Module, optimizer: Any) -> None:
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.detach() * 2))
     optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+@pytest.mark.parametrize("interface", ["fsdp", "zero2", "dim", "the drop-in's FSDP2"])
+@on_ranks(2)
+def test_shards_of_another_rank_are_refused(interface: str) -> None:
+    """The first rank alone has saved. FSDP2 loads its rows on all ranks."""
+    model = INTERFACES[interface](build("stack"))
+    torch.save(model.state_dict(), file := io.BytesIO())
+    dist.broadcast_object_list(box := [file.getvalue()])
+    saved = torch.load(io.BytesIO(box[0]), weights_only=True)
+    expected = [full(parameter.detach()) for parameter in model.parameters()]
+    if dist.get_rank() == 0:
+        model.load_state_dict(saved)
+    else:
+        message = r"has shard 0 of 2, and this rank stores shard 1\. .* sw\.save"
+        with pytest.raises(sw.CheckpointError, match=message):
+            model.load_state_dict(saved)
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(full(parameter.detach()), value)
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

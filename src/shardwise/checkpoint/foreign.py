@@ -38,6 +38,7 @@ from shardwise.errors import CheckpointDamaged, CheckpointError
 __all__ = ["open_foreign"]
 
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")  # names of the component; `load` uses the first
+_STATES = {"state", "param_groups", "other"}  # what the state dict of an optimizer contains
 _IS_OPTIMIZER = re.compile(rf"{_OPTIMIZERS[0]}(_\d+)?")  # the integrations number them
 
 
@@ -103,7 +104,7 @@ def _dcp_component(
     if () in keys:
         return OpenComponent("data", reader, whole)
     value = _with_lists(whole)
-    if _IS_OPTIMIZER.fullmatch(name) and isinstance(value, dict):
+    if _is_optimizer(value) or (_IS_OPTIMIZER.fullmatch(name) and isinstance(value, dict)):
         return _optimizer(reader, value)
     if len(specs) == len(keys):
         return OpenComponent("module", reader)
@@ -197,7 +198,7 @@ def _component_of(name: str, value: Any) -> OpenComponent:
     tensors: dict[str, Tensor] = {}
     encoded = tree.encode(value, tensors)
     reader = Reader(_Tensors(tensors))
-    if name == _OPTIMIZERS[0] and isinstance(value, dict):
+    if _is_optimizer(value) or (name == _OPTIMIZERS[0] and isinstance(value, dict)):
         return _optimizer(reader, encoded)
     return OpenComponent("object" if isinstance(value, dict) else "data", reader, encoded)
 
@@ -236,6 +237,11 @@ def _with_lists(nested: Any) -> Any:
     if inner and all(isinstance(key, int) for key in inner):
         return [inner[key] for key in sorted(inner)]
     return inner
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Whether ``value`` is the state dict of an optimizer, under whatever name."""
+    return isinstance(value, dict) and {"param_groups"} <= value.keys() <= _STATES
 
 
 def _optimizer(reader: Reader, states: Any) -> OpenComponent:

@@ -4,14 +4,15 @@ Prefetching follows the recorded order of the last pass, so FSDP2's prefetch hin
 ignored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.api import MemoryKind
-from shardwise.errors import PlanError
+from shardwise.errors import CheckpointError, PlanError
 from shardwise.features.collective_memory import use_memory
 from shardwise.plan.options import UnitSettings
 from shardwise.runtime.attach import settings_of
@@ -24,6 +25,7 @@ from shardwise.runtime.module import (
     units_in,
 )
 from shardwise.schedule.events import EventKind
+from shardwise.tensor.sharded_tensor import ShardedTensor
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
@@ -82,6 +84,15 @@ class FSDPModule(UnitModule):
         """Free this unit's gathered parameters, unless its forward or backward is running."""
         unit = handle_of(self)
         unit.runtime.scheduler.request(EventKind.FREE, unit.index)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As in `torch.nn.Module`; the tensors are whole, or the shards of this rank.
+
+        Raises:
+            CheckpointError: they are the shards of another rank.
+        """
+        _check_own_shards(self, state_dict)
+        return super().load_state_dict(state_dict, *args, **options)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether units are freed after forward and gathered again for backward.
@@ -305,6 +316,34 @@ def _check_not_reproducible(module: nn.Module, method: str) -> None:
             f"{handle.runtime.mesh.leaves} micro-batches of a step, and divides by their number; "
             "leave out the call, or reproducible=... of fully_shard"
         )
+
+
+def _check_own_shards(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if ``state`` has shards of another rank, as unpickled tensors do."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        (saved, size), (own, own_size) = map(_shard_of, (state.get(name), parameter))
+        if saved != own and size == own_size:
+            raise CheckpointError(
+                f"{name}: the state dict has shard {saved} of {size}, and this rank stores shard "
+                f"{own}. torch.save(model.state_dict()) writes the shards of one rank; save with "
+                "sw.save or torch.distributed.checkpoint, which write those of all ranks, or "
+                "inside `with sw.gathered(model):`; or read the file that this rank has written"
+            )
+
+
+def _shard_of(tensor: Any) -> tuple[int, int]:
+    """The number of the shard that the local tensor is, and of how many."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.sharding.mesh.rank, tensor.sharding.mesh.size
+    number, size = 0, 1
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        place = mesh.get_coordinate() or ()  # of the rank that has made the mesh
+        for dim, (placement, index) in enumerate(zip(tensor.placements, place, strict=False)):
+            if not placement.is_replicate():
+                number = number * mesh.size(dim) + index
+                size *= mesh.size(dim)
+    return number, size
 
 
 def _settings_in(module: nn.Module, recurse: bool) -> list[UnitSettings]:

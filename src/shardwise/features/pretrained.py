@@ -1,6 +1,6 @@
 """``save_pretrained`` and ``generate`` of transformers and peft for sharded models.
 
-Every rank must call them.
+Every rank must call them. ``resize_token_embeddings`` is refused.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import CheckpointError, RanksDiverged, StepError
+from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.joined_ranks import JoinedRanks
 from shardwise.runtime.module import MethodWrappers, as_forward, handle_of
@@ -224,4 +224,31 @@ def _raising_together(mesh: DataParallelMesh, directory: str | os.PathLike[str])
         raise CheckpointError(f"save_pretrained({os.fspath(directory)!r}) failed on the first rank")
 
 
-_WRAPPERS = {"save_pretrained": _saving_whole_tensors, "generate": _gathering_the_root}
+# -- resize_token_embeddings -----------------------------------------------------------------------
+
+
+def _refusing_another_size(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``plain`` so that it only returns the embeddings, as it does if the size is theirs."""
+
+    @functools.wraps(plain)
+    def resize_token_embeddings(
+        self: nn.Module, new_num_tokens: int | None = None, *args: Any, **options: Any
+    ) -> Any:
+        model: Any = self
+        size: int = model.get_input_embeddings().weight.shape[0]
+        multiple = args[0] if args else options.get("pad_to_multiple_of")
+        if new_num_tokens not in (None, size) or (multiple and size % multiple):
+            raise PlanError(
+                f"resize_token_embeddings({new_num_tokens}): the {size} embeddings are sharded; "
+                "call it before fully_shard, and before the trainer is built that shards the model"
+            )
+        return plain(self, new_num_tokens, *args, **options)
+
+    return resize_token_embeddings
+
+
+_WRAPPERS = {
+    "save_pretrained": _saving_whole_tensors,
+    "generate": _gathering_the_root,
+    "resize_token_embeddings": _refusing_another_size,
+}

@@ -41,6 +41,7 @@ from shardwise.integrations.state import (
     load_full_state_dict,
     load_optimizers,
     save_optimizers,
+    sharded_states,
 )
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.join import join
@@ -324,12 +325,7 @@ def _switch_parameters(
             )
         for parameter in early:
             state, own = states.pop(parameter), parameters[names[id(parameter)]]
-            states[own] = {
-                key: torch.empty_like(own, dtype=value.dtype).copy_(value)
-                if isinstance(value, Tensor) and value.shape == own.shape and key != "step"
-                else value
-                for key, value in state.items()
-            }
+            states[own] = sharded_states(own, state)
         for group in optimizer.param_groups:
             group["params"] = [
                 parameters[names[id(p)]] if id(p) in names else p for p in group["params"]

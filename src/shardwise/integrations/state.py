@@ -5,16 +5,28 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.collect import named_states
 from shardwise.checkpoint.load import load_values
 from shardwise.checkpoint.matching import Selection
+from shardwise.errors import CheckpointError
 
-__all__ = ["full_state_dict", "load_full_state_dict", "load_optimizers", "save_optimizers"]
+__all__ = [
+    "full_state_dict",
+    "load_full_state_dict",
+    "load_full_states",
+    "load_model",
+    "load_optimizer",
+    "load_optimizers",
+    "save_optimizers",
+    "sharded_states",
+]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -74,6 +86,61 @@ def load_optimizers(
         CheckpointError: they are not those of these optimizers.
     """
     load_values(directory, _numbered(optimizers), model, Selection(), "dcp")
+
+
+def sharded_states(parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, Any]:
+    """``states`` of the whole parameter as those of the sharded ``parameter``."""
+    return {
+        key: torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+        else value
+        for key, value in states.items()
+    }
+
+
+def load_full_states(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the ``state_dict()`` of an optimizer of the same parameters that are not sharded.
+
+    Raises:
+        CheckpointError: it has another number of parameters.
+    """
+    parameters, keys = (
+        [one for group in groups for one in group["params"]]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if len(parameters) != len(keys):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has {len(parameters)} parameters, and the checkpoint has "
+            f"states for {len(keys)}; build the optimizer from the same parameters"
+        )
+    found = state["state"]
+    with torch.no_grad():
+        states = {
+            key: sharded_states(parameter, found[key])
+            for key, parameter in zip(keys, parameters, strict=True)
+            if key in found
+        }
+    optimizer.load_state_dict({**state, "state": states})
+
+
+def load_optimizer(
+    directory: str | os.PathLike[str], name: str, model: nn.Module, optimizer: Optimizer
+) -> None:
+    """Read the states of ``optimizer``, of `named_states`, that were saved under ``name``."""
+    load_values(directory, {name: optimizer}, model, Selection(), "dcp")
+
+
+def load_model(
+    directory: str | os.PathLike[str], name: str, model: nn.Module, *, strict: bool
+) -> None:
+    """Read the state dict of ``model`` that torch's DCP has saved under ``name``.
+
+    Unless ``strict``, tensors that are not in ``directory`` keep their values.
+    """
+    state = get_model_state_dict(model)
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    state_dict_loader.load({name: state}, checkpoint_id=directory, planner=planner)
+    model.load_state_dict(state, strict=strict)
 
 
 def _numbered(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:

@@ -23,7 +23,7 @@ PackageMissing.check("transformers", extra="hf", needed_for=__name__)
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
@@ -107,7 +107,7 @@ class ShardedTrainer(UnevenBatches):
         """Write the model to ``output_dir``; every rank must call this.
 
         If ``output_dir`` is the directory of a checkpoint, also write the states of the optimizer,
-        the schedule and the random generators.
+        the schedule, the gradient scaler and the random generators.
         """
         trainer: Any = self
         directory = Path(output_dir or trainer.args.output_dir)
@@ -127,6 +127,9 @@ class ShardedTrainer(UnevenBatches):
             save_optimizers(directory / _OPTIMIZER, trainer.model, [trainer.optimizer])
             if trainer.args.should_save:
                 torch.save(trainer.lr_scheduler.state_dict(), directory / _SCHEDULER)
+                scaler = trainer.accelerator.scaler
+                if scaler is not None:  # the Trainer itself reads it
+                    torch.save(scaler.state_dict(), directory / SCALER_NAME)
             trainer._save_rng_state(str(directory))
 
 
