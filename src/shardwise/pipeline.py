@@ -216,7 +216,7 @@ def _all_reach(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Any]) 
     ends = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn
         for output in outputs
-        if isinstance(output, GradientEdge) or output.requires_grad
+        if isinstance(output, GradientEdge) or (isinstance(output, Tensor) and output.requires_grad)
     ]
     return all(
         any(id(getattr(node, "variable", None)) in leaves for node in _nodes(end)) for end in ends

@@ -81,4 +81,4 @@ def test_a_tower_that_is_divided_into_units_is_named_with_the_way_out() -> None:
     text = str(caught.value)
     assert "rank 0 entered model.vision_tower.encoder.layers.0" in text
     assert "such as a vision tower" in text
-    assert text.endswith("leave them out of units=")
+    assert text.endswith("none of their blocks may be a unit.")

@@ -294,6 +294,44 @@ def compare(strategy: str, events: Sequence[Event], delay: str, path: Path) -> L
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_was_accumulated_is_reduced_after_an_exception(where: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net().double()
+    alone = Loop(copy.deepcopy(net), tmp_path)
+    sharded = Loop(sw.fully_shard(net, units=Block), tmp_path)
+    for loop in (alone, sharded):
+        loop.backward()
+        with loop.failing(where):
+            loop.backward()
+        loop.backward()
+    sharded.model.set_requires_gradient_sync(True)
+    handle = sharded.model.finalize_backward(async_op=True)
+    handle.wait()
+    for (name, p), q in zip(
+        sharded.model.named_parameters(), alone.model.parameters(), strict=True
+    ):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(full(p.grad), q.grad, rtol=0, atol=1e-12)
+    assert sharded.model.finalize_backward() is None  # nothing is left
+
+
+@on_ranks(2)
+def test_gradients_are_not_reduced_where_ranks_may_differ(tmp_path: Path) -> None:
+    loop = Loop(sw.fully_shard(Net().double(), units=Block), tmp_path)
+    loop.backward()
+    loop.model.set_requires_gradient_sync(True)
+    with sw.gathered(loop.model), pytest.raises(StepError, match="cannot be reduced in"):
+        loop.model.finalize_backward()
+    with pytest.raises(PlanError, match=r"blocks\.0 is a unit inside a sharded model"):
+        loop.model.blocks[0].finalize_backward()
+    loop.model.finalize_backward()
+    with torch.device("meta"):
+        assert sw.fully_shard(nn.Linear(2, 2)).finalize_backward() is None
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("event", "strategy"),
     covered_first(product(EVENTS, STRATEGIES)),

@@ -142,6 +142,28 @@ def test_a_parameter_may_compute_in_its_own_dtype(strategy: str) -> None:
         assert error <= tolerance * expected.norm(), name
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_the_dtypes_of_parameters_are_chosen_once(granularity: Any) -> None:
+    """The function knows parameters by identity, and blocks have 16-bit parameters and masters."""
+    model: Any = nn.Sequential(Affine(), Affine()).bfloat16()
+    kept = {id(model[0].bias), id(model[1].weight)}
+    policy = sw.MixedPrecisionPolicy(
+        param_dtype=torch.float16,
+        param_dtype_override_fn=lambda p: p.dtype if id(p) in kept else None,
+    )
+    for module in (*model, model):
+        sw.fully_shard(module, mp_policy=policy, granularity=granularity)
+    with torch.no_grad():
+        for affine in model:
+            affine.unshard()
+            affine.seen = [affine.weight.dtype, affine.bias.dtype]
+            affine.reshard()
+    assert model[0].seen == [torch.float16, torch.bfloat16]
+    assert model[1].seen == [torch.bfloat16, torch.float16]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 @on_ranks(1)
 def test_a_parameter_may_not_compute_in_a_third_dtype() -> None:
     policy = sw.MixedPrecisionPolicy(

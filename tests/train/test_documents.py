@@ -315,6 +315,22 @@ def test_texts_among_conversations_are_cut_and_not_truncated(tmp_path: Path) -> 
     assert not list(corpus.truncations(1000))
 
 
+def test_an_empty_conversation_at_the_end_is_no_window(tmp_path: Path) -> None:
+    for name, tokens, ends in (("a", 20, [20, 20]), ("b", 0, [0])):
+        np.zeros(tokens, np.uint16).tofile(_made(tmp_path / name) / "tokens.bin")
+        np.zeros(tokens, bool).tofile(tmp_path / name / "counted.bin")
+        np.array(ends, np.int64).tofile(tmp_path / name / "ends.bin")
+        facts = {"dtype": "uint16", "digest": 0, "has_answers": True}
+        (tmp_path / name / "facts.json").write_text(json.dumps(facts))
+    assert Documents(tmp_path / "a").windows(context=8).tolist() == [[0, 9]]
+    assert Documents(tmp_path / "b").windows(context=8).tolist() == [[0, 0]]
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 def test_a_vocabulary_has_all_bytes() -> None:
     assert Subwords.train(TEXTS, 259).vocabulary == 259
     with pytest.raises(ConfigError, match=r"tokenizer\.vocabulary=258: expected at least 259"):

@@ -1,12 +1,14 @@
 """Reading a configuration from a file and overrides, and writing it."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, read_config, to_toml
+from shardwise.train.config import Config, changed_config, read_config, to_toml
+from shardwise.train.planned import toml_of
 
 
 @pytest.fixture
@@ -14,6 +16,16 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text("[train]\nsteps = 100\nwarmup_share = 0.2\n", encoding="utf-8")
     return path
+
+
+def test_a_learning_rate_that_was_set_stays_set_in_other_files() -> None:
+    """A run that loads weights refuses the default, but not the same value in its file."""
+    for values in ({}, {"lr": 4e-3}):
+        config = changed_config(Config.model_validate({"train": values}), {"run": {"name": "x"}})
+        assert ("lr" in config.train.model_fields_set) == bool(values)
+        assert tomllib.loads(toml_of(config)) == {"run": {"name": "x"}} | (
+            {"train": values} if values else {}
+        )
 
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:

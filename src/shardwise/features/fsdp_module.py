@@ -148,22 +148,24 @@ class FSDPModule(UnitModule):
             settings.all_reduce_grads = requires_all_reduce
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what micro-batches have added up, as the next backward would. All ranks call this.
+        """Reduce the gradients that micro-batches have added up. All ranks must call this.
 
-        Nothing is reduced while `set_requires_gradient_sync` is False. As in FSDP2 since PyTorch
-        2.15, but `set_manual_backward_finalization` is not needed.
+        Gradients are not reduced while `set_requires_gradient_sync` or, over the outer axis of a
+        2-D mesh, `set_requires_all_reduce` is False. As in FSDP2 since PyTorch 2.15, but
+        `set_manual_backward_finalization` is not needed.
 
         Args:
             async_op: return a handle.
 
         Raises:
             PlanError: this is a unit inside a sharded model, or the model is ``reproducible``.
+            StepError: in a forward, a backward, `sw.gathered` or `sw.join`.
         """
         _check_not_reproducible(self, "finalize_backward")
-        runtime_of_root(self)
-        for runtime in runtimes_in(self):
-            if runtime.scheduler.has_accumulated:
-                runtime.scheduler.finish_accumulation()
+        if HANDLE in vars(self):  # else it is on the meta device
+            runtime_of_root(self)
+            for runtime in runtimes_in(self):
+                runtime.scheduler.end_accumulation()
         return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:

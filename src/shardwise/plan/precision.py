@@ -13,6 +13,7 @@ from shardwise.plan.layout import Cast
 __all__ = ["DEFAULT_PRECISION", "LOW_DTYPES", "MixedPrecisionPolicy", "as_precision_policy"]
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
+_OVERRIDDEN = "_shardwise_compute_dtype"  # attribute of a parameter: what the override returned
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of gathered parameters, and so of gathers and compute. None keeps the
             dtype of each parameter.
-        reduce_dtype: dtype of gradients while they are reduced. None is ``param_dtype`` if that is
-            given, and the dtype of the shards otherwise; ``"keep"`` is always the dtype of the
-            shards. A parameter whose ``grad_dtype`` was set uses that one, and its gradients keep
-            it.
+        reduce_dtype: dtype of gradients while they are reduced. None is the dtype of compute if
+            ``param_dtype`` is given, and that of the shards otherwise; ``"keep"`` is always that of
+            the shards. A parameter whose ``grad_dtype`` was set uses that one, and its gradients
+            keep it.
         output_dtype: dtype to cast the outputs of the model to. None leaves them.
         cast_forward_inputs: cast the floating-point inputs of each unit to ``param_dtype``.
         buffer_dtype: dtype to cast floating-point buffers to, once. None leaves them.
@@ -93,13 +94,19 @@ class MixedPrecisionPolicy:
     def _overridden_dtype(
         self, override: Callable[[nn.Parameter], torch.dtype | None], parameter: torch.Tensor
     ) -> torch.dtype:
-        chosen = override(cast("nn.Parameter", parameter))
-        if chosen not in (None, self.param_dtype, parameter.dtype):
-            raise PlanError(
-                f"param_dtype_override_fn returned {chosen!r} for a parameter in "
-                f"{parameter.dtype}: expected this dtype, or None for {self.param_dtype}"
-            )
-        return chosen or self.param_dtype or parameter.dtype
+        # Once: when the model around a unit is sharded, the parameter is another object, perhaps in
+        # another dtype. It has the attributes of the first one.
+        own = vars(parameter)
+        if _OVERRIDDEN not in own:
+            chosen = override(cast("nn.Parameter", parameter))
+            if chosen not in (None, self.param_dtype, parameter.dtype):
+                raise PlanError(
+                    f"param_dtype_override_fn returned {chosen!r} for a parameter in "
+                    f"{parameter.dtype}: expected this dtype, or None for {self.param_dtype}"
+                )
+            own[_OVERRIDDEN] = chosen or self.param_dtype or parameter.dtype
+        dtype: torch.dtype = own[_OVERRIDDEN]
+        return dtype
 
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()

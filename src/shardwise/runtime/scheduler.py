@@ -375,7 +375,7 @@ class Scheduler:
 
     def finish_accumulation(self, *, agrees: bool = False) -> None:
         """Reduce accumulated gradients as the end of a backward would, and free all units."""
-        with self.guarded():
+        with self.guarded(), torch.no_grad():  # as hooks run in a backward
             self.drop_replaced_gradients()
             if self.sequencer.has_unreduced_gradients:
                 self.finish_backward(hooks.NO_TASK, agrees=agrees)
@@ -401,6 +401,19 @@ class Scheduler:
         # The gradients would otherwise be inference tensors, to which nothing can be added.
         with self.reducing(in_row=True, in_column=True), torch.inference_mode(mode=False):
             self.finish_accumulation(agrees=True)
+
+    def end_accumulation(self) -> None:
+        """Reduce accumulated gradients as the settings say. All ranks must call this.
+
+        Raises:
+            StepError: in a forward, a backward, `gathered` or `sw.join`, or while the model sleeps.
+        """
+        self.check_idle("gradients cannot be reduced in a forward, a backward or sw.gathered")
+        self.check_awake()
+        if self.has_accumulated:
+            self.recover()
+            with torch.inference_mode(mode=False):
+                self.finish_accumulation(agrees=True)
 
     @contextlib.contextmanager
     def reducing(self, *, in_row: bool, in_column: bool) -> Iterator[None]:

@@ -390,7 +390,9 @@ def read_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
 
 def changed_config(base: Config, changes: Mapping[str, dict[str, Any]]) -> Config:
     """Return ``base`` with other values, by section and key; a ConfigError if they are invalid."""
-    values = {name: keys | changes.get(name, {}) for name, keys in base.model_dump().items()}
+    given = base.model_dump(exclude_unset=True)  # so that the others remain defaults
+    names = {*given, *changes}
+    values = {name: given.get(name, {}) | changes.get(name, {}) for name in names}
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -391,7 +391,8 @@ class Documents:
                 cuts = range(start, stop - 1, context)
                 windows += [(cut, cut + context + 1) for cut in cuts[:-1]]
                 start = cuts[-1]
-        windows.append((start, min(stop, start + context + 1)))
+        if stop > start or not windows:  # else the last documents are empty
+            windows.append((start, min(stop, start + context + 1)))
         return np.array(windows, np.int64)
 
     def truncated(self, context: int) -> Truncated:

@@ -101,7 +101,10 @@ def config_of(configuration: Configuration, base: Config) -> Config:
 
 def toml_of(config: Config) -> str:
     """Return ``config`` as TOML, without keys that have their defaults."""
-    return tomli_w.dumps(config.model_dump(exclude_defaults=True))
+    document = config.model_dump(exclude_defaults=True)
+    if "lr" in config.train.model_fields_set:  # a run that loads weights needs it
+        document.setdefault("train", {})["lr"] = config.train.lr
+    return tomli_w.dumps(document)
 
 
 def _changed(configuration: Configuration, base: Config) -> Config:
