@@ -8,6 +8,7 @@ of `send` and `recv` are independent of them, and of messages with another rank 
 # The stubs of torch list overloads that torch does not call on a group in Python.
 # mypy: disable-error-code="override, assignment"
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -54,6 +55,7 @@ class HostGroup(dist.ProcessGroup):
         self._rank, self._ranks = rank, range(size)
         self._others = [other for other in self._ranks if other != rank]
         self._name = ""
+        self._is_made = False  # torch knows the group
         self._transport = PointToPoint(store, rank, size, timeout)
         self.lanes = Lanes()
         self._numbers = itertools.count()
@@ -71,7 +73,12 @@ class HostGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        # None while torch makes the group: to one with devices, 2.15 would attach its flight
+        # recorder, which groups in Python cannot have.
+        if not self._is_made:
+            with contextlib.suppress(ValueError):
+                self._is_made = bool(dist.get_backend(self))
+        return [_CPU] if self._is_made else []
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for ``device``: this object, which has no other one inside."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.collect import named_states
 from shardwise.checkpoint.load import load_values
 from shardwise.checkpoint.matching import Selection
+from shardwise.checkpoint.unpickling import DataReader
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -139,7 +140,8 @@ def load_model(
     """
     state = get_model_state_dict(model)
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
-    state_dict_loader.load({name: state}, checkpoint_id=directory, planner=planner)
+    reader = DataReader(directory)
+    state_dict_loader.load({name: state}, storage_reader=reader, planner=planner)
     model.load_state_dict(state, strict=strict)
 
 

@@ -45,11 +45,12 @@ def check(config: Config) -> None:
     check_combinations(config)
     source = source_of(config)
     if isinstance(source, HuggingFace):
-        source.check_weights()
+        source.check_learning_rate()  # before documents are tokenized
     corpus = open_corpus(config)
     corpus.check_length(config.model.context)
     plan_of_rank(config)
     if isinstance(source, HuggingFace):
+        source.check_weights()
         source.check_tokenizer(corpus.tokenizer)
 
 

@@ -71,7 +71,6 @@ class HuggingFace:
                     f"{key} has quantized weights, which cannot be trained; use weights that are "
                     f"not, {advice}"
                 )
-            self._check_learning_rate()
             return
         others = [file.name for form in _OTHER_WEIGHTS for file in self.directory.glob(form)]
         if others:
@@ -85,10 +84,10 @@ class HuggingFace:
                 f"adapt; add them, {advice}"
             )
 
-    def _check_learning_rate(self) -> None:
+    def check_learning_rate(self) -> None:
         """Raise a ConfigError if weights would be trained with the default for random values."""
         train = self.config.train
-        if "lr" not in train.model_fields_set:
+        if self.has_weights and "lr" not in train.model_fields_set:
             usual = "2e-4 for adapters" if self.config.model.lora_rank else "2e-5"
             raise ConfigError(
                 f"train.lr is not set, and its default, {train.lr:g}, is for training from random "
