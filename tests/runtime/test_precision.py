@@ -1,6 +1,8 @@
 """Mixed precision: where values are cast, and that nothing else changes."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.plan.strategy import PRESETS
+from shardwise.runtime.casting import cast_tensors
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_close, full, options_of, own_part
@@ -477,3 +480,16 @@ def test_a_model_computes_in_the_dtype_that_its_masters_are_converted_to(
     kept = sw.MixedPrecisionPolicy(param_dtype=before)
     embedding = sw.fully_shard(nn.Embedding(4, 4), mp_policy=kept)
     assert embedding.float()(ids).dtype == before, "the policy decides"
+
+
+def test_a_cast_keeps_nothing_alive() -> None:
+    """Not until the garbage collector runs: an activation would be held for as long."""
+    inputs = [torch.randn(4), {"y": [torch.randn(4)]}]
+    kept = weakref.ref(inputs[0])
+    gc.disable()
+    try:
+        cast_tensors(inputs, torch.float64)
+        del inputs
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -32,7 +32,10 @@ def _with_changed(value: Any, change: Callable[[Tensor], Tensor], done: dict[int
     """``value``, or a copy with changed tensors. ``done`` has the results for objects, by id."""
     if isinstance(value, Tensor):
         return change(value)
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    # The function must not refer to ``value``: torch leaves it in a cycle of references, which
+    # would keep tensors alive until the garbage collector runs.
+    own = id(value)
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
     if any(part is value for part in parts):  # no container that torch knows
         if id(value) not in done:
             done[id(value)] = value  # it may contain itself
