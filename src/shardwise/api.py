@@ -56,7 +56,7 @@ from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.runtime.attach import restore_ties
+from shardwise.runtime.attach import parameter_of, restore_ties
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
@@ -320,7 +320,7 @@ class ShardingRequest:
         names = _names_of(module, self.ignored_params)
 
         def shard() -> None:
-            ignored = [module.get_parameter(name) for name in names]  # `to_empty` made new ones
+            ignored = [parameter_of(module, name) for name in names]  # `to_empty` made new ones
             replace(self, ignored_params=ignored).apply(module)
 
         defer(module, shard, plan, self.mesh)

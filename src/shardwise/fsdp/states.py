@@ -12,6 +12,7 @@ from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.names import clean_name
 from shardwise.plan.precision import MixedPrecisionPolicy
+from shardwise.runtime.attach import parameter_of
 from shardwise.runtime.engine import HANDLE
 from shardwise.runtime.module import handle_of, keeping_gradients
 
@@ -41,7 +42,7 @@ def materialize(
             _reset(name, inner, device or torch.get_default_device())
         if _meta_states(inner):
             raise PlanError(f"param_init_fn: left {name or 'the root'} on the meta device")
-    ignored.update(module.get_parameter(name) for name, before in named if before in ignored)
+    ignored.update(parameter_of(module, name) for name, before in named if before in ignored)
 
 
 def _reset(name: str, module: nn.Module, device: torch.device) -> None:

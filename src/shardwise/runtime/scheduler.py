@@ -397,10 +397,8 @@ class Scheduler:
             return
         if self.leaves is not None:
             self.leaves.refuse_conversion()
-        self.recover()
-        # The gradients would otherwise be inference tensors, to which nothing can be added.
-        with self.reducing(in_row=True, in_column=True), torch.inference_mode(mode=False):
-            self.finish_accumulation(agrees=True)
+        with self.reducing(in_row=True, in_column=True):
+            self._reduce_between_steps()
 
     def end_accumulation(self) -> None:
         """Reduce accumulated gradients as the settings say. All ranks must call this.
@@ -411,9 +409,13 @@ class Scheduler:
         self.check_idle("gradients cannot be reduced in a forward, a backward or sw.gathered")
         self.check_awake()
         if self.has_accumulated:
-            self.recover()
-            with torch.inference_mode(mode=False):
-                self.finish_accumulation(agrees=True)
+            self._reduce_between_steps()
+
+    def _reduce_between_steps(self) -> None:
+        self.recover()
+        # The gradients would otherwise be inference tensors, to which nothing can be added.
+        with torch.inference_mode(mode=False):
+            self.finish_accumulation(agrees=True)
 
     @contextlib.contextmanager
     def reducing(self, *, in_row: bool, in_column: bool) -> Iterator[None]:

@@ -399,10 +399,12 @@ class Documents:
         """What `windows` leaves out."""
         if not self.facts["has_answers"]:
             return Truncated(0, 0.0)
+        sizes = np.diff(self.ends, prepend=0)
+        longer = np.flatnonzero(sizes > context + 1)
         lost = [
             size - (context + 1)
-            for size, end in zip(np.diff(self.ends, prepend=0), self.ends, strict=True)
-            if size > context + 1 and not self._is_text(end - size, end)
+            for size, end in zip(sizes[longer].tolist(), self.ends[longer].tolist(), strict=True)
+            if not self._is_text(end - size, end)
         ]
         return Truncated(len(lost), sum(lost) / len(self))
 
