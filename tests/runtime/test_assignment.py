@@ -1,6 +1,7 @@
 """Assigning to parameters and gradients between steps, as programs for plain tensors do."""
 
 import copy
+import functools
 import io
 import itertools
 import weakref
@@ -11,15 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.fsdp import FullyShardedDataParallel, fully_shard
 from shardwise.fsdp.wrap import ModuleWrapPolicy
+from shardwise.tensor.sharded_tensor import ShardedTensor
 from shardwise.tensor.sharding import local_of
 from tests.models import WIDTH, Block, build
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import BATCH, assert_equal_models, full, own_part
 
 
@@ -116,6 +119,105 @@ def test_shards_of_another_rank_are_refused(interface: str) -> None:
             model.load_state_dict(saved)
     for parameter, value in zip(model.parameters(), expected, strict=True):
         assert torch.equal(full(parameter.detach()), value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "ddp", "granularity": "dim"},
+        {"strategy": "ddp", "in_mesh": True},
+        {"strategy": "hsdp", "sharding_factor": 2},
+        {"strategy": "hsdp", "in_mesh": True},
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_ranks_load_what_another_rank_with_the_same_shards_has_saved(
+    options: dict[str, Any],
+) -> None:
+    """The ranks of one replica save, as in programs for DDP; all of them train as one would."""
+    options = dict(options)
+    if options.pop("in_mesh", False):
+        is_flat = options["strategy"] == "ddp"
+        options["mesh"] = init_device_mesh("cpu", (4,) if is_flat else (2, 2))
+    num_shards = 1 if options["strategy"] == "ddp" else 2
+
+    def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        sw.fully_shard(model, units="auto", **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer)
+        return model, optimizer
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(3, WIDTH, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = trained(build("stack"))
+    torch.save((model.state_dict(), optimizer.state_dict()), file := io.BytesIO())
+    files: list[bytes] = [b""] * 4
+    dist.all_gather_object(files, file.getvalue())
+    saved = torch.load(io.BytesIO(files[dist.get_rank() % num_shards]), weights_only=True)
+    train_step(model, optimizer)
+
+    other, its_optimizer = trained(build("stack", seed=7))
+    other.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    state = its_optimizer.state_dict()["state"][0]["exp_avg"]
+    if isinstance(state, ShardedTensor):
+        assert state.sharding.mesh.group_rank == dist.get_rank()
+    train_step(other, its_optimizer)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(one.detach()), full(two.detach()))
+        first, second = (x.state[p]["exp_avg"] for x, p in ((optimizer, one), (its_optimizer, two)))
+        assert torch.equal(full(first), full(second))
+
+
+def saved_file(**options: Any) -> bytes:
+    model = sw.fully_shard(build("stack"), units="auto", **options)
+    torch.save(model.state_dict(), file := io.BytesIO())
+    return file.getvalue()
+
+
+def load_on_rank(file: bytes, strategy: str) -> None:
+    model = sw.fully_shard(build("stack", seed=7), units="auto", strategy=strategy)
+    model.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+    assert_equal_models(model, build("stack"), 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_whole_model_that_a_rank_has_saved_is_loaded_anywhere(num_ranks: int) -> None:
+    file = run_on(num_ranks, functools.partial(saved_file, strategy="ddp"))[0]
+    plain = build("stack", seed=7)
+    plain.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+    assert_equal_models(plain, build("stack"), 0)
+    for num_others, strategy in ((4, "ddp"), (4, "fsdp"), (1, "fsdp")):
+        run_on(num_others, load_on_rank, file, strategy)
+
+
+def test_a_shard_without_its_ranks_is_refused() -> None:
+    file = run_on(2, saved_file)[1]
+    with pytest.raises(ShardedTensorError, match=r"has shard 1 of 2, .* sw\.save"):
+        torch.load(io.BytesIO(file), weights_only=False)
+
+
+@on_ranks(2)
+def test_optimizer_states_of_another_rank_are_refused_by_the_step() -> None:
+    model = sw.fully_shard(build("stack"), units="auto")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    dist.broadcast_object_list(box := [file.getvalue()])
+    optimizer.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=True))
+    if dist.get_rank() == 0:
+        optimizer.step()
+        return
+    message = r"of shard [01] of .* and shard [01] of .* save with sw\.save"
+    with pytest.raises(ShardedTensorError, match=message):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

@@ -5,6 +5,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -88,7 +89,7 @@ class RankGroup:
         return tuple((i, rank) for i, rank in enumerate(self.ranks) if rank != self.own_rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name of ``parent``, as torch's meshes do: it has to exist where this loads."""
+        """Pickle the name of ``parent``, as torch's meshes do; without it, this loads with None."""
         name = None if self.parent is None else self.parent.group_name
         return _group_named, (name, self.ranks, self.own_rank, self.has_one_queue)
 
@@ -99,7 +100,10 @@ class RankGroup:
 
 def _group_named(name: str | None, *fields: Any) -> RankGroup:
     ranks, own_rank, has_one_queue = fields
-    parent = None if name is None else process_group_named(name)
+    parent = None
+    if name is not None:
+        with suppress(RuntimeError):  # there is no such group in this process
+            parent = process_group_named(name)
     return RankGroup(ranks, own_rank, parent, has_one_queue=has_one_queue)
 
 

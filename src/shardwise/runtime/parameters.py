@@ -230,10 +230,15 @@ class FSDPParameter:
             and replacement.device == self.local.device
         )
         if not fits:
+            is_whole = not isinstance(replacement, DTensor)
             raise PlanError(
                 f"{self.name} was replaced after fully_shard: expected {self.local.dtype} on "
                 f"{self.local.device}, sharded; got {replacement.dtype} on {replacement.device}, "
-                f"a {type(replacement).__name__}; convert and move the model before fully_shard"
+                + (
+                    "whole; copy it, as load_state_dict does without assign=True"
+                    if is_whole
+                    else "sharded in another way; convert and move the model before fully_shard"
+                )
             )
         self.local = self.sharding.take_over(replacement, self.local)
         self.sharding.attach_to(replacement)

@@ -212,10 +212,20 @@ class DataParallelMesh:
         groups = self.world, self.row, self.column, self.shards
         return *groups, self.on_cpu, self.mesh, self.dims, self.leaves
 
-    def is_same(self, other: "DataParallelMesh") -> bool:
-        """Whether both have the same ranks of the same process group, in the same roles."""
-        groups = [(mesh.world, mesh.row, mesh.column, mesh.shards) for mesh in (self, other)]
-        return groups[0] == groups[1]
+    def has_same_shards(self, other: "DataParallelMesh") -> bool:
+        """Whether the same ranks hold the same shards in both, and both are of the same shard."""
+        one, two = ((mesh.group, mesh.replicas, mesh.rank) for mesh in (self, other))
+        return one == two
+
+    def on_this_rank(self) -> "DataParallelMesh":
+        """The mesh of this rank, if this one is of another rank that holds the same shard."""
+        own = self.group_rank if self.group is None else dist.get_rank(self.group)
+        replica = next((ranks for ranks in self.replicas if own in ranks), ())
+        if own == self.group_rank or not replica or replica.index(own) != self.rank:
+            return self
+        world, column = (replace(group, own_rank=own) for group in (self.world, self.column))
+        row = world.select(*replica)  # no two ranks hold the same shard if there are two levels
+        return replace(self, world=world, row=row, column=column, shards=row, _meshes={})
 
     @property
     def accelerator(self) -> torch.device | None:

@@ -99,7 +99,7 @@ def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     first = next(x for x in leaves if isinstance(x, ShardedTensor))
     written = written_tensors(func, args, kwargs) if func._schema.is_mutable else []
     if not all(isinstance(x, ShardedTensor) for x in written):
-        raise _unsupported(func, first, "would write a shard into a tensor that is not sharded")
+        return _write_plain(func, first, args, kwargs)
     local = [_to_run(func, x, first) for x in leaves]
     if tree is None:  # the case of every optimizer step, where a tree would double the time
         local_args = local[: len(args)]
@@ -114,6 +114,17 @@ def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if isinstance(result, Tensor):
         return ShardedTensor(result, first._sharding)
     return pytree.tree_map_only(Tensor, lambda t: ShardedTensor(t, first._sharding), result)
+
+
+def _write_plain(func: OpOverload, x: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Copy ``x`` into a tensor that is not sharded, if every rank stores all of it."""
+    if (
+        func._schema.name != "aten::copy_"
+        or isinstance(args[0], DTensor)
+        or x.sharding.mesh.size > 1
+    ):
+        raise _unsupported(func, x, "would write a shard into a tensor that is not sharded")
+    return func(args[0], local_of(x).view(x.shape), *args[2:], **kwargs)
 
 
 def _without_format(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -196,8 +207,21 @@ def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
 
 def _check_matches(func: OpOverload, first: ShardedTensor, other: ShardedTensor) -> None:
     if not first._sharding.matches(other._sharding):
-        name, shape = other._sharding.name, tuple(other.shape)
-        raise _unsupported(func, first, f"with {name} {shape}, which is cut differently")
+        raise _mismatch(func, first, other)
+
+
+def _mismatch(func: OpOverload, x: ShardedTensor, other: ShardedTensor) -> ShardedTensorError:
+    own, others = x.sharding, other.sharding
+    name, shape = others.name, tuple(other.shape)
+    is_same_shard = own.mesh.rank == others.mesh.rank
+    if is_same_shard or shape != tuple(x.shape) or not own.has_same_cuts(others):
+        return _unsupported(func, x, f"with {name} {shape}, which is cut differently")
+    return ShardedTensorError(
+        f"{func} of shard {own.mesh.rank} of {own.name} and shard {others.mesh.rank} of {name}, "
+        "which no rank stores together. A file of torch.save(optimizer.state_dict()) has the "
+        "shards of the rank that wrote it: save with sw.save, or let each rank read the file that "
+        "it has written"
+    )
 
 
 def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:

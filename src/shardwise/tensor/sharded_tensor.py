@@ -204,7 +204,7 @@ class ShardedTensor(AssignableDTensor):
     untyped_storage = storage = numpy = tolist = __array__ = _refuse_memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this rank's elements, like other DTensors: for the same rank of an equal mesh."""
+        """Pickle this rank's elements, for ranks of an equal mesh that store the same ones."""
         own = self._sharding
         parts = own.layout, own.extent, own.mesh, own.label, own.unit
         return _unpickled, (local_of(self).detach(), parts)
@@ -261,8 +261,18 @@ use_foreach_for(ShardedTensor)
 use_own_operators(ShardedTensor)
 
 
-def _unpickled(local: Tensor, parts: tuple[Any, ...]) -> ShardedTensor:
-    return ShardedTensor(local, RunSharding(*parts))
+def _unpickled(local: Tensor, parts: tuple[Any, ...]) -> Tensor:
+    layout, extent, mesh, *labels = parts
+    sharding = RunSharding(layout, extent, mesh.on_this_rank(), *labels)
+    if mesh.group is not None or mesh.num_ranks == 1:
+        return ShardedTensor(local, sharding)
+    if len(sharding.runs) > 1:
+        raise ShardedTensorError(
+            f"{sharding.name}: the file has shard {mesh.rank} of {mesh.size}, and this process has "
+            "no process group of their ranks. Read it on the rank that wrote it, or save the whole "
+            "model: with sw.save, or with torch.save inside `with sw.gathered(model):`"
+        )
+    return local.view(sharding.shape)
 
 
 # What a pickled `ShardedTensor` consists of: `torch.load` refuses other classes by default.
