@@ -31,6 +31,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
+import psutil
 import pytest
 
 from tests.rank_handle import POLL_SECONDS, RankProcess
@@ -44,8 +45,9 @@ START_SECONDS = 120.0  # importing torch in four processes on a busy machine
 # How long the other ranks may take once one has raised: they are often in a collective with it.
 GRACE_SECONDS = 10.0
 # New groups take 70 ms on four ranks, so not every call gets them; but each group that a test
-# makes keeps threads and sockets until its default group goes.
-CALLS_PER_GROUP = 32
+# makes keeps threads until its default group goes. A thread of Gloo wakes up 100 times a second:
+# 300 of them take a tenth of a core from all tests that follow. A rank has 10 when it starts.
+MAX_THREADS = 32
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is a test that failed)
@@ -178,7 +180,6 @@ class Pool:
         self.ranks = [
             RankProcess(Path(self.folder.name), rank, world_size) for rank in range(world_size)
         ]
-        self.num_calls = 0
         self.alive = True
 
     def start(self) -> None:
@@ -208,10 +209,12 @@ class Pool:
         for rank in self.ranks:
             rank.send(request)
         outcome = self.collect(deadline)
-        self.num_calls += 1
-        if self.is_alive() and (outcome.errors or self.num_calls % CALLS_PER_GROUP == 0):
+        if self.is_alive() and (outcome.errors or self.num_threads() > MAX_THREADS):
             self.renew_groups()
         return outcome
+
+    def num_threads(self) -> int:
+        return max(psutil.Process(rank.pid).num_threads() for rank in self.ranks)
 
     def renew_groups(self) -> None:
         """Give the next call new groups; ranks that cannot agree even on that are killed."""

@@ -15,22 +15,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train import claim
 from shardwise.train.claim import JOB_FILE, check_owner, claimed
-from tests.forked import start_forked
-
-
-def hold(directory: Path) -> None:
-    with claimed(directory):
-        time.sleep(1000)
-
-
-def hold_in_process(directory: Path) -> int:
-    """The id of a process that holds ``directory``."""
-    process = start_forked(hold, directory)
-    while not (directory / JOB_FILE).exists():
-        assert process.is_alive()
-        time.sleep(0.01)
-    assert process.pid is not None
-    return process.pid
+from tests.train.claimant import hold_in_process
 
 
 def move_to_another_host(directory: Path) -> None:

@@ -1,18 +1,24 @@
 """Run directories: created, resumed and overwritten."""
 
 import errno
+import os
+import signal
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train import run_directory
+from shardwise.train.claim import JOB_FILE
 from shardwise.train.config import CheckpointConfig, Config, read_config
 from shardwise.train.run_directory import RunDirectory, open_run
 from shardwise.train.sinks import JsonLines, StepMetrics, read_history
+from tests.train.claimant import hold_in_process
 
 
 def in_directory(path: Path, *, overwrite: bool = False) -> Config:
@@ -128,6 +134,25 @@ def test_a_store_that_cannot_be_written_is_found_before_training(tmp_path: Path)
     checkpoint = CheckpointConfig(directory=str(place))
     open_run(in_directory(tmp_path / "run").model_copy(update={"checkpoint": checkpoint}))
     assert list(place.iterdir()) == []
+
+
+def test_two_runs_cannot_save_in_one_directory_at_a_time(tmp_path: Path) -> None:
+    """The second would discard the checkpoints of the first, or resume from them."""
+
+    store = tmp_path / "store"
+    store.mkdir()
+    process = hold_in_process(store)
+    checkpoint = CheckpointConfig(directory=str(store))
+    config = in_directory(tmp_path / "run").model_copy(update={"checkpoint": checkpoint})
+    message = rf"checkpoint\.directory: {store} is in use by process {process} "
+    with ExitStack() as held, pytest.raises(ConfigError, match=message):
+        open_run(config, held=held)
+    os.kill(process, signal.SIGKILL)
+    while psutil.pid_exists(process):
+        time.sleep(0.01)
+    with ExitStack() as held:
+        open_run(config, held=held)
+        assert (store / JOB_FILE).exists()
 
 
 def test_a_job_that_slurm_queues_again_goes_on(

@@ -63,10 +63,10 @@ def is_requeued(directory: Path) -> bool:
 
 
 @contextmanager
-def claimed(directory: Path) -> Iterator[str]:
+def claimed(directory: Path, key: str = "run.directory") -> Iterator[str]:
     """Own ``directory`` in the block, for `check_owner` by the token that is returned.
 
-    Raise a ConfigError if another job trains in it.
+    Raise a ConfigError that names ``key``, the setting, if another job trains in it.
     """
     path, ended = directory / JOB_FILE, threading.Event()
     job, found = _Job(Owner.current(), directory.stat().st_ino, _slurm()), _read(path)
@@ -74,7 +74,7 @@ def claimed(directory: Path) -> Iterator[str]:
         owner = found.owner
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.saved_at))
         raise ConfigError(
-            f"run.directory: {directory} is in use by process {owner.pid} on {owner.host}, since "
+            f"{key}: {directory} is in use by process {owner.pid} on {owner.host}, since "
             f"{since}; choose another, or end that job"
         )
     with _written(path, job) as file:

@@ -116,6 +116,8 @@ def open_run(
         owner, refused = "", None
         try:
             owner = "" if held is None else held.enter_context(claimed(path))
+            if held is not None:
+                _claim_store(path, _store_of(config), held)
         except OSError as error:  # a finished run may be in a directory that cannot be written
             refused = error
         run = RunDirectory(path, store=_store_of(config), owner=owner)
@@ -165,6 +167,15 @@ def _store_of(config: Config) -> str:
     """Where the run saves, if not in its own directory; each replica has a folder of its own."""
     store, replicas = _absolute(config.checkpoint.directory), config.replicas
     return f"{store.rstrip('/')}/{replicas.number}" if store and replicas.lighthouse else store
+
+
+def _claim_store(run: Path, store: str, held: ExitStack) -> None:
+    """Keep jobs of other run directories out of the directory ``store``, if it is local."""
+    if not store or "://" in store or Path(store).resolve() == run.resolve():
+        return
+    with suppress(OSError):  # `_check_store` reports what cannot be written
+        Path(store).mkdir(parents=True, exist_ok=True)
+        held.enter_context(claimed(Path(store), "checkpoint.directory"))
 
 
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
