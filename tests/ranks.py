@@ -214,7 +214,7 @@ class Pool:
         return outcome
 
     def num_threads(self) -> int:
-        return max(psutil.Process(rank.pid).num_threads() for rank in self.ranks)
+        return max(int(psutil.Process(rank.pid).num_threads()) for rank in self.ranks)
 
     def renew_groups(self) -> None:
         """Give the next call new groups; ranks that cannot agree even on that are killed."""
