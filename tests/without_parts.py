@@ -57,11 +57,16 @@ def train(strategy: str, granularity: Any) -> list[float]:
     return numbers
 
 
-def main() -> None:
-    """Print the numbers of all strategies and granularities as JSON, on rank 0."""
-    dist.init_process_group("gloo")
+def train_all() -> dict[str, list[float]]:
+    """`train` with all strategies and granularities."""
     pairs = [(strategy, granularity) for strategy in STRATEGIES for granularity in GRANULARITIES]
-    numbers = {" ".join(pair): train(*pair) for pair in pairs}
+    return {" ".join(pair): train(*pair) for pair in pairs}
+
+
+def main() -> None:
+    """Print the numbers as JSON, on rank 0."""
+    dist.init_process_group("gloo")
+    numbers = train_all()
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(numbers))
     dist.destroy_process_group()
