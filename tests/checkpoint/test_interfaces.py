@@ -334,7 +334,7 @@ def test_files_of_hugging_face_have_the_whole_tensors(granularity: Any, tmp_path
         str(tmp_path), save_distributed=True, enable_consolidation=True
     )
     if granularity == "element":
-        with pytest.raises(CheckpointException, match="one box .* pass granularity='row'"):
+        with pytest.raises(CheckpointException, match=r"one box .* pass granularity='row'"):
             save_distributed(model.state_dict(), storage_writer=writer)
         return
     save_distributed(model.state_dict(), storage_writer=writer)

@@ -4,14 +4,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Run
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = ["Box", "boxes", "chunks_of", "items_of"]
 
