@@ -339,7 +339,7 @@ def test_files_of_hugging_face_have_the_whole_tensors(granularity: Any, tmp_path
         return
     save_distributed(model.state_dict(), storage_writer=writer)
     dist.barrier()
-    read = {}
+    read: dict[str, Tensor] = {}
     for file in tmp_path.glob("*.safetensors"):
         read |= load_file(file)
     _assert_equal(read, expected, tolerance=0.0)

@@ -179,9 +179,10 @@ def test_a_compiled_step_with_its_backward(granularity: Any) -> None:
 
     def step(x: Tensor) -> Tensor:
         model.zero_grad()
-        loss = model(x).square().mean()
+        loss: Any = model(x).square().mean()
         loss.backward()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
     counting = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, backend=counting)
