@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -316,3 +321,30 @@ def test_states_of_fsdp1_are_copied() -> None:
     for index, key in product(state, ("exp_avg", "exp_avg_sq")):
         assert torch.equal(copied[index][key], state[index][key])
         assert type(copied[index][key]) is type(state[index][key])
+
+
+@on_ranks(2, deadline=DEADLINE)
+@pytest.mark.parametrize("granularity", ["element", "row", "dim"])
+def test_files_of_hugging_face_have_the_whole_tensors(granularity: Any, tmp_path: Path) -> None:
+    """Their writer keeps one box of a tensor for each rank, and runs of elements may be more."""
+    torch.manual_seed(0)
+    model = sw.fully_shard(nn.Linear(5, 7), granularity=granularity)
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    writer = HuggingFaceStorageWriter(
+        str(tmp_path), save_distributed=True, enable_consolidation=True
+    )
+    if granularity == "element":
+        with pytest.raises(CheckpointException, match=r"one box .* pass granularity='row'"):
+            save_distributed(model.state_dict(), storage_writer=writer)
+        return
+    save_distributed(model.state_dict(), storage_writer=writer)
+    dist.barrier()
+    read: dict[str, Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        read |= load_file(file)
+    _assert_equal(read, expected, tolerance=0.0)
+    other = sw.fully_shard(nn.Linear(5, 7))  # elements
+    state = other.state_dict()
+    load_distributed(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    other.load_state_dict(state)
+    _assert_equal({n: full(x) for n, x in other.state_dict().items()}, expected, tolerance=0.0)

@@ -168,6 +168,35 @@ def test_units_inside_compiled_modules(granularity: Any) -> None:
         sw.ledger(compiled)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_a_compiled_step_with_its_backward(granularity: Any) -> None:
+    """On a CPU, backward runs on the thread that compiles, which must not find the engine."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    model = sw.fully_shard(copy.deepcopy(reference), units=nn.Linear, granularity=granularity)
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss: Any = model(x).square().mean()
+        loss.backward()
+        detached: Tensor = loss.detach()
+        return detached
+
+    counting = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, backend=counting)
+    for number in range(3):
+        x = torch.randn(4, 6).double()
+        compiled(own_part(x))
+        reference.zero_grad()
+        reference(x).square().mean().backward()
+        assert_equal_models(model, reference, number)
+        if number == 1:
+            num_frames = counting.frame_count
+    assert counting.frame_count == num_frames > 0
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_a_compiled_optimizer_step() -> None:

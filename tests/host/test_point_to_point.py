@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shardwise.host import handshake, peers
 from shardwise.host.peers import INLINE_BYTES, Offer, Peer
 from shardwise.host.point_to_point import _PIECE_BYTES, PointToPoint, RankLostError
+from tests.forked import run_forked
 from tests.host.ways import WAYS, only
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
@@ -32,6 +33,31 @@ from tests.runtime.one_process import assert_equal_training, rank, world_size as
 SIZES = [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * _PIECE_BYTES + 5]  # bytes
 SECRET = b"s" * 32
 NAMES = itertools.count()  # of the `PointToPoint`s of a rank
+
+
+def test_a_forked_process_has_no_part_in_the_connections_of_its_parent() -> None:
+    """While it has, other ranks do not notice that the parent was killed."""
+    assert run_forked(_fork_with_a_peer) == b""
+
+
+def _fork_with_a_peer() -> bytes:
+    """What the other side reads when its peer has ended, and a child of the peer has not."""
+    own, other = socket.socketpair()
+    peer = Peer(own, timedelta(seconds=60))
+    until_read, read = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        other.close()
+        os.read(until_read, 1)
+        os._exit(0)
+    peer.connection.close()  # as when its process ends
+    other.settimeout(30.0)
+    try:
+        return other.recv(1)
+    finally:
+        os.close(read)
+        os.waitpid(child, 0)
 
 
 # -- exchanges -----------------------------------------------------------------------------------

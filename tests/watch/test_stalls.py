@@ -22,6 +22,7 @@ from tests import ranks
 from tests.logged import logged
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import RankFailed, on_ranks, run_on
+from tests.runtime.one_process import full
 from tests.waiting import eventually
 from tests.watching import is_silent, monitor_of, quick_to_lose, watch_with
 
@@ -247,3 +248,35 @@ def load_slowly(said: Path) -> Iterator[int]:
     while not said.exists() or said.read_text().count(WAITED) < 2:
         time.sleep(0.01)
     yield 0
+
+
+@on_ranks(2)
+def test_a_forked_process_cannot_use_the_model_and_does_not_disturb_its_parent() -> None:
+    """Its threads are the parent's, and it must not write into the parent's connections."""
+    model = sw.fully_shard(Stack().double(), units={Block})
+    x = torch.ones(2, WIDTH).double()
+    model(x).sum().backward()
+    expected = [full(p.grad) for p in model.parameters()]
+    uses: dict[str, Callable[[], object]] = {
+        "a forward": lambda: model(x),
+        "whole tensors": lambda: full(next(model.parameters())),
+        "a gradient norm": lambda: sw.clip_grad_norm_(model.parameters(), 1.0),
+    }
+    for use in uses.values():
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                use()
+            except sw.StepError as error:
+                os.write(tell, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(tell)
+        with os.fdopen(told) as answer:
+            assert f"was forked from rank {dist.get_rank()}" in answer.read()
+        os.waitpid(child, 0)
+        model.zero_grad()
+        model(x).sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(full(parameter.grad), gradient, rtol=0.0, atol=1e-10)

@@ -70,6 +70,7 @@ class Peer:
         self.connection = connection
         # A group that is dropped without `destroy_process_group` closes its sockets, too.
         weakref.finalize(self, connection.close).atexit = False
+        _peers.add(self)
         self.process = process  # process id
         self._kept: list[Message] = []  # received by threads that waited for other tags
         self._changed = threading.Condition()
@@ -180,6 +181,21 @@ class Peer:
         """Return when the other rank has read ``sent``."""
         if sent.nbytes > INLINE_BYTES:
             self.recv(tag)
+
+
+_peers: "weakref.WeakSet[Peer]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the connections in a process that was forked, such as a worker of a DataLoader.
+
+    They are those of its parent. While a child had them open, others did not see its parent end.
+    """
+    for peer in [*_peers]:
+        peer.connection.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ How each event is detected:
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ __all__ = [
     "BackwardEnd",
     "apply_gradient_hooks",
     "before_node",
+    "break_graph",
     "check_first_order",
     "current_task",
     "nodes_at_all_levels",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 NO_TASK = -1
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # The id of the graph task that autograd runs in this thread, or `NO_TASK`.
@@ -110,12 +112,31 @@ def nodes_at_all_levels(tensors: Iterable[Tensor]) -> dict[torch.autograd.graph.
     return {node: is_transformed for tensor, is_transformed in pairs for node in _nodes_of(tensor)}
 
 
+def break_graph(function: F) -> F:
+    """Have torch.compile run ``function`` uncompiled, and compile the functions that it calls.
+
+    `torch.compiler.disable` does the same, but its import takes seconds in every program.
+    """
+    skip = _private.eval_frame._FrameExecStrategy(
+        _private.eval_frame._FrameAction.SKIP, _private.eval_frame._FrameAction.DEFAULT
+    )
+    _private.eval_frame.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+@break_graph
 def _run(callback: Callable[[], None], _gradients: object) -> None:
-    """Call ``callback`` as a hook of autograd, which may run in a transform."""
-    if not _private.is_transformed_by_functorch():
-        callback()
-        return
-    with _private.without_transforms():
+    """Call ``callback`` as a hook of autograd, which may run in a transform.
+
+    A backward in a function that torch.compile compiles ends the compilation: what it would find
+    next is the engine.
+    """
+    _private.eval_frame.set_eval_frame(None)
+    if _private.is_transformed_by_functorch():
+        with _private.without_transforms():
+            callback()
+    else:
         callback()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from itertools import islice
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from shardwise.plan.units import named_parameters
 from shardwise.runtime.accumulation import dtype_of_gradient, is_unreduced
 from shardwise.runtime.attach import parameter_of
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
+from shardwise.runtime.hooks import break_graph
 from shardwise.runtime.ledger import Ledger
 from shardwise.runtime.parameters import attributes_of
 from shardwise.tensor.sharding import AssignableDTensor, sharding_of
@@ -47,7 +48,6 @@ __all__ = [
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
 
 _METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ledger(module: nn.Module) -> Ledger:
@@ -120,34 +120,21 @@ def as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, partial(method, self), args, kwargs)
 
-    return _break_graph(call)
+    return break_graph(call)
 
 
-def _break_graph(function: F) -> F:
-    """Have torch.compile run ``function`` uncompiled, and compile the functions that it calls.
-
-    `torch.compiler.disable` does the same, but its import takes seconds in every program.
-    """
-    skip = _private.eval_frame._FrameExecStrategy(
-        _private.eval_frame._FrameAction.SKIP, _private.eval_frame._FrameAction.DEFAULT
-    )
-    _private.eval_frame.set_code_exec_strategy(function.__code__, skip)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
-
-@_break_graph
+@break_graph
 def _pause() -> Any:
     """Stop compilation in this thread. Returns the argument of `_resume`."""
     return _private.eval_frame.set_eval_frame(None)
 
 
-@_break_graph
+@break_graph
 def _resume(compiler: Any) -> None:
     _private.eval_frame.set_eval_frame(compiler)
 
 
-@_break_graph
+@break_graph
 def _run_resumed(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with the paused ``compiler`` resumed."""
     _private.eval_frame.set_eval_frame(compiler)
@@ -155,6 +142,20 @@ def _run_resumed(compiler: Any, function: Callable[..., Any], *args: Any, **kwar
         return function(*args, **kwargs)
     finally:
         _private.eval_frame.set_eval_frame(None)
+
+
+def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``method`` so that torch.compile compiles nothing that it calls."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        paused = _pause()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _resume(paused)
+
+    return break_graph(call)
 
 
 class UnitModule(nn.Module):
@@ -169,7 +170,7 @@ class UnitModule(nn.Module):
         made: UnitModule = plain(*args, **kwargs)
         return made
 
-    @_break_graph
+    @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_unit(self, super().__call__, args, kwargs)
 
@@ -214,6 +215,7 @@ class UnitModule(nn.Module):
                     found[name] = value.as_plain()
         return found
 
+    @_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, after waiting for the cleanup of a backward that raised."""
         handle: Handle | None = self.__dict__.get(HANDLE)
@@ -309,7 +311,7 @@ def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> 
     return type(f"FSDP{plain.__name__}", (kind, plain), contents)
 
 
-@_break_graph
+@break_graph
 def _call_unit(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

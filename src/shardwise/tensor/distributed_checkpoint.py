@@ -1,14 +1,19 @@
 """Describes runs of elements to `torch.distributed.checkpoint`, which supports only boxes."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import ShardedTensorError
 from shardwise.plan.layout import Run
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 __all__ = ["Box", "boxes", "chunks_of", "items_of"]
 
@@ -60,15 +65,39 @@ def chunks_of(shape: Sequence[int], run: Run, local: Tensor) -> list[tuple[Any, 
 
 
 def items_of(name: str, shape: Sequence[int], run: Run, local: Tensor) -> list[object]:
-    """The items for `torch.distributed.checkpoint` to write from ``local`` [run]."""
+    """The items for `torch.distributed.checkpoint` to write from ``local`` [run].
+
+    Raises:
+        ShardedTensorError: the writer would keep one of several.
+    """
     from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415
 
     properties = metadata.TensorProperties.create_from_tensor(local)
+    chunks = chunks_of(shape, run, local)
+    if len(chunks) > 1 and _writes_one_box():
+        raise ShardedTensorError(
+            f"{name}: a HuggingFaceStorageWriter writes one box of each tensor from each rank, and "
+            f"elements {run.start}:{run.stop} of {tuple(shape)} are {len(chunks)}; pass "
+            "granularity='row' or 'dim' to fully_shard, or use `shardwise export --format hf`"
+        )
     return [
         planner.WriteItem(
             index=metadata.MetadataIndex(name, chunk.offsets),
             type=planner.WriteItemType.SHARD,
             tensor_data=planner.TensorWriteData(chunk, properties, torch.Size(shape)),
         )
-        for chunk, _ in chunks_of(shape, run, local)
+        for chunk, _ in chunks
     ]
+
+
+def _writes_one_box() -> bool:
+    """Whether a save is running whose writer keeps the last box of a tensor, without an error."""
+    module = sys.modules.get("torch.distributed.checkpoint.hf_storage")
+    frame: FrameType | None = sys._getframe()
+    while module is not None and frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            writer = frame.f_locals.get("storage_writer")  # an argument of the public functions
+            if isinstance(writer, module.HuggingFaceStorageWriter):
+                return True
+        frame = frame.f_back
+    return False

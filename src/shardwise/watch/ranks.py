@@ -106,7 +106,7 @@ class RankWatch(Watch):
         self.place = place
         self.patience = patience = patience or usual_patience()
         self._on_device = [one for one in queues if isinstance(one, ProcessGroupCollectives)]
-        self._lost: PeerLost | None = None  # the process group can never be used again
+        self._lost: StepError | None = None  # why the process group can never be used again
         self._recovery: Work | None = None  # in progress
         self._entered = RecentUnits()
         self._known_states: tuple[QueueState, ...] = ()  # of the queues, at the last look
@@ -129,6 +129,17 @@ class RankWatch(Watch):
             patience,
             weakref.WeakMethod(self._beat),
             place,
+        )
+        _watches.add(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process, which has neither the threads nor the connections of its parent."""
+        self._lock, self._lockers, self._error = threading.Lock(), set(), None
+        self.is_broken = True  # so that `recover` raises, and nothing is sent to other ranks
+        self._lost = StepError(
+            f"process {os.getpid()} was forked from rank {self._rank} after it had sharded the "
+            "model, and has no connections to other ranks; call the model in the process of the "
+            "rank only: not in a DataLoader's worker, for instance"
         )
 
     def _follow_queues(self) -> None:
@@ -203,7 +214,7 @@ class RankWatch(Watch):
         if not is_broken:
             return
         if self._lost is not None:
-            raise PeerLost(str(self._lost))
+            raise type(self._lost)(str(self._lost))
         if self._recovery is None:
             self._recovery = ThreadStream("shardwise-recovery").submit(self._synchronize)
         wait = SlowWait()
@@ -414,6 +425,17 @@ class RankWatch(Watch):
         with contextlib.suppress(RuntimeError):  # a device that has failed cannot be asked
             self._known_states = tuple(queue.state() for queue in self._queues)
         return self._known_states
+
+
+_watches: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for watch in [*_watches]:
+        watch.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _numbering(members: list[int]) -> str:
