@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, TypeGuard, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,7 @@ __all__ = [
     "without_tensor_functions",
     "without_torch_functions",
     "without_transforms",
+    "yield_whole_numbers",
 ]
 
 D = TypeVar("D", bound=DTensor)
@@ -147,6 +149,7 @@ REQUIRED = (
     "torch._C._will_engine_execute_node",
     "torch.Tensor._dtensor__new__",
     "torch.Tensor._make_wrapper_subclass",
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.device_mesh.DeviceMesh._concatenate",
     "torch.distributed.device_mesh.DeviceMesh._flatten",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
@@ -340,6 +343,29 @@ def use_foreach_for(kind: type[Tensor]) -> None:
     """Make optimizers and clipping use ``foreach`` kernels for ``kind``, as for DTensors."""
     for kinds in (_in_optimizers, _in_clipping):
         kinds.append(kind)
+
+
+_ITEM = torch.ops.aten._local_scalar_dense.default  # `Tensor.item`, and hence ``if x``, ``float(x)``
+_yield_whole: "WeakSet[DeviceMesh]" = WeakSet()
+
+
+def yield_whole_numbers(mesh: DeviceMesh) -> None:
+    """Make ``x.item()`` the number of all ranks for DTensors on ``mesh``.
+
+    torch returns what this rank has of a sum, norm or extreme whose reduction is pending
+    (https://github.com/pytorch/pytorch/issues/166638). No class of ours sees the operator: results
+    of operations on parameters are plain DTensors. Other meshes keep the behavior of torch.
+    """
+    _yield_whole.add(mesh)
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(_ITEM, _whole_number)
+
+
+def _whole_number(func: OpOverload, args: Sequence[Any], _kwargs: Any) -> Any:
+    (x,) = args
+    if x.device_mesh not in _yield_whole:
+        return func(x._local_tensor)
+    with torch.no_grad():
+        return func(x.detach().full_tensor())
 
 
 def new_sharded_tensor(

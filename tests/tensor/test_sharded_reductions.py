@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 import shardwise as sw
 from tests.ranks import on_ranks
@@ -97,6 +100,53 @@ def test_reductions_with_an_index_or_over_some_dimensions_are_refused() -> None:
         (lambda x: x.sum(dim=1), matrix),
         (lambda x: x.sum(dim=(1, 1)), matrix),
         (lambda x: torch._foreach_add([torch.ones(()).double()], [x]), vector),
+        (lambda x: torch.amax(x, (0, 1), out=torch.zeros(()).double()), matrix),
+        (lambda x: torch.max(x, out=torch.zeros(()).double()), matrix),
+        (lambda x: x.view(torch.int64), matrix),
     ):
         with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\)"):
             function(x)
+
+
+@on_ranks(1, 3)
+def test_extremes_of_two_tensors_are_those_of_their_elements() -> None:
+    for sharded, whole in _pairs():
+        for function in (torch.max, torch.min):
+            for mode in (torch.inference_mode, torch.no_grad):
+                with mode():
+                    found = function(sharded, -sharded)
+                    assert isinstance(found, sw.ShardedTensor)
+                    _assert_same(found.full_tensor(), function(whole, -whole))
+
+
+@on_ranks(1, 3)
+def test_numbers_of_chunks_are_those_of_the_whole() -> None:
+    """An optimizer takes them to Python, or branches on them, in the same way on all ranks."""
+    whole = nn.ParameterList(torch.randn(shape).double().sub(0.4) for shape in SHAPES if shape)
+    chunked = nn.ParameterList(p.detach().clone() for p in whole)
+    sw.fully_shard(nn.Sequential(chunked), granularity="dim")
+    functions: list[Callable[[Tensor], Tensor]] = [
+        *(Tensor.sum, Tensor.mean, Tensor.norm, lambda x: x.norm(1)),
+        *(lambda x: -(x * x).sum() / 3, lambda x: (x > 0).sum()),
+        *(lambda x: (x > 1).any(), lambda x: (x > -1).all()),
+    ]
+    extremes: list[Callable[[Tensor], Tensor]] = [Tensor.max, Tensor.amin, lambda x: -x.max()]
+    for sharded, expected in zip(chunked, whole, strict=True):
+        has_empty_chunk = len(expected) < 3  # of which torch takes no extreme
+        for x in (sharded.detach(), sharded.data * 1):
+            for function in functions if has_empty_chunk else functions + extremes:
+                want = function(expected)
+                assert function(x).item() == pytest.approx(want.item(), rel=1e-12)
+                assert float(function(x)) == pytest.approx(float(want), rel=1e-12)
+                assert bool(function(x)) == bool(want)
+    assert chunked[2].detach().item() == whole[2].item(), "of a tensor that only one rank has"
+
+
+@on_ranks(2)
+def test_numbers_on_other_meshes_are_those_of_torch() -> None:
+    """Other parts of a program may rely on them."""
+    sw.fully_shard(nn.Sequential(nn.Linear(4, 4)), granularity="dim")
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+    part = DTensor.from_local(torch.tensor(float(dist.get_rank())), other, [Partial()])
+    assert part.item() == dist.get_rank()
+    assert part.full_tensor().item() == 1.0

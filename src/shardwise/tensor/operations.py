@@ -46,11 +46,12 @@ def written_tensors(
 @cache
 def _handler_of(func: OpOverload) -> Handler:
     name = func.overloadpacket.__name__
-    if name in _HANDLERS:
+    is_pointwise = torch.Tag.pointwise in func.tags
+    if name in _HANDLERS and not (name in _REDUCTIONS and is_pointwise):  # max(x, y) in inference
         return _HANDLERS[name]
     if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
         return _on_lists
-    return _on_runs if torch.Tag.pointwise in func.tags else _decompose
+    return _on_runs if is_pointwise else _decompose
 
 
 @cache
@@ -202,7 +203,7 @@ def _check_matches(func: OpOverload, first: ShardedTensor, other: ShardedTensor)
 
 def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
     x, shape = args[:2]
-    if tuple(shape) != tuple(x.shape):
+    if isinstance(shape, torch.dtype) or tuple(shape) != tuple(x.shape):
         raise _unsupported(func, x)
     _check_unrecorded(x)
     alias: Tensor = torch.ops.aten.alias(x)
@@ -274,14 +275,15 @@ _REDUCTIONS = {
 
 
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Reduce over all dimensions; refuse a reduction over some, or one that returns indices."""
+    """Reduce over all dimensions; refuse one over some, with indices, or into a given tensor."""
     x: ShardedTensor = args[0]
     kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     dims = given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
-    if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
+    is_partial = len({dim % max(1, x.ndim) for dim in dims}) < x.ndim
+    if is_partial or len(func._schema.returns) > 1 or func._schema.is_mutable:
         raise _unsupported(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     run = local_of(x) if dtype is None else local_of(x).to(dtype)

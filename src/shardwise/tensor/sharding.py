@@ -22,6 +22,7 @@ from shardwise._private import (
     set_versions,
     strided_shard,
     use_foreach_for,
+    yield_whole_numbers,
 )
 from shardwise.errors import ShardedTensorError
 from shardwise.plan.chunks import chunk_dim, chunk_of, chunk_shape
@@ -358,6 +359,11 @@ class ChunkSharding(Sharding):
         return super().shape if self.tensor_parallel is None else self.tensor_parallel.shape
 
     def _new_spec(self, local: Tensor) -> DTensorSpec:
+        spec = self._spec_of(local)
+        yield_whole_numbers(spec.mesh)
+        return spec
+
+    def _spec_of(self, local: Tensor) -> DTensorSpec:
         inner = self.tensor_parallel
         if inner is None:
             return super()._new_spec(local)
