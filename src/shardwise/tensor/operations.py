@@ -46,12 +46,11 @@ def written_tensors(
 @cache
 def _handler_of(func: OpOverload) -> Handler:
     name = func.overloadpacket.__name__
-    is_pointwise = torch.Tag.pointwise in func.tags
-    if name in _HANDLERS and not (name in _REDUCTIONS and is_pointwise):  # max(x, y) in inference
+    if name in _HANDLERS:
         return _HANDLERS[name]
     if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
         return _on_lists
-    return _on_runs if is_pointwise else _decompose
+    return _on_runs if torch.Tag.pointwise in func.tags else _decompose
 
 
 @cache
@@ -197,8 +196,10 @@ def _check_lists(func: OpOverload, args: Sequence[Any]) -> None:
 
 def _check_matches(func: OpOverload, first: ShardedTensor, other: ShardedTensor) -> None:
     if not first._sharding.matches(other._sharding):
-        name, shape = other._sharding.name, tuple(other.shape)
-        raise _unsupported(func, first, f"with {name} {shape}, which is cut differently")
+        why = f"with {other._sharding.name} {tuple(other.shape)}, which is cut differently"
+        if other.shape == first.shape:
+            why += ' (with granularity="dim", tensors of one shape are cut alike)'
+        raise _unsupported(func, first, why)
 
 
 def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
@@ -276,6 +277,9 @@ _REDUCTIONS = {
 
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Reduce over all dimensions; refuse one over some, with indices, or into a given tensor."""
+    if torch.Tag.pointwise in func.tags:  # max(x, y), which torch decomposes outside of inference
+        result: Tensor = _on_runs(func, args, kwargs)
+        return result
     x: ShardedTensor = args[0]
     kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
     names = [argument.name for argument in func._schema.arguments]
