@@ -345,7 +345,9 @@ def use_foreach_for(kind: type[Tensor]) -> None:
         kinds.append(kind)
 
 
-_ITEM = torch.ops.aten._local_scalar_dense.default  # `Tensor.item`, and hence ``if x``, ``float(x)``
+_ITEM = (
+    torch.ops.aten._local_scalar_dense.default
+)  # `Tensor.item`, and hence ``if x``, ``float(x)``
 _yield_whole: "WeakSet[DeviceMesh]" = WeakSet()
 
 

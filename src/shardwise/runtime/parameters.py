@@ -99,6 +99,7 @@ class FSDPParameter:
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
     _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
     _num_internal: int = -1  # see `_carry`
+    frozen: str = ""  # what labels of reductions say, for ranks to notice that others train it
 
     @property
     def spec(self) -> ParameterSpec:
@@ -267,6 +268,7 @@ class FSDPParameter:
                 "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
+        self.frozen = "" if self.sharded.requires_grad else f" without {self.sharding.label}"
 
 
 def reclaim_locals(parameters: Sequence[FSDPParameter]) -> None:

@@ -294,11 +294,11 @@ class Unit:
 
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and also over the column if the settings say so."""
-        label, first = f"reduce {self.plan.label}", len(self._reducing)
+        label = "".join([f"reduce {self.plan.label}", *(one.frozen for one in self.parameters)])
         for gradients in self.gradients:
             self._reducing.append(gradients.launch_reduce(collectives, label))
         self.expects_gradients = False
-        return tuple(self._reducing[first:])
+        return tuple(self._reducing[len(self._reducing) - len(self.gradients) :])
 
     def end_backward(self) -> None:
         """Accumulate gradients that await a later reduction."""
