@@ -359,7 +359,8 @@ def yield_whole_numbers(mesh: DeviceMesh) -> None:
     of operations on parameters are plain DTensors. Other meshes keep the behavior of torch.
     """
     _yield_whole.add(mesh)
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(_ITEM, _whole_number)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(_ITEM, _whole_number)
 
 
 def _whole_number(func: OpOverload, args: Sequence[Any], _kwargs: Any) -> Any:
