@@ -99,7 +99,6 @@ class FSDPParameter:
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
     _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
     _num_internal: int = -1  # see `_carry`
-    frozen: str = ""  # what labels of reductions say, for ranks to notice that others train it
 
     @property
     def spec(self) -> ParameterSpec:
@@ -108,6 +107,14 @@ class FSDPParameter:
     @property
     def name(self) -> str:
         return self.sharding.name
+
+    @property
+    def frozen(self) -> str:
+        """What labels of reductions say if it was frozen, for ranks to notice that others train it.
+
+        Those that were frozen when they were sharded are in no reduction.
+        """
+        return "" if self.sharded.requires_grad else f" without {self.sharding.label}"
 
     @property
     def modules(self) -> Iterator[nn.Module | None]:
@@ -268,7 +275,6 @@ class FSDPParameter:
                 "gradient; set requires_grad before a forward of the whole model, which plans it"
             )
         self.dense.requires_grad_(self.sharded.requires_grad)
-        self.frozen = "" if self.sharded.requires_grad else f" without {self.sharding.label}"
 
 
 def reclaim_locals(parameters: Sequence[FSDPParameter]) -> None:

@@ -294,11 +294,12 @@ class Unit:
 
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and also over the column if the settings say so."""
-        label = "".join([f"reduce {self.plan.label}", *(one.frozen for one in self.parameters)])
-        for gradients in self.gradients:
-            self._reducing.append(gradients.launch_reduce(collectives, label))
+        label, first = f"reduce {self.plan.label}", len(self._reducing)
+        for one in self.gradients:  # one is in flight even if the next launch raises
+            frozen = "".join(parameter.frozen for parameter in one.parameters)
+            self._reducing.append(one.launch_reduce(collectives, label + frozen))
         self.expects_gradients = False
-        return tuple(self._reducing[len(self._reducing) - len(self.gradients) :])
+        return tuple(self._reducing[first:])
 
     def end_backward(self) -> None:
         """Accumulate gradients that await a later reduction."""
