@@ -42,6 +42,23 @@ def test_units_of_one_shape_are_told_apart(strategy: str, ranks: int) -> None:
     assert f"They differ from call 3 of the step on: {parted}" in texts[0]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters_are_told_apart(strategy: str) -> None:
+    """Each would train a part of what the other has frozen, with half of its gradient."""
+    reference, model = sharded_pair(Routed().double(), units=Block, strategy=strategy)
+    _check_step(model, reference)
+    for frozen in (model.experts[0], reference.experts[0]):  # on all ranks
+        frozen.requires_grad_(False)
+    _check_step(model, reference)
+    model.experts[1].requires_grad_(dist.get_rank() == 1)
+    with pytest.raises(sw.RanksDiverged, match=r"reduce experts\.1 without elements 0:") as caught:
+        model(torch.randn(2, WIDTH).double(), [1, 0]).sum().backward()
+    assert "requires_grad" in str(caught.value)
+    model.experts[1].requires_grad_(True)
+    _check_step(model, reference)
+
+
 @on_ranks(3)
 def test_a_rank_that_exits_in_forward_is_an_error_on_the_others() -> None:
     reference, model = sharded_pair(Routed().double(), units=Block)

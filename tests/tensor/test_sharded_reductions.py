@@ -97,6 +97,20 @@ def test_reductions_with_an_index_or_over_some_dimensions_are_refused() -> None:
         (lambda x: x.sum(dim=1), matrix),
         (lambda x: x.sum(dim=(1, 1)), matrix),
         (lambda x: torch._foreach_add([torch.ones(()).double()], [x]), vector),
+        (lambda x: torch.amax(x, (0, 1), out=torch.zeros(()).double()), matrix),
+        (lambda x: torch.max(x, out=torch.zeros(()).double()), matrix),
+        (lambda x: x.view(torch.int64), matrix),
     ):
         with pytest.raises(sw.ShardedTensorError, match=r"full_tensor\(\)"):
             function(x)
+
+
+@on_ranks(1, 3)
+def test_extremes_of_two_tensors_are_those_of_their_elements() -> None:
+    for sharded, whole in _pairs():
+        for function in (torch.max, torch.min):
+            for mode in (torch.inference_mode, torch.no_grad):
+                with mode():
+                    found = function(sharded, -sharded)
+                    assert isinstance(found, sw.ShardedTensor)
+                    _assert_same(found.full_tensor(), function(whole, -whole))

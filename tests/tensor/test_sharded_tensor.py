@@ -363,3 +363,30 @@ def _gradients() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     for model in models:
         (model() * 3).backward()
     return list(models[0].parameters()), list(models[1].parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_averages_inside_a_model_work_or_name_the_way_out(granularity: Any) -> None:
+    """The parameters of BYOL's target and online networks are in one unit."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(5, 3)).double()
+    expected = [q.detach().lerp(p.detach(), 0.1) for p, q in _online_and_target(model)]
+    sw.fully_shard(model, granularity=granularity)
+    if granularity == "element":
+        with pytest.raises(sw.ShardedTensorError, match=r'cut differently.*granularity="dim"'):
+            _average(model)
+        return
+    _average(model)
+    for (_, target), wanted in zip(_online_and_target(model), expected, strict=True):
+        torch.testing.assert_close(target.detach().full_tensor(), wanted)
+
+
+def _online_and_target(model: nn.Module) -> list[tuple[Any, Any]]:
+    networks = (model.get_submodule(name).parameters() for name in ("0", "1"))
+    return list(zip(*networks, strict=True))
+
+
+@torch.no_grad()
+def _average(model: nn.Module) -> None:
+    for online, target in _online_and_target(model):
+        target.lerp_(online, 0.1)

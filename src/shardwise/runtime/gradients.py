@@ -276,8 +276,7 @@ class Gradients:
         self._transition(GradientState.REDUCING)
         scale = 1.0 / self._divisors[1]
         # If the host casts the sums, scaling them after the cast rounds less.
-        is_cast_later = self._offloader is not None and self._layout.casts_sums
-        self._host_scale = scale if is_cast_later else 1.0
+        self._host_scale = scale if self._offloader is not None and self._layout.casts_sums else 1.0
         if self._settings.collective_hook is not None:
             return self._call_hook(self._settings.collective_hook)
         all_reduces = self._settings.all_reduce_grads
@@ -289,12 +288,11 @@ class Gradients:
         flat, row = self._buffer.flat, self.mesh.row
         stages = self.mesh.reduction if all_reduces else self.mesh.reduction[:1]
         out = self._reduce_target() if all_reduces else None
-        is_cast = out is not None and out.dtype != flat.dtype
         within_flat = self._pool is not self._first_pool
         if out is None:
             inner = self._allocate_tensor(len(flat) // row.size, flat.dtype, "rows")
             self.accumulated.keep_sums(inner)
-        elif is_cast or within_flat or self.mesh.is_two_level:
+        elif out.dtype != flat.dtype or within_flat or self.mesh.is_two_level:
             inner = flat.view(row.size, -1)[row.index]
         else:
             inner = out

@@ -109,6 +109,14 @@ class FSDPParameter:
         return self.sharding.name
 
     @property
+    def frozen(self) -> str:
+        """What labels of reductions say if it was frozen, for ranks to notice that others train it.
+
+        Those that were frozen when they were sharded are in no reduction.
+        """
+        return "" if self.sharded.requires_grad else f" without {self.sharding.label}"
+
+    @property
     def modules(self) -> Iterator[nn.Module | None]:
         return (owner.module for owner in self.owners)
 

@@ -295,8 +295,9 @@ class Unit:
     def launch_reduce(self, collectives: Collectives) -> tuple[Work, ...]:
         """Reduce the gradients over the row, and also over the column if the settings say so."""
         label, first = f"reduce {self.plan.label}", len(self._reducing)
-        for gradients in self.gradients:
-            self._reducing.append(gradients.launch_reduce(collectives, label))
+        for one in self.gradients:  # one is in flight even if the next launch raises
+            frozen = "".join(parameter.frozen for parameter in one.parameters)
+            self._reducing.append(one.launch_reduce(collectives, label + frozen))
         self.expects_gradients = False
         return tuple(self._reducing[first:])
 

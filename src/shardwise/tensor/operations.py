@@ -213,9 +213,11 @@ def _check_matches(func: OpOverload, first: ShardedTensor, other: ShardedTensor)
 def _mismatch(func: OpOverload, x: ShardedTensor, other: ShardedTensor) -> ShardedTensorError:
     own, others = x.sharding, other.sharding
     name, shape = others.name, tuple(other.shape)
-    is_same_shard = own.mesh.rank == others.mesh.rank
-    if is_same_shard or shape != tuple(x.shape) or not own.has_same_cuts(others):
+    if shape != tuple(x.shape):
         return _unsupported(func, x, f"with {name} {shape}, which is cut differently")
+    if own.mesh.rank == others.mesh.rank or not own.has_same_cuts(others):
+        hint = '(with granularity="dim", tensors of one shape are cut alike)'
+        return _unsupported(func, x, f"with {name} {shape}, which is cut differently {hint}")
     return ShardedTensorError(
         f"{func} of shard {own.mesh.rank} of {own.name} and shard {others.mesh.rank} of {name}, "
         "which no rank stores together. A file of torch.save(optimizer.state_dict()) has the "
@@ -226,7 +228,7 @@ def _mismatch(func: OpOverload, x: ShardedTensor, other: ShardedTensor) -> Shard
 
 def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
     x, shape = args[:2]
-    if tuple(shape) != tuple(x.shape):
+    if isinstance(shape, torch.dtype) or tuple(shape) != tuple(x.shape):
         raise _unsupported(func, x)
     _check_unrecorded(x)
     alias: Tensor = torch.ops.aten.alias(x)
@@ -298,14 +300,18 @@ _REDUCTIONS = {
 
 
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Reduce over all dimensions; refuse a reduction over some, or one that returns indices."""
+    """Reduce over all dimensions; refuse one over some, with indices, or into a given tensor."""
+    if torch.Tag.pointwise in func.tags:  # max(x, y), which torch decomposes outside of inference
+        result: Tensor = _on_runs(func, args, kwargs)
+        return result
     x: ShardedTensor = args[0]
     kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     dims = given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
-    if len(func._schema.returns) > 1 or len({dim % max(1, x.ndim) for dim in dims}) < x.ndim:
+    is_partial = len({dim % max(1, x.ndim) for dim in dims}) < x.ndim
+    if is_partial or len(func._schema.returns) > 1 or func._schema.is_mutable:
         raise _unsupported(func, x)
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     run = local_of(x) if dtype is None else local_of(x).to(dtype)

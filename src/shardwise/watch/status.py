@@ -21,9 +21,10 @@ from shardwise.errors import PeerAborted, PeerLost, PeerSilent, RanksDiverged, S
 __all__ = ["SAME_UNITS", "LookCounter", "Report", "table", "verdict"]
 
 SAME_UNITS = (
-    "Every rank must run the same units in the same order; look for a branch, a loop length or an "
-    "exception that differs by rank. Modules that only some ranks need, such as a vision tower for "
-    "batches with images, belong in a unit that all ranks run: none of their blocks may be a unit."
+    "Every rank must run the same units in the same order, and train the same parameters; look for "
+    "a branch, a loop length, requires_grad or an exception that differs by rank. Modules that "
+    "only some ranks need, such as a vision tower for batches with images, belong in a unit that "
+    "all ranks run: none of their blocks may be a unit."
 )
 LOOKS = 2
 _MAX_ROWS = 32  # of a table; of more ranks, equal ones share a row
