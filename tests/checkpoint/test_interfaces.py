@@ -26,7 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.state_dict_saver import (
+    async_save,
+    save as save_distributed,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -321,6 +324,28 @@ def test_states_of_fsdp1_are_copied() -> None:
     for index, key in product(state, ("exp_avg", "exp_avg_sq")):
         assert torch.equal(copied[index][key], state[index][key])
         assert type(copied[index][key]) is type(state[index][key])
+
+
+@on_ranks(4, deadline=DEADLINE)
+@pytest.mark.parametrize("kind", [("sw", "fsdp"), ("sw", "ddp"), ("sw", "hsdp"), ("fsdp2", "fsdp")])
+def test_asynchronous_saves_have_the_values_of_their_call(kind: Kind, tmp_path: Path) -> None:
+    """torch keeps its copies in host memory for the next save."""
+    trained = Trained(kind, seed=0, steps=2)
+    for number in range(2):
+        expected = trained.values()
+        saving: Any = async_save(_state_dicts(trained), checkpoint_id=tmp_path / str(number))
+        trained.step(number)
+        saving.result()
+        other = Trained(kind, seed=1, steps=1)
+        state = _state_dicts(other)
+        load_distributed(state, checkpoint_id=tmp_path / str(number))
+        set_state_dict(
+            other.model,
+            other.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+        _assert_equal(other.values(), expected, tolerance=0.0)
 
 
 @on_ranks(2, deadline=DEADLINE)

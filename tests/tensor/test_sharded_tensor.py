@@ -61,6 +61,7 @@ def test_elementwise_operations_equal_those_on_whole_tensors() -> None:
             lambda x, y: x.clamp(-1, 1).pow(2).lerp(y, 0.3),
             lambda x, y: x.addcmul(y, y, value=0.1),
             lambda x, _: torch.zeros_like(x) + x.clone().fill_(3.0),
+            lambda x, y: x.new_zeros(x.shape) + x.new_full(x.shape, 2.0) * y,
             lambda x, _: x.to(torch.float32),
             lambda x, _: -x,
         ):

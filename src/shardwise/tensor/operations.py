@@ -132,6 +132,15 @@ def _without_format(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     return _on_runs(func, args, {key: x for key, x in kwargs.items() if key != "memory_format"})
 
 
+def _new(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedTensor:
+    """A new tensor of the same shape, as `torch.distributed.checkpoint.async_save` makes."""
+    x, shape = args[:2]
+    if tuple(shape) != tuple(x.shape):
+        raise _unsupported(func, x)
+    local = func(local_of(x), [len(x._sharding.run)], *args[2:], **kwargs)
+    return ShardedTensor(local, x._sharding)
+
+
 def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
@@ -399,6 +408,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_LIKE_POINTWISE, _on_runs),
     **dict.fromkeys(_HAVE_FORMAT, _without_format),
     **dict.fromkeys(("alias", "detach"), _alias),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(("allclose", "equal"), _compare),

@@ -63,6 +63,9 @@ class RaggedShard(Placement):
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, RaggedShard) and self.runs == other.runs)
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "RaggedShard":
+        return self
+
     def __hash__(self) -> int:
         return hash((self._layout.world_size, self._extent.parameter.num_elements))
 
@@ -199,6 +202,10 @@ class ShardedTensor(AssignableDTensor):
             "sw.save, which gathers nothing. torch.compile of optimizer.step needs "
             'granularity="dim"'
         )
+
+    def data_ptr(self) -> int:
+        """0, as of other DTensors: only the local tensor has memory."""
+        return 0
 
     # Libraries that save or share tensors, such as safetensors and transformers, use these.
     untyped_storage = storage = numpy = tolist = __array__ = _refuse_memory
