@@ -65,6 +65,7 @@ __all__ = [
     "bind_compiled",
     "can_divide_backwards",
     "can_swap_storages",
+    "current_autograd_node",
     "current_graph_task",
     "default_store",
     "eval_frame",
@@ -139,6 +140,7 @@ REQUIRED = (
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._EnableTorchFunction",
     "torch._C._len_torch_dispatch_stack",
+    "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "torch._C._storage_Use_Count",
@@ -407,6 +409,8 @@ num_tensor_references: Callable[[Tensor], int] = torch.Tensor._use_count  # type
 
 # The id of the autograd graph task that this thread runs, or -1.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# The node that autograd runs in this thread; None also if compiled autograd runs instead.
+current_autograd_node: Callable[[], object] = torch._C._current_autograd_node
 
 # A context that hides calls from every `TorchFunctionMode`; the public one leaves modes active.
 without_torch_functions = torch._C.DisableTorchFunction

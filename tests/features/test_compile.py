@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -195,6 +196,22 @@ def test_a_compiled_step_with_its_backward(granularity: Any) -> None:
         if number == 1:
             num_frames = counting.frame_count
     assert counting.frame_count == num_frames > 0
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused() -> None:
+    """It drops what is queued for the end of backward, so no gradient would be reduced."""
+    torch._dynamo.reset()
+    reference, model = sharded_pair(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double())
+    x = torch.randn(4, 6).double()
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(sw.StepError, match="compiled autograd"),
+    ):
+        model(own_part(x)).square().mean().backward()
+    model(own_part(x)).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert_equal_models(model, reference, 0)
 
 
 @pytest.mark.thorough

@@ -31,6 +31,7 @@ __all__ = [
     "apply_gradient_hooks",
     "before_node",
     "break_graph",
+    "check_calls_end",
     "check_first_order",
     "current_task",
     "nodes_at_all_levels",
@@ -156,6 +157,16 @@ def check_first_order() -> None:
         )
 
 
+def check_calls_end() -> None:
+    """Refuse compiled autograd, which does not call what is queued for the end of a graph task."""
+    if _private.current_autograd_node() is None:
+        raise StepError(
+            "backward through a sharded model with compiled autograd is not supported, because no "
+            "gradient would be reduced; switch off compiled_autograd in the configuration of "
+            "Dynamo. The model or its blocks may be compiled"
+        )
+
+
 class BackwardEnd:
     """A callback for the end of a graph task: calls ``finish``, or ``abandon`` if the task fails.
 
@@ -170,9 +181,7 @@ class BackwardEnd:
         abandon: Callable[[BaseException], None],
         cleanup: Callable[[Callable[[], None]], object],
     ) -> None:
-        self._finish = finish
-        self._abandon = abandon
-        self._cleanup = cleanup
+        self._finish, self._abandon, self._cleanup = finish, abandon, cleanup
         self._is_over = False
 
     def __call__(self) -> None:

@@ -214,6 +214,7 @@ class Scheduler:
         if task in self._tasks:
             return
         self.check_awake()
+        hooks.check_calls_end()
         end = hooks.BackwardEnd(
             partial(self.finish_backward, task),
             partial(self.abandon_backward, task),
