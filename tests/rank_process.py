@@ -7,6 +7,7 @@ It runs inside pytest, because that is the public way to have ``assert`` rewritt
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,9 @@ LOOPBACK = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(minutes=10)
 # Plugins that would collect what a rank should print, or take the handler its stacks come from.
 UNWANTED_PLUGINS = ("faulthandler", "threadexception", "unraisableexception", "cacheprovider")
+
+KindOfCache = type(functools.cache(int))
+BARE_THREADS = 12  # of a rank without groups, at most
 
 Request: TypeAlias = bytes | None  # a pickled (function, arguments), or: renew the groups
 Reply: TypeAlias = tuple[bool, bytes]  # (returned, pickled result) or (raised, traceback)
@@ -74,8 +79,10 @@ class Rank:
         """Start with a default group that knows nothing of what earlier calls did to theirs."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        # DTensor keeps meshes, whose groups are gone now, by what they look like.
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        clear_caches_of_meshes()
+        if psutil.Process().num_threads() > BARE_THREADS:  # meshes in cycles of frozen objects
+            gc.unfreeze()
+            gc.collect()
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"groups{self.num_groups}", self.store),
@@ -131,6 +138,22 @@ def call(request: bytes) -> bytes:
             os.environ.clear()
             os.environ.update(environment)
         gc.collect()
+
+
+def clear_caches_of_meshes() -> None:
+    """Forget what DTensor keeps by the looks of a mesh, whose groups are gone now.
+
+    Their threads end with the last mesh.
+    """
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    modules = [x for name, x in sys.modules.items() if name.startswith("torch.distributed.tensor.")]
+    for module in modules:
+        classes = [vars(value) for value in vars(module).values() if isinstance(value, type)]
+        for value in [value for names in (vars(module), *classes) for value in names.values()]:
+            function = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(function, KindOfCache):
+                function.cache_clear()
+        vars(module).get("clear_redistribute_planner_cache", int)()
 
 
 def settings_of_torch() -> dict[str, object]:

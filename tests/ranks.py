@@ -46,7 +46,7 @@ START_SECONDS = 120.0  # importing torch in four processes on a busy machine
 GRACE_SECONDS = 10.0
 # New groups take 70 ms on four ranks, so not every call gets them; but each group that a test
 # makes keeps threads until its default group goes. A thread of Gloo wakes up 100 times a second:
-# 300 of them take a tenth of a core from all tests that follow. A rank has 10 when it starts.
+# 300 of them take a tenth of a core from all tests that follow. A new rank has about 10 threads.
 MAX_THREADS = 32
 
 
