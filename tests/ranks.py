@@ -214,7 +214,11 @@ class Pool:
         return outcome
 
     def num_threads(self) -> int:
-        return max(int(psutil.Process(rank.pid).num_threads()) for rank in self.ranks)
+        """The number of threads of the rank that has most; 0 if one has ended meanwhile."""
+        try:
+            return max(int(psutil.Process(rank.pid).num_threads()) for rank in self.ranks)
+        except psutil.NoSuchProcess:
+            return 0
 
     def renew_groups(self) -> None:
         """Give the next call new groups; ranks that cannot agree even on that are killed."""
