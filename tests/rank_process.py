@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +50,6 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 UNWANTED_PLUGINS = ("faulthandler", "threadexception", "unraisableexception", "cacheprovider")
 
 KindOfCache = type(functools.cache(int))
-BARE_THREADS = 12  # of a rank without groups, at most
 
 Request: TypeAlias = bytes | None  # a pickled (function, arguments), or: renew the groups
 Reply: TypeAlias = tuple[bool, bytes]  # (returned, pickled result) or (raised, traceback)
@@ -80,9 +78,6 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
         clear_caches_of_meshes()
-        if psutil.Process().num_threads() > BARE_THREADS:  # meshes in cycles of frozen objects
-            gc.unfreeze()
-            gc.collect()
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"groups{self.num_groups}", self.store),
@@ -137,6 +132,7 @@ def call(request: bytes) -> bytes:
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
+        clear_planners()
         gc.collect()
 
 
@@ -147,13 +143,22 @@ def clear_caches_of_meshes() -> None:
     """
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     modules = [x for name, x in sys.modules.items() if name.startswith("torch.distributed.tensor.")]
+    clear_planners()
     for module in modules:
         classes = [vars(value) for value in vars(module).values() if isinstance(value, type)]
         for value in [value for names in (vars(module), *classes) for value in names.values()]:
             function = value.__func__ if isinstance(value, staticmethod) else value
             if isinstance(function, KindOfCache):
                 function.cache_clear()
-        vars(module).get("clear_redistribute_planner_cache", int)()
+
+
+def clear_planners() -> None:
+    """Forget the plans of redistributions, which are in cycles of references with their meshes.
+
+    After each call, as the next one would hide them from the collector for ever.
+    """
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    getattr(redistribute, "clear_redistribute_planner_cache", int)()  # PyTorch 2.13 has it
 
 
 def settings_of_torch() -> dict[str, object]:

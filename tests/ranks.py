@@ -181,6 +181,7 @@ class Pool:
             RankProcess(Path(self.folder.name), rank, world_size) for rank in range(world_size)
         ]
         self.alive = True
+        self.max_threads = MAX_THREADS  # of a rank, before it gets new groups
 
     def start(self) -> None:
         """Wait until every rank is ready, and say why when one is not."""
@@ -209,7 +210,7 @@ class Pool:
         for rank in self.ranks:
             rank.send(request)
         outcome = self.collect(deadline)
-        if self.is_alive() and (outcome.errors or self.num_threads() > MAX_THREADS):
+        if self.is_alive() and (outcome.errors or self.num_threads() > self.max_threads):
             self.renew_groups()
         return outcome
 
@@ -226,6 +227,8 @@ class Pool:
             rank.send(b"")
         if self.collect(GRACE_SECONDS).errors:
             self.kill()
+        # More if some groups remain: without new threads, newer groups would not help.
+        self.max_threads = max(MAX_THREADS, self.num_threads() + MAX_THREADS // 2)
 
     def collect(self, deadline: float) -> Outcome:
         """Wait for every rank's answer. The pool is dead afterwards if one gave none."""
