@@ -4,9 +4,8 @@ Prefetching follows the recorded order of the last pass, so FSDP2's prefetch hin
 ignored.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from shardwise.runtime.module import (
 )
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
@@ -93,9 +91,8 @@ class FSDPModule(UnitModule):
         Raises:
             CheckpointError: they are the shards of another rank.
         """
-        loadable = _with_plain_replicas(self, state_dict)
-        _check_own_shards(self, loadable)
-        return super().load_state_dict(loadable, *args, **options)
+        _check_own_shards(self, state_dict)
+        return super().load_state_dict(state_dict, *args, **options)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether units are freed after forward and gathered again for backward.
@@ -321,22 +318,6 @@ def _check_not_reproducible(module: nn.Module, method: str) -> None:
             f"{handle.runtime.mesh.leaves} micro-batches of a step, and divides by their number; "
             "leave out the call, or reproducible=... of fully_shard"
         )
-
-
-def _with_plain_replicas(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state`` with plain tensors for whole ones that ranks of another job have saved."""
-    plain: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        own, saved = sharding_of(parameter), state.get(name)
-        if own is None or not isinstance(saved, ShardedTensor) or own.matches(saved.sharding):
-            continue
-        if saved.sharding.mesh.size == 1:
-            plain[name] = local_of(saved).view(saved.shape)
-    if not plain:
-        return state
-    loadable: Any = copy.copy(state)  # with its ``_metadata``
-    loadable.update(plain)
-    return cast("Mapping[str, Any]", loadable)
 
 
 def _check_own_shards(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -88,6 +88,8 @@ def _unsupported(
     )
 
 
+_COPY = torch.ops.aten.copy_.default
+
 # -- element by element --------------------------------------------------------------------------
 
 
@@ -118,11 +120,7 @@ def _on_runs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _write_plain(func: OpOverload, x: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Copy ``x`` into a tensor that is not sharded, if every rank stores all of it."""
-    if (
-        func._schema.name != "aten::copy_"
-        or isinstance(args[0], DTensor)
-        or x.sharding.mesh.size > 1
-    ):
+    if func is not _COPY or isinstance(args[0], DTensor) or x.sharding.mesh.size > 1:
         raise _unsupported(func, x, "would write a shard into a tensor that is not sharded")
     return func(args[0], local_of(x).view(x.shape), *args[2:], **kwargs)
 
@@ -144,8 +142,11 @@ def _new(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sh
 def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     """The elements of ``x`` that correspond to this rank's run of ``first``."""
     if isinstance(x, ShardedTensor):
-        _check_matches(func, first, x)
-        return local_of(x)
+        if first._sharding.matches(x._sharding):
+            return local_of(x)
+        if func is not _COPY or x._sharding.mesh.size > 1:
+            raise _mismatch(func, first, x)
+        x = local_of(x).view(x.shape)  # whole on each rank, as of a model under "ddp"
     if isinstance(x, DTensor):
         if x.numel() != 1:
             raise _unsupported(func, first, f"with a DTensor of {x.placements}")
