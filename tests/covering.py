@@ -5,6 +5,7 @@ meets finds nearly what the product finds (D. R. Kuhn et al., "Software Fault In
 Implications for Software Testing", IEEE TSE 2004).
 """
 
+import heapq
 from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import combinations, product
 
@@ -24,10 +25,17 @@ def cover(rows: Sequence[Row], strength: int) -> list[Row]:
     wanted = [_combinations(row, strength) for row in rows]
     missing = set().union(*wanted)
     chosen: list[Row] = []
+    # The rows with the most first. What a row adds only decreases: an old figure is an upper bound.
+    heap = [(-len(combinations_of_row), i) for i, combinations_of_row in enumerate(wanted)]
+    heapq.heapify(heap)
     while missing:
-        best = max(range(len(rows)), key=lambda i: len(wanted[i] & missing))
-        missing -= wanted[best]
-        chosen.append(rows[best])
+        _, best = heapq.heappop(heap)
+        adds = wanted[best] & missing
+        if heap and (-len(adds), best) > heap[0]:
+            heapq.heappush(heap, (-len(adds), best))
+        else:
+            missing -= adds
+            chosen.append(rows[best])
     return chosen
 
 
