@@ -250,13 +250,14 @@ def test_errors_name_the_problem(tmp_path: Path) -> None:
 
 def test_losses_differ_in_the_copies_of_their_logits() -> None:
     """In units of float32 logits: what a step has at its peak, beyond the fused linear loss."""
-    shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=16_384, ffn=64)
+    shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=8192, ffn=64)
     configuration = Configuration(micro_batch=2, sequence=256)
     peaks, keeps = {}, {}
     for loss in ("float32", "compute", "shifted", "fused", "fused_linear"):
         model = Model(loss, replace(shape, loss=loss))
-        peaks[loss] = max(one.peak_bytes for one in workload_of(model, configuration).segments)
-        kept = [one.end_bytes for one in workload_of(model, configuration).segments]
+        segments = workload_of(model, configuration).segments
+        peaks[loss] = max(one.peak_bytes for one in segments)
+        kept = [one.end_bytes for one in segments]
         keeps[loss] = kept[1] - kept[0]
     logits = 4 * 2 * 256 * shape.vocab
     gradient = 2 * 64 * shape.vocab  # of the head's weight
