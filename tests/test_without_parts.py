@@ -55,5 +55,5 @@ def test_the_engine_registers_no_backend() -> None:
 def registers_backend() -> bool:
     import shardwise.parts  # noqa: F401, PLC0415
 
-    assert sw.fully_shard
+    assert callable(sw.fully_shard)
     return "hostccl" in dist.Backend.backend_list
