@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import shardwise as sw
 from tests.cli.commands import environment
+from tests.forked import run_forked
 from tests.ranks import run_on
 from tests.without_parts import train_all
 
@@ -18,9 +21,8 @@ _PARTS = ("hostccl", "watch")
 
 def train(source: Path) -> dict[str, list[float]]:
     """Return the numbers that two ranks print with the package in ``source``."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     finished = subprocess.run(
-        [sys.executable, *launch, str(_ROOT / "tests/without_parts.py")],
+        [sys.executable, str(_ROOT / "tests/without_parts.py")],
         env={**environment(), "PYTHONPATH": str(source)},
         cwd=source,
         capture_output=True,
@@ -47,12 +49,11 @@ def test_without_hostccl_and_watch_the_core_trains_over_gloo(tmp_path: Path) -> 
 
 def test_the_engine_registers_no_backend() -> None:
     """Once one is registered, torch calls groups of "cpu:gloo" "undefined"."""
-    program = (
-        "import torch.distributed as dist, shardwise as sw; sw.fully_shard; import shardwise.parts;"
-        "print('hostccl' in dist.Backend.backend_list)"
-    )
-    environ = {**environment(), "PYTHONPATH": str(_ROOT / "src")}
-    printed = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == "False"
+    assert not run_forked(registers_backend)
+
+
+def registers_backend() -> bool:
+    import shardwise.parts  # noqa: F401, PLC0415
+
+    assert callable(sw.fully_shard)
+    return "hostccl" in dist.Backend.backend_list

@@ -1,15 +1,19 @@
 """Train under every strategy and print losses and norms: run by `test_without_parts`.
 
-``torchrun --nproc-per-node 2 tests/without_parts.py``
+``python tests/without_parts.py`` forks the second of two ranks, so that torch is imported once.
 """
 
 import json
+import multiprocessing
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # for both ranks: the first optimizer would import it
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -43,7 +47,7 @@ def train(strategy: str, granularity: Any) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     numbers = []
-    for _ in range(4):
+    for _ in range(2):
         for _ in range(2):
             x = torch.randn(8, 33, generator=generator, dtype=torch.float64)
             loss = model(x).square().mean()
@@ -63,13 +67,29 @@ def train_all() -> dict[str, list[float]]:
     return {" ".join(pair): train(*pair) for pair in pairs}
 
 
-def main() -> None:
-    """Print the numbers as JSON, on rank 0."""
-    dist.init_process_group("gloo")
+def train_rank(rank: int, pipe: Connection) -> dict[str, list[float]]:
+    """`train_all` as one of two ranks; the first sends the second the port of its store."""
+    port = pipe.recv() if rank else 0
+    store = TCPStore("localhost", port, 2, is_master=not rank, wait_for_workers=False)
+    if not rank:
+        pipe.send(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     numbers = train_all()
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(numbers))
     dist.destroy_process_group()
+    return numbers
+
+
+def main() -> None:
+    """Print the numbers of rank 0 as JSON."""
+    assert callable(sw.fully_shard)  # imports the engine, for both ranks
+    ours, theirs = multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=train_rank, args=(1, theirs))
+    other.start()
+    numbers = train_rank(0, ours)
+    other.join()
+    if other.exitcode:
+        sys.exit(f"rank 1 ended with {other.exitcode}")
+    sys.stdout.write(json.dumps(numbers))
 
 
 if __name__ == "__main__":

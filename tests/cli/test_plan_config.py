@@ -286,7 +286,7 @@ def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     found = run(
         "llama-3.2-1b", "--cluster=2xH100", "--seq=64", "--global-batch=4", "--no-scaling",
-        "--tensor=2", f"--config={path}",
+        "--tensor=2", "--checkpointing=none", "--micro-batch=2", f"--config={path}",
     )  # fmt: skip
     assert found.code == 0, found.errors
     config = read_config(path)
@@ -356,7 +356,7 @@ def test_a_run_is_trained_from_the_file_of_a_plan(
 def test_a_hugging_face_model_is_trained_from_the_file_of_a_plan(tmp_path: Path) -> None:
     config = llama_config(vocab_size=300, intermediate_size=64, tie_word_embeddings=True)
     config.save_pretrained(str(tmp_path / "llama"))
-    options = ["--seq=32", "--strategy=fsdp", "--checkpointing=selective"]
+    options = ["--seq=32", "--strategy=fsdp", "--checkpointing=selective", "--micro-batch=2"]
     _plan_and_train("llama", options, tmp_path)
 
 
@@ -366,7 +366,8 @@ def test_a_tensor_parallel_run_is_trained_from_the_file_of_a_plan(tmp_path: Path
     (tmp_path / "run.toml").write_text(
         '[model]\npath = "llama"\ncontext = 32\n[tokenizer]\nvocabulary = 300\n'
     )
-    _plan_and_train("run.toml", ["--seq=32", "--strategy=fsdp", "--tensor=2"], tmp_path)
+    options = ["--seq=32", "--strategy=fsdp", "--checkpointing=none", "--micro-batch=2"]
+    _plan_and_train("run.toml", [*options, "--tensor=2"], tmp_path)
     assert read_config(tmp_path / "plan.toml").shard.tensor == 2
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from shardwise.forecast.models.model import Model
 from shardwise.forecast.models.transformer import Shape
 from shardwise.forecast.search.applying import apply_to
 from shardwise.forecast.search.candidates import Goal
+from shardwise.forecast.view.estimate import Estimate
 from shardwise.runtime.module import handle_of
 from tests.forecast.calibrations import calibration
 from tests.models import llama_config
@@ -141,13 +143,21 @@ def test_a_model_without_blocks_is_one_unit() -> None:
         Goal(global_batch=4, settings=found.configuration, checkpointing=("full",))
 
 
+def llama_on_meta() -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(vocab_size=300))
+
+
+@cache
+def estimate_of_whole_llama() -> Estimate:
+    return sw.estimate(llama_on_meta(), **SMALL, strategies="fsdp", checkpointing=["none"])
+
+
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_only_what_peft_adds_has_states(options: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        base = LlamaForCausalLM(llama_config(vocab_size=300))
-    whole = sw.estimate(base, **SMALL, strategies="fsdp", checkpointing=["none"])
+    whole = estimate_of_whole_llama()
     lora: Any = LoraConfig(r=4, target_modules=r".*\.(q|v)_proj", use_rslora=True, **options)
-    adapted: Any = get_peft_model(base, lora)
+    adapted: Any = get_peft_model(llama_on_meta(), lora)
     found = sw.estimate(adapted, **SMALL, strategies="fsdp", checkpointing=["none"])
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert found.memory["optimizer"] == pytest.approx(2 * 4 * trained / 2, rel=0.02)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.forecast.configuration import Configuration
 from shardwise.forecast.forecast import Forecaster
 from shardwise.forecast.machines.find import machine_of
+from shardwise.forecast.models import model as models
 from shardwise.forecast.models.model import Model, resolve_model, workload_of
 from shardwise.forecast.models.transformer import Shape, build
 from shardwise.forecast.planned import call_of, plan_of, precision_of
@@ -248,15 +250,30 @@ def test_errors_name_the_problem(tmp_path: Path) -> None:
         Shape(arch="llama", layers=1, hidden=8, heads=4, kv_heads=3, vocab=8)
 
 
+def test_traces_of_shapes_are_kept_and_those_of_functions_are_not() -> None:
+    shape = replace(SHAPES["gpt"], vocab=51)  # of no other test
+    for model, once, twice in ((Model("", shape), 1, 1), (Model("", factory=Logits), 1, 2)):
+        with mock.patch.object(models, "trace", wraps=trace) as traced:
+            found = workload_of(model, SMALL)
+            assert traced.call_count == once
+            assert workload_of(model, SMALL) == found
+            assert traced.call_count == twice
+    with mock.patch.object(models, "trace", wraps=trace) as traced:
+        workload_of(Model("", shape), replace(SMALL, micro_batch=1))
+        workload_of(Model("", shape, inputs=lambda n, t: (torch.zeros(n, t).long(),) * 2), SMALL)
+    assert traced.call_count == 2
+
+
 def test_losses_differ_in_the_copies_of_their_logits() -> None:
     """In units of float32 logits: what a step has at its peak, beyond the fused linear loss."""
-    shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=16_384, ffn=64)
+    shape = Shape(arch="llama", layers=2, hidden=64, heads=2, vocab=8192, ffn=64)
     configuration = Configuration(micro_batch=2, sequence=256)
     peaks, keeps = {}, {}
     for loss in ("float32", "compute", "shifted", "fused", "fused_linear"):
         model = Model(loss, replace(shape, loss=loss))
-        peaks[loss] = max(one.peak_bytes for one in workload_of(model, configuration).segments)
-        kept = [one.end_bytes for one in workload_of(model, configuration).segments]
+        segments = workload_of(model, configuration).segments
+        peaks[loss] = max(one.peak_bytes for one in segments)
+        kept = [one.end_bytes for one in segments]
         keeps[loss] = kept[1] - kept[0]
     logits = 4 * 2 * 256 * shape.vocab
     gradient = 2 * 64 * shape.vocab  # of the head's weight

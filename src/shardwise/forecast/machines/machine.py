@@ -192,6 +192,11 @@ class Machine:
                 best = min(best, waves * 2 * rows * columns * depth / (quality * tile_rate))
         return max(best, self.memory_seconds(num_bytes)) + self.constants.kernel_seconds
 
+    def check_float8(self, scaling: str) -> None:
+        """Raise a PlanError if the device has no products with 8-bit operands."""
+        if self.device.peak_fp8_flops is None:
+            raise PlanError(f"float8={scaling!r}: {self.device.name} has no 8-bit products")
+
     def float8_seconds(self, shape: Sequence[int], scaling: str, weight: int) -> float:
         """Predict a product with 8-bit operands, and the casts of 16-bit operands to 8 bits.
 
@@ -203,8 +208,7 @@ class Machine:
         Raises:
             PlanError: the device has no such products.
         """
-        if self.device.peak_fp8_flops is None:
-            raise PlanError(f"float8={scaling!r}: {self.device.name} has no 8-bit products")
+        self.check_float8(scaling)
         batch, m, n, k = shape
         operands, result = batch * (m * k + k * n), batch * m * n
         seconds = self.matmul_seconds(shape, 1, operands + 2 * result)

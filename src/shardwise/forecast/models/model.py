@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -137,7 +137,23 @@ class Model:
 
 
 def workload_of(model: Model, configuration: Configuration, stage: int = 0) -> Workload:
-    """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``."""
+    """Trace what one rank of a pipeline stage computes in one micro-batch of ``model``.
+
+    Recent traces of shapes are kept. A function of the user may return something else each time.
+    """
+    if model.factory is None and model.inputs is None and model.loss is None:
+        return _trace_of_shape(model, configuration, stage, torch.get_default_dtype())
+    return _trace(model, configuration, stage)
+
+
+@lru_cache(maxsize=128)
+def _trace_of_shape(
+    model: Model, configuration: Configuration, stage: int, _default_dtype: torch.dtype
+) -> Workload:
+    return _trace(model, configuration, stage)
+
+
+def _trace(model: Model, configuration: Configuration, stage: int) -> Workload:
     module = model.build(configuration, stage)
     units, names = units_of(module, configuration), unit_names(module, configuration)
     blocks = repeated_blocks(module)

@@ -52,8 +52,10 @@ def search(forecaster: Forecaster, goal: Goal, progress: Progress = lambda _: No
 
     Raises:
         ConfigError: no configuration divides the ranks and the batch evenly.
-        PlanError: the model cannot be divided in that way.
+        PlanError: the model cannot be divided in that way, or the device has no 8-bit products.
     """
+    if goal.settings.float8 != "none":  # before the memory of all configurations is predicted
+        forecaster.machine.check_float8(goal.settings.float8)
     if forecaster.machine.computes_on_cpu:  # ranks compute in the memory of the host
         goal = replace(goal, offload=("none",))
     fitting: list[Forecast] = []

@@ -87,6 +87,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd asks two or three times per operation
+            return args[0].device
         kwargs = kwargs or {}
         with without_torch_functions():
             result = _result_of(func, args, kwargs)
@@ -192,9 +194,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator, also a grouped product in a dtype that only its real kernels take."""
-    is_grouped = _name_of(func)[0] == "_grouped_mm"
+    if _name_of(func)[0] != "_grouped_mm":
+        return func(*args, **kwargs)
     dtypes = {one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point()}
-    if not is_grouped or len(dtypes) > 1 or dtypes & {torch.bfloat16, torch.float64}:
+    if len(dtypes) > 1 or dtypes & {torch.bfloat16, torch.float64}:
         return func(*args, **kwargs)
     [dtype] = dtypes
 
@@ -207,7 +210,13 @@ def _result_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested containers."""
-    return (value for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
+    if isinstance(values, Tensor):
+        yield values
+    elif type(values) in (tuple, list):  # as in most calls, and faster than pytree
+        for value in values:
+            yield from tensors_in(value)
+    elif values is not None and not isinstance(values, (int, float, str)):
+        yield from (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
 
 
 def _num_bytes(tensor: Tensor) -> int:
