@@ -197,6 +197,9 @@ def byte_runs(tensor: Tensor) -> tuple[Run, ...]:
     """Return the bytes of ``tensor`` in ascending order; nothing if it is empty."""
     if not tensor.numel():
         return ()
+    if tensor.is_contiguous():
+        start = tensor.data_ptr()
+        return ((start, start + tensor.numel() * tensor.element_size()),)
     dims = sorted(
         (
             (stride, size)

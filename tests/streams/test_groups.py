@@ -23,7 +23,7 @@ from tests.streams.models import build
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Problem, Simulation
 
-STEPS = 3
+STEPS = 2
 
 
 class Twins:
@@ -131,7 +131,9 @@ def test_a_model_with_a_wire_and_one_without(has_wire: tuple[bool, bool]) -> Non
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "hfsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.thorough), "hfsdp"]
+)
 def test_gathers_and_reductions_may_share_the_groups_of_an_axis(strategy: str) -> None:
     """Each group is used on one stream only, in the order of the launches."""
     simulation = Simulation(is_late=True)
