@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Place:
     device: torch.device
     is_pinned: bool = False
 
-    @property
+    @cached_property
     def is_device(self) -> bool:
         return self.device.type != "cpu"
 
