@@ -45,7 +45,7 @@ PROGRAMS = {
         steps_in_backward=True,
         options={"reshard_after_forward": False},
     ),
-    "clipped, accumulated": Program("gpt", offload="device", steps=3, clip=0.5, accumulate=2),
+    "clipped, accumulated": Program("gpt", offload="device", clip=0.5, accumulate=2),
     "hsdp": Program(strategy="hsdp", offload="device", steps=3),
 }
 
