@@ -86,7 +86,7 @@ def held_bytes() -> int:
 def on_two_or_four(*factors: Iterable[str]) -> list[object]:
     """Rows of strategies and other factors, on two ranks if the strategy has one axis."""
     rows = product(PRESETS, *factors, (2, 4))
-    return covered_first(row for row in rows if PRESETS[row[0]].num_axes == 1 or row[-1] == 4)
+    return covered_first(row for row in rows if PRESETS[str(row[0])].num_axes == 1 or row[-1] == 4)
 
 
 @on_ranks()

@@ -40,9 +40,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("kind", "world_size"), covered_first(product((LOCAL, SHARDED), (2, 4)))
-)
+@pytest.mark.parametrize(("kind", "world_size"), covered_first(product((LOCAL, SHARDED), (2, 4))))
 def test_checkpoint_of_torch(kind: f.StateDictType, tmp_path: Path) -> None:
     path = str(tmp_path)
     net, other = wrapped(), wrapped(seed=3)

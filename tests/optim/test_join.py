@@ -350,9 +350,7 @@ LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("loop", "world_size"),
     [
-        pytest.param(
-            loop, len(sizes), marks=pytest.mark.thorough if loop in MORE_LOOPS else ()
-        )
+        pytest.param(loop, len(sizes), marks=pytest.mark.thorough if loop in MORE_LOOPS else ())
         for loop, (_, _, sizes, _) in LOOPS.items()
     ],
 )

@@ -226,7 +226,7 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opera
     return operands
 
 
-def _leaves(value: object) -> Sequence[object]:
+def _leaves(value: Any) -> Sequence[Any]:
     """What an argument or a result consists of; nothing in a number or another option."""
     if isinstance(value, Tensor):
         return (value,)
