@@ -23,7 +23,15 @@ if sys.platform == "linux":
 else:
     CONTEXT = multiprocessing.get_context("spawn")
 # Optimizers and checkpointing import the second on their first call, which takes over a second.
-PRELOAD = ("tests.rank_process", "torch._dynamo")
+# The others, which most ranks use, would take a fifth of a second in each of them.
+PRELOAD = (
+    "tests.rank_process",
+    "torch._dynamo",
+    "shardwise.api",
+    "shardwise.checkpoint.load",
+    "shardwise.checkpoint.save",
+    "shardwise.replicas.elastic",
+)
 # Takes seconds, and only some tests need it: preloaded if one of them has been collected.
 PRELOAD_IF_IMPORTED = (
     "shardwise.train.run",
@@ -31,6 +39,7 @@ PRELOAD_IF_IMPORTED = (
     "transformers.trainer",
     "torch.distributed.optim",
     "torch._dynamo.testing",
+    "torchft",
 )
 LAST = "tests.frozen"  # hides all of the above from the garbage collector
 DEADLINE_SECONDS = 120.0

@@ -25,6 +25,7 @@ from tests.runtime.one_process import (
     sharded_pair,
 )
 
+THOROUGH = pytest.mark.thorough
 WIDTH = 256  # large enough for weights to use slots
 VOCABULARY = 300
 BACKENDS = ["aot_eager", "inductor"]
@@ -106,7 +107,7 @@ def weights_in_slots(model: nn.Module, reference: nn.Module) -> set[str]:
     ("ways", "backend"),
     [
         (("once", "checkpoint"), "aot_eager"),
-        *(pytest.param(WAYS, name, marks=pytest.mark.thorough) for name in BACKENDS),
+        *(pytest.param(WAYS, name, marks=THOROUGH) for name in BACKENDS),
     ],
 )
 def test_compiled_blocks_compute_in_slots(ways: tuple[str, ...], backend: str) -> None:
@@ -132,7 +133,7 @@ class Unrolled(Model):
         return y
 
 
-@pytest.mark.thorough
+@THOROUGH
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_model_breaks_only_at_its_units(backend: str) -> None:
@@ -170,7 +171,7 @@ def test_units_inside_compiled_modules(granularity: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("granularity", ["element", "dim"])
+@pytest.mark.parametrize("granularity", ["element", pytest.param("dim", marks=THOROUGH)])
 def test_a_compiled_step_with_its_backward(granularity: Any) -> None:
     """On a CPU, backward runs on the thread that compiles, which must not find the engine."""
     torch._dynamo.reset()
@@ -198,7 +199,7 @@ def test_a_compiled_step_with_its_backward(granularity: Any) -> None:
     assert counting.frame_count == num_frames > 0
 
 
-@on_ranks(2)
+@on_ranks(1, thorough=(2,))  # the first use in a rank takes seconds
 def test_compiled_autograd_is_refused() -> None:
     """It drops what is queued for the end of backward, so no gradient would be reduced."""
     torch._dynamo.reset()
@@ -214,7 +215,7 @@ def test_compiled_autograd_is_refused() -> None:
     assert_equal_models(model, reference, 0)
 
 
-@pytest.mark.thorough
+@THOROUGH
 @on_ranks(2)
 def test_a_compiled_optimizer_step() -> None:
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """`sw.sleep` gives device memory back, and after `sw.wake` the next step has the same bits."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,20 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-@on_ranks(4)
+def on_two_or_four(*factors: Iterable[str]) -> list[object]:
+    """Rows of strategies and other factors, on two ranks if the strategy has one axis."""
+    rows = product(PRESETS, *factors, (2, 4))
+    return covered_first(row for row in rows if PRESETS[str(row[0])].num_axes == 1 or row[-1] == 4)
+
+
+@on_ranks()
 @pytest.mark.parametrize(
-    ("strategy", "variant", "optimizer"),
-    covered_first(product(PRESETS, VARIANTS, OPTIMIZERS)),
+    ("strategy", "variant", "optimizer", "world_size"), on_two_or_four(VARIANTS, OPTIMIZERS)
 )
 def test_the_next_step_has_the_same_bits(strategy: str, variant: str, optimizer: str) -> None:
     variant, optimizer = _supported(strategy, variant, optimizer)
     awake, asleep = (make(strategy, variant, optimizer) for _ in range(2))
-    for step in range(4):
+    for step in range(3):
         for pair in (awake, asleep):
             train(*pair, step)
         for _ in range(2):  # also before there are states of the second step
@@ -132,28 +137,30 @@ def test_gradients_sleep(strategy: str) -> None:
     train(model, optimizer, 1)  # adds to the gradients
 
 
-@on_ranks(4)
+@on_ranks()
 @pytest.mark.parametrize(
-    ("strategy", "variant", "optimizer"),
+    ("strategy", "variant", "optimizer", "world_size", "cycles"),
     [
-        ("fsdp", "plain", "adamw"),
-        ("zero1", "wires", "muon"),
-        ("ddp", "by dim", "soap"),
-        ("hsdp", "offloaded", "adam8bit"),
+        ("fsdp", "plain", "adamw", 2, 12),
+        ("zero1", "wires", "muon", 2, 12),
+        ("ddp", "by dim", "soap", 2, 12),
+        ("hsdp", "offloaded", "adam8bit", 4, 12),
         *(
-            pytest.param(*row, marks=pytest.mark.thorough)
+            pytest.param(*row, 4, 50, marks=pytest.mark.thorough)
             for row in product(PRESETS, VARIANTS, OPTIMIZERS)
         ),
     ],
 )
-def test_50_cycles_hold_the_same_bytes(strategy: str, variant: str, optimizer: str) -> None:
+def test_all_cycles_hold_the_same_bytes(
+    strategy: str, variant: str, optimizer: str, cycles: int
+) -> None:
     model, stepper = make(strategy, *_supported(strategy, variant, optimizer))
     for step in range(3):
         train(model, stepper, step)
     runtime, is_offloaded = runtime_of(model), "offload_policy" in VARIANTS[variant]
     awake, sleeping = set(), set()
     with without_frames():
-        for cycle in range(50):
+        for cycle in range(cycles):
             reported = sw.sleep(model, stepper)
             assert sum(pool.held_bytes for pool in runtime.pools) == 0
             if not is_offloaded:
@@ -213,9 +220,9 @@ def test_everything_is_freed(strategy: str, variant: str) -> None:
 # -- asleep --------------------------------------------------------------------------------------
 
 
-@on_ranks(4)
+@on_ranks()
 @pytest.mark.parametrize(
-    ("strategy", "variant"), covered_first(product(PRESETS, ("plain", "by dim", "offloaded")))
+    ("strategy", "variant", "world_size"), on_two_or_four(("plain", "by dim", "offloaded"))
 )
 def test_weights_can_be_read_published_saved_and_changed(
     strategy: str, variant: str, tmp_path: Path

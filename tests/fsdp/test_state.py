@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise.fsdp as f
 from shardwise.fsdp.wrap import ModuleWrapPolicy
+from tests.covering import covered_first
 from tests.fsdp.models import Block, batch, make_net
 from tests.fsdp.programs1 import values
 from tests.ranks import on_ranks
@@ -37,8 +39,8 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("kind", [LOCAL, SHARDED])
+@on_ranks()
+@pytest.mark.parametrize(("kind", "world_size"), covered_first(product((LOCAL, SHARDED), (2, 4))))
 def test_checkpoint_of_torch(kind: f.StateDictType, tmp_path: Path) -> None:
     path = str(tmp_path)
     net, other = wrapped(), wrapped(seed=3)

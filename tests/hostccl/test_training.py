@@ -29,6 +29,7 @@ from tests.models import Block
 from tests.ranks import RankFailed, on_ranks, run_on
 from tests.runtime.one_process import assert_equal_training, comm_of, rank, world_size
 
+THOROUGH = pytest.mark.thorough
 STEPS = 5
 NAMES = itertools.count()  # of the default groups that this rank makes
 
@@ -97,8 +98,16 @@ def _tensor_parallel(model: nn.Module) -> nn.Module:
 WRAPPERS = [_ddp, _ddp_with_a_hook, _fsdp1, _fsdp2, _hsdp, _tensor_parallel]
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__[1:])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("wrap", "world_size"),
+    [
+        pytest.param(wrap, size, marks=() if (size == 4) == (wrap is _hsdp) else THOROUGH)
+        for wrap in WRAPPERS
+        for size in (2, 4)
+    ],
+    ids=lambda value: value.__name__[1:] if callable(value) else None,
+)
+@on_ranks()
 def test_losses_are_those_of_gloo(wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert dist.get_backend() == "gloo"
     expected = _train(wrap)
@@ -145,8 +154,15 @@ def _outlive(wrap: Callable[[nn.Module], nn.Module]) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "ddp"])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        pytest.param(strategy, size, marks=() if (size == 4) == (strategy == "hsdp") else THOROUGH)
+        for strategy in ("fsdp", "hsdp", "ddp")
+        for size in (2, 4)
+    ],
+)
+@on_ranks()
 def test_shardwise_trains_as_in_one_process(strategy: str) -> None:
     with default_group("cpu:hostccl"):
         mesh = _two_dimensions() if strategy == "hsdp" else None

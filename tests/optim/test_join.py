@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.covering import covered_first, pairwise
-from tests.models import CASES, WIDTH, Block, Case, build
+from tests.models import CASES, LIKE_OTHERS, WIDTH, Block, Case, build
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
     adamw,
@@ -135,7 +135,7 @@ def compare(joined: Joined, alone: Alone, batches: Batches) -> None:
 STRATEGIES = ("fsdp", "zero1", "zero2", "ddp", "hsdp", "hfsdp")
 ROWS = [
     row
-    for row in pairwise(STRATEGIES, (0, 1, 2), ((7, 1), (4, 4)), (None, 0.1), (2, 3, 4))
+    for row in pairwise(STRATEGIES, (0, 1, 2), ((5, 1), (3, 3)), (None, 0.1), (2, 3, 4))
     if row[-1] == 4 or row[0] not in ("hsdp", "hfsdp")
 ]
 
@@ -157,7 +157,7 @@ def test_unequal_numbers_of_batches(
 @on_ranks(2, thorough=(3, 4))
 @pytest.mark.parametrize(
     ("seed", "name"),
-    covered_first([(seed, name) for name in CASES for seed in range(3)]),
+    covered_first([(seed, name) for name in CASES for seed in range(3)], leave=LIKE_OTHERS),
 )
 def test_every_model(seed: int, name: str) -> None:
     numbers = random.Random(f"{seed} {name} {world_size()}")
@@ -294,6 +294,14 @@ class Recomputed(Joined):
             self.case.loss(output).backward()  # type: ignore[no-untyped-call]
 
 
+# What is left to the other loops: models that `test_every_model` has, or another model.
+MORE_LOOPS = (
+    "one rank has batches, unused and reused",
+    "one rank has batches, stack",
+    "BeforeBackwards, stack",
+    "Reversed, stack",
+    "InOneBackward, checkpointed",
+)
 LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
     "no rank has batches": (Joined, "stack", [[], []], {}),
     **{
@@ -340,7 +348,11 @@ LOOPS: dict[str, tuple[type[Joined], str, list[list[int]], dict[str, Any]]] = {
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("loop", "world_size"), [(loop, len(sizes)) for loop, (_, _, sizes, _) in LOOPS.items()]
+    ("loop", "world_size"),
+    [
+        pytest.param(loop, len(sizes), marks=pytest.mark.thorough if loop in MORE_LOOPS else ())
+        for loop, (_, _, sizes, _) in LOOPS.items()
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_other_loops(loop: str) -> None:
@@ -509,9 +521,11 @@ def test_exchanges_of_an_evaluation() -> None:
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("mode", "prefetch", "world_size"),
+    covered_first(itertools.product((torch.no_grad, torch.inference_mode), (0, 2), (2, 3))),
+)
 def test_evaluation(mode: Any, prefetch: int) -> None:
     model = sw.fully_shard(build("stack"), units=Block, prefetch=prefetch)
     alone = build("stack")
@@ -584,8 +598,10 @@ class Raising(Joined):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("is_in_backward", [False, True])
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "is_in_backward"),
+    covered_first(itertools.product(("fsdp", "ddp"), (False, True))),
+)
 def test_a_rank_that_raises_beside_shadows(strategy: str, is_in_backward: bool) -> None:
     joined = Raising(strategy=strategy)
     joined.is_in_backward = is_in_backward
@@ -773,8 +789,12 @@ class Editing(Joined):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("edit", [_clip_values, _drop_first, _scale_last, _replace])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "clips"),
+    covered_first(
+        itertools.product((_clip_values, _drop_first, _scale_last, _replace), (False, True))
+    ),
+)
 def test_gradients_that_the_loop_changes(edit: Callable[[nn.Module], None], clips: bool) -> None:
     joined = Editing()
     joined.edit, joined.clips = staticmethod(edit), clips
@@ -1055,7 +1075,7 @@ def test_a_join_inside_a_transaction() -> None:
 # -- torch's own -----------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(3, thorough=(2,))
 def test_numbers_of_torch_join() -> None:
     """DistributedDataParallel in torch's `Join`, dividing by the ranks that compute."""
     theirs = DistributedDataParallel(build("stack"))

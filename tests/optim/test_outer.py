@@ -1,6 +1,7 @@
 """The outer optimizer of replicas in one world."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.errors import PlanError
 from shardwise.tensor.sharding import local_of
+from tests.covering import covered_first
 from tests.models import Block, Stack
 from tests.ranks import on_ranks
 from tests.replicas.diloco import Simulation, train
@@ -44,16 +46,16 @@ def shared_of(outer: sw.OuterOptimizer) -> list[Tensor]:
     return whole([state["anchor"] for state in outer.state.values()])
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize(
-    "outer",
-    [
-        sw.Outer(every=4, dtype="float64"),
-        sw.Outer(every=6, fragments=3, delay=2, mixing=0.5, dtype="float64"),
-    ],
-    ids=["diloco", "streaming"],
-)
-def test_replicas_equal_diloco_in_one_process(outer: sw.Outer) -> None:
+OUTER = {
+    "diloco": sw.Outer(every=4, dtype="float64"),
+    "streaming": sw.Outer(every=6, fragments=3, delay=2, mixing=0.5, dtype="float64"),
+}
+
+
+@on_ranks()
+@pytest.mark.parametrize(("name", "world_size"), covered_first(product(OUTER, (2, 4))))
+def test_replicas_equal_diloco_in_one_process(name: str) -> None:
+    outer = OUTER[name]
     mesh = two_replicas()
     model, optimizer, handle = replica_of(outer, mesh)
     simulation = Simulation(
@@ -72,7 +74,7 @@ def test_replicas_equal_diloco_in_one_process(outer: sw.Outer) -> None:
         torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
 
 
-@on_ranks(2, 4)
+@on_ranks(4, thorough=(2,))
 def test_every_step_with_sgd_is_the_average_of_parameters() -> None:
     """Exactly equal, because the sums are exact in float32. Includes complex parameters."""
     mesh = two_replicas()
@@ -113,8 +115,10 @@ def test_shared_parameters_are_the_same_bits_after_each_fragment(dtype: str) -> 
     assert all(not torch.equal(*pair) for pair in zip(first, shared_of(handle), strict=True))
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), covered_first(product(("ddp", "zero2", "fsdp"), (2, 4)))
+)
 def test_planned_bytes_are_those_that_were_sent(strategy: str) -> None:
     mesh = two_replicas()
     outer = sw.Outer(every=4, fragments=2, dtype="bfloat16")

@@ -13,7 +13,8 @@ from shardwise._private import default_store
 
 __all__ = ["Exchange"]
 
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005  # at first: a check costs as much CPU time
+_MOST_SECONDS = 0.004
 
 
 _connections: "weakref.WeakKeyDictionary[dist.ProcessGroup, Store]" = weakref.WeakKeyDictionary()
@@ -53,11 +54,14 @@ class Exchange:
         flat = own.detach().reshape(-1).view(torch.uint8)
         self._store.set(f"{call} {self._rank}", torch._C.TensorBase.numpy(flat).tobytes())  # type: ignore[arg-type] # bytes do
         keys = [f"{call} {rank}" for rank in range(self._size)]
+        pause = _POLL_SECONDS
         while not self._store.check(keys):
             if self.is_aborted:
                 return None
-            time.sleep(_POLL_SECONDS)
-        parts = [torch.frombuffer(bytearray(self._store.get(key)), dtype=own.dtype) for key in keys]
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_SECONDS)
+        found = self._store.multi_get(keys)
+        parts = [torch.frombuffer(bytearray(one), dtype=own.dtype) for one in found]
         if self._sent:  # all ranks are in this call, so all have read the last one
             self._store.delete_key(self._sent)
         self._sent = keys[self._rank]

@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Place:
     device: torch.device
     is_pinned: bool = False
 
-    @property
+    @cached_property
     def is_device(self) -> bool:
         return self.device.type != "cpu"
 
@@ -197,6 +198,9 @@ def byte_runs(tensor: Tensor) -> tuple[Run, ...]:
     """Return the bytes of ``tensor`` in ascending order; nothing if it is empty."""
     if not tensor.numel():
         return ()
+    if tensor.is_contiguous():
+        start = tensor.data_ptr()
+        return ((start, start + tensor.numel() * tensor.element_size()),)
     dims = sorted(
         (
             (stride, size)

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs) if not operands.writes else _returned(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        outputs = [one for one in pytree.tree_leaves(result) if _is_real(one)]
+        outputs = [one for one in _leaves(result) if _is_real(one)]
         fresh = [one for one in outputs if one.untyped_storage()._cdata not in known]
         if outputs and not fresh and not operands.writes:
             return result  # a view
@@ -221,10 +221,16 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opera
     pairs = [(flags[i], one) for i, one in enumerate(args)]
     pairs += [(name in names, one) for name, one in kwargs.items()]
     for is_written, value in pairs:
-        leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
-        tensors = [one for one in leaves if _is_real(one)]
+        tensors = [one for one in _leaves(value) if _is_real(one)]
         (operands.writes if is_written else operands.reads).extend(tensors)
     return operands
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """What an argument or a result consists of; nothing in a number or another option."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else ()
 
 
 # -- late execution -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -239,11 +240,16 @@ def location() -> str:
     frame: FrameType | None = sys._getframe(1)
     names: list[str] = []
     while frame is not None and len(names) < 3:
-        path = frame.f_code.co_filename
-        if "/shardwise/" in path:
-            names.append(f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+        file = _file_of_shardwise(frame.f_code.co_filename)
+        if file:
+            names.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(names) or "the program"
+
+
+@cache
+def _file_of_shardwise(path: str) -> str:
+    return path.rpartition("/")[2] if "/shardwise/" in path else ""
 
 
 def _replaces(new: Access, old: Access) -> bool:

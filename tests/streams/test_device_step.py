@@ -37,17 +37,16 @@ from tests.streams.seeds import patched
 from tests.streams.simulation import Problem, Simulation
 
 PROGRAMS = {
-    "fsdp": Program("stack", offload="device", steps=4),
-    "in backward": Program("stack", offload="device", steps=4, steps_in_backward=True),
+    "fsdp": Program(offload="device", steps=3),
+    "in backward": Program("stack", offload="device", steps=3, steps_in_backward=True),
     "in backward, units are kept": Program(
-        "stack",
         offload="device",
-        steps=4,
+        steps=3,
         steps_in_backward=True,
         options={"reshard_after_forward": False},
     ),
-    "clipped, accumulated": Program("gpt", offload="device", steps=4, clip=0.5, accumulate=2),
-    "hsdp": Program("stack", strategy="hsdp", offload="device", steps=4),
+    "clipped, accumulated": Program("gpt", offload="device", clip=0.5, accumulate=2),
+    "hsdp": Program(strategy="hsdp", offload="device", steps=3),
 }
 
 
@@ -58,7 +57,7 @@ def test_no_race_and_the_host_never_waits(name: str) -> None:
         assert not verdict.found, "\n".join(map(str, verdict.found[:5]))
 
 
-ON_HOST = Program("stack", offload="all", steps=4, steps_in_backward=True)
+ON_HOST = Program("stack", offload="all", steps=3, steps_in_backward=True)
 
 
 def test_steps_on_the_host_in_backward_have_no_race() -> None:
@@ -228,7 +227,7 @@ def test_late_streams_change_no_bit(name: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_copies_overlap_and_take_the_foreseen_memory(in_backward: bool) -> None:
-    program = Program("stack", offload="device", steps=4, steps_in_backward=in_backward)
+    program = Program("stack", offload="device", steps=3, steps_in_backward=in_backward)
     simulation = Simulation()
     sampled: list[int] = []
     copied: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -23,7 +23,7 @@ from tests.streams.models import build
 from tests.streams.programs import DEVICE
 from tests.streams.simulation import Problem, Simulation
 
-STEPS = 3
+STEPS = 2
 
 
 class Twins:
@@ -119,7 +119,9 @@ def test_groups_of_two_axes(strategy: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("has_wire", [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    "has_wire", [(True, False), pytest.param((False, True), marks=pytest.mark.thorough)]
+)
 def test_a_model_with_a_wire_and_one_without(has_wire: tuple[bool, bool]) -> None:
     """The sums of the one are relayed on the first stream, those of the other on the second."""
     simulation = Simulation(is_late=True)
@@ -130,17 +132,20 @@ def test_a_model_with_a_wire_and_one_without(has_wire: tuple[bool, bool]) -> Non
         train(simulation, *(Twins(mesh, range(4), "hsdp", **wire) for wire in wires))
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "hfsdp"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.thorough), ("hfsdp", 4)],
+)
 def test_gathers_and_reductions_may_share_the_groups_of_an_axis(strategy: str) -> None:
     """Each group is used on one stream only, in the order of the launches."""
-    simulation = Simulation(is_late=True)
+    simulation, ranks = Simulation(is_late=True), range(dist.get_world_size())
     simulation.current_device = DEVICE.index
     with simulated(simulation):
         train(
             simulation,
-            Twins(mesh_of(strategy), range(4), strategy, communicators="shared"),
-            Twins(mesh_of(strategy), range(4), strategy, communicators="shared"),
+            Twins(mesh_of(strategy), ranks, strategy, communicators="shared"),
+            Twins(mesh_of(strategy), ranks, strategy, communicators="shared"),
         )
     made = Counter(ranks for ranks, _ in simulation.groups)
     assert set(made.values()) == {1}

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
-from tests.covering import leaving
 from tests.models import CASES
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_models, rank, world_size
@@ -23,8 +22,16 @@ PROGRAMS = {
 }
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("name", leaving(("fsdp", "offloaded"), PROGRAMS))
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=() if size == chosen.get(name) else pytest.mark.thorough)
+        for chosen in [{"checkpointed": 3, "hsdp": 4}]
+        for name in PROGRAMS
+        for size in ((4,) if name == "hsdp" else (3, 4))
+    ],
+)
 def test_late_streams_train_unequal_batches(name: str) -> None:
     program = PROGRAMS[name]
     case, reference, model = CASES[program.name], build(program.name), build(program.name)

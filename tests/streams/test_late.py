@@ -91,16 +91,25 @@ def test_late_streams_with_owners_of_matrices(optimizer: str) -> None:
     assert_trains_as_in_one_process(Program("stack", optimizer=optimizer))
 
 
+WIRES = (
+    sw.Wire("int8", "int4", block=8, error_feedback=True),
+    sw.Wire("fp8", "int8", ranks_per_host=2),
+)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("strategy", "wire"),
+    ("strategy", "wire", "accumulate"),
     [
-        ("hsdp", sw.Wire("int8", "int4", block=8, error_feedback=True)),
-        pytest.param("fsdp", sw.Wire("fp8", "int8", ranks_per_host=2), marks=pytest.mark.thorough),
+        ("hsdp", WIRES[0], 1),
+        pytest.param("hsdp", WIRES[0], 2, marks=pytest.mark.thorough),
+        pytest.param("fsdp", WIRES[1], 2, marks=pytest.mark.thorough),
     ],
 )
-def test_late_streams_give_the_same_bits_with_a_wire(strategy: str, wire: sw.Wire) -> None:
-    program = Program(strategy=strategy, accumulate=2, options={"wire": wire})
+def test_late_streams_give_the_same_bits_with_a_wire(
+    strategy: str, wire: sw.Wire, accumulate: int
+) -> None:
+    program = Program(strategy=strategy, accumulate=accumulate, options={"wire": wire})
     late, prompt = (digest_of_training(program, is_late=is_late) for is_late in (True, False))
     assert late == prompt
 

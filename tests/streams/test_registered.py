@@ -55,8 +55,14 @@ ALL = ROWS | THOROUGH
 NAMES = [*ROWS, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("name", NAMES)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 2 if name == "registered" else 4) for name in ROWS),
+        *(pytest.param(name, 4, marks=pytest.mark.thorough) for name in THOROUGH),
+    ],
+)
 def test_training_in_registered_memory_is_that_of_one_process(name: str) -> None:
     assert_trains_as_in_one_process(ALL[name])
 

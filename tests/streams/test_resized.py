@@ -17,7 +17,7 @@ PROGRAMS = (
     Program("stack", prefetch=2),
     Program("gpt", strategy="zero2", accumulate=2),
     Program("alternating", prefetch=2),
-    Program("stack", strategy="hsdp", offload="all"),
+    Program(strategy="hsdp", offload="all"),
     Program("checkpointed", strategy="hfsdp", clip=0.5),
     Program("tied", granularity="dim", prefetch=0),
     Program("unused and reused", offload="copies"),

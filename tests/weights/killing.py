@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 from shardwise import weights
+from shardwise.weights import publish  # noqa: F401 (once here, instead of in each child)
 
 ACCESSES = {"open", "os.rename", "os.remove", "os.mkdir"}
 

@@ -294,14 +294,16 @@ def test_a_model_that_is_not_sharded() -> None:
 # -- memory --------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("to", ["all", 1])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("granularity", "to", "world_size"),
+    covered_first(product(GRANULARITIES, ("all", 1), (2, 4))),
+)
 def test_at_most_two_buckets_are_in_memory(granularity: Any, to: Any) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(80))).double()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))).double()
     num_bytes = sum(p.nbytes for p in model.parameters())
     sw.fully_shard(model, units=nn.Linear, granularity=granularity)
-    bucket_bytes = num_bytes // 20
+    bucket_bytes = num_bytes // 10
     receives = to in ("all", dist.get_rank())
     with live_bytes() as live:
         for _name, tensor in sw.full_tensors(model, bucket_bytes=bucket_bytes, to=to):
@@ -350,10 +352,14 @@ class Stopped(Exception):  # noqa: N818
     """Raised in a loop."""
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("stopping", ["all", "first", "last", "each elsewhere"])
-@pytest.mark.parametrize("to", ["all", 0])
-@pytest.mark.parametrize("raises", [True, False])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("stopping", "to", "raises", "world_size"),
+    covered_first(
+        product(("all", "first", "last", "each elsewhere"), ("all", 0), (True, False), (2, 3)),
+        strength=2,
+    ),
+)
 def test_a_loop_may_end_early_on_any_rank(stopping: str, to: Any, *, raises: bool) -> None:
     model, rank = build("stack"), dist.get_rank()
     sw.fully_shard(model, units="auto")
