@@ -5,12 +5,13 @@ Functions that save from one rank alone raise an error that names the alternativ
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -19,6 +20,7 @@ import shardwise as sw
 from shardwise import fsdp
 from shardwise.errors import CheckpointError, ShardedTensorError
 from shardwise.integrations.state import full_state_dict
+from shardwise.tensor.sharding import sharding_of
 from tests.models import llama
 from tests.ranks import on_ranks
 from tests.runtime.one_process import rank
@@ -74,6 +76,48 @@ def test_names_are_those_of_the_hub(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
     if rank() == 0:
         assert_same_files(tmp_path / "sharded", tmp_path / "whole")
+
+
+class Mixed(nn.Module, PyTorchModelHubMixin):
+    """Its ``save_pretrained`` takes no state dict: it reads the module, as that of diffusers."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+        self.outer.weight = self.inner.weight
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("scale", torch.full((width,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.outer(self.inner(x))) * self.scale  # type: ignore[no-any-return]
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        super()._save_pretrained(save_directory)
+        # A model of sentence-transformers encodes a text for its card, and diffusers writes names.
+        output = self(torch.ones(2, 6))
+        (save_directory / "card").write_text(f"{type(self).__name__} {output.tolist()}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_a_library_may_read_and_call_the_model(granularity: Any, tmp_path: Path) -> None:
+    for name in ("whole", "sharded"):
+        torch.manual_seed(0)
+        model = Mixed(6)
+        if name == "sharded":
+            policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            options = {"granularity": granularity, "mp_policy": policy}
+            sw.fully_shard(model, units={nn.LayerNorm}, **options)
+            cast("sw.FSDPModule", model).unshard()  # the modules hold values in bfloat16 now
+        if name == "sharded" or rank() == 0:
+            model.save_pretrained(tmp_path / name)
+    if rank() == 0:
+        assert_same_files(tmp_path / "sharded", tmp_path / "whole")
+    model(torch.ones(2, 6)).sum().backward()  # it still trains, sharded
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(sharding_of(parameter) is not None for parameter in model.parameters())
+    assert isinstance(model, sw.FSDPModule)
+    assert isinstance(model.norm, sw.FSDPModule)
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import PyTorchModelHubMixin
 from transformers import Adafactor, AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -101,6 +102,20 @@ def test_models_of_model_init_are_sharded(tmp_path: Path) -> None:
         trainer.train()
     assert trainer.model is not first
     assert isinstance(trainer.model, sw.FSDPModule)
+
+
+class OfTheHub(torch.nn.Linear, PyTorchModelHubMixin):
+    """Its ``save_pretrained`` has other arguments than that of transformers."""
+
+
+@on_ranks(2)
+def test_a_model_of_another_library_is_saved(tmp_path: Path) -> None:
+    weight = (model := OfTheHub(4, 4)).weight.detach().clone()
+    with torchrun_environment():
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+        Trainer(model=model, args=arguments, fully_shard={}).save_model()
+        dist.barrier()
+        assert torch.equal(OfTheHub.from_pretrained(tmp_path).weight, weight)
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """`fully_shard`, and the modules that it returns."""
 
+import abc
 import copy
 from collections import UserDict
 from dataclasses import dataclass
@@ -46,6 +47,25 @@ def test_returns_the_module_and_keeps_names_ties_and_optimizers() -> None:
     optimizer.step()
     after = [p.full_tensor() for p in model.parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@on_ranks(1)
+def test_classes_of_units_make_plain_modules_and_copies_are_units() -> None:
+    class Abstract(nn.Linear, abc.ABC):
+        """Its class is not an instance of `type` alone."""
+
+    model = sw.fully_shard(nn.Sequential(Abstract(3, 3)), units={Abstract})
+    unit = model[0]
+    assert type(type(unit)(3, 3)) is Abstract
+    # sentence-transformers makes another model by `__new__` and `__init__` of its class.
+    made = type(unit).__new__(type(unit))
+    made.__init__(3, 2)  # type: ignore[misc]
+    assert isinstance(made, Abstract)
+    assert made.weight.shape == (2, 3)
+    twin = copy.copy(model)
+    assert type(twin) is type(model)
+    assert twin[0] is unit
+    assert torch.equal(twin(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
 @on_ranks(2)

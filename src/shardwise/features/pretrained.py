@@ -1,4 +1,4 @@
-"""``save_pretrained`` and ``generate`` of transformers and peft for sharded models.
+"""``save_pretrained`` and ``generate`` of Hugging Face's libraries for sharded models.
 
 Every rank must call them. ``resize_token_embeddings`` is refused.
 """
@@ -7,8 +7,9 @@ import functools
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepError
-from shardwise.features.fsdp_module import FSDPModule
 from shardwise.features.joined_ranks import JoinedRanks
-from shardwise.runtime.module import MethodWrappers, as_forward, handle_of
+from shardwise.runtime.module import (
+    MethodWrappers,
+    UnitModule,
+    as_forward,
+    handle_of,
+    plain_class,
+)  # fmt: skip
+from shardwise.runtime.parameters import attributes_of
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import sharding_of
@@ -81,7 +88,8 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
 
     Gathered tensors are kept in memory-mapped files next to the result. Each rank therefore needs
     host memory for the largest tensor only, while the disk temporarily holds two copies of the
-    model. For a model with adapters, only the tensors that peft saves are gathered.
+    model. For a model with adapters, only the tensors that peft saves are gathered. While ``plain``
+    runs, the model of the first rank is a whole one, which it may also call.
     """
 
     @functools.wraps(plain)
@@ -96,12 +104,8 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
         mesh = _mesh_of(self)
         is_first = mesh.group_rank == 0
         with ExitStack() as stack:
-            if any(config.is_prompt_learning for config in _adapters_of(self).values()):
-                assert isinstance(self, FSDPModule)
-                self.unshard()  # peft reads prompts from the module, and not from a state dict
-                stack.callback(self.reshard)
             saved = _state_to_save(self, options)
-            tensors = {id(x): x for x in saved.values() if isinstance(x, Tensor)}
+            tensors = {id(tensor): tensor for tensor in saved.values()}
             whole: dict[int, Any] = {}
             with _raising_together(mesh, save_directory):
                 if is_first:
@@ -114,8 +118,9 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
                     whole[key].copy_(gathered)
             with _raising_together(mesh, save_directory):
                 if is_first:
-                    state = {name: whole.get(id(x), x) for name, x in saved.items()}
-                    plain(self, save_directory, *args, **options | {"state_dict": state})
+                    values = {name: whole[id(tensor)] for name, tensor in saved.items()}
+                    stack.enter_context(_made_whole(self, values))
+                    plain(self, save_directory, *args, **options)
 
     return save_pretrained
 
@@ -159,20 +164,23 @@ def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
     return getattr(model, "peft_config", None) or {}
 
 
-def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """The sharded state dict; for a model with adapters, only the tensors that peft saves."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
+    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     adapters = options.get("selected_adapters") or _adapters_of(model)
     if not adapters:
-        return state
+        return tensors
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (the model is one of peft)
 
-    tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     placeholders = {
         name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()
     }
     saved: set[int] = set()
     for name in adapters:
+        if _adapters_of(model)[name].is_prompt_learning:  # peft computes what it saves
+            saved |= {id(x) for x in model.get_submodule(f"prompt_encoder.{name}").parameters()}
+            continue
         found = get_peft_model_state_dict(
             model,
             state_dict=placeholders,
@@ -181,7 +189,9 @@ def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, An
         )
         saved |= {id(tensor) for tensor in found.values()}
     return {
-        name: x for name, x in tensors.items() if x.requires_grad or id(placeholders[name]) in saved
+        name: x
+        for name, x in tensors.items()
+        if x.requires_grad or not saved.isdisjoint((id(x), id(placeholders[name])))
     }
 
 
@@ -194,6 +204,43 @@ def _map(directory: Path, like: Tensor) -> Tensor:
         os.posix_fallocate(file.fileno(), 0, num_bytes)  # otherwise a full disk raises SIGBUS later
     mapped = torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
     return mapped.view(like.dtype).view(like.shape)
+
+
+@contextmanager
+def _made_whole(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Make ``model`` a plain module with the whole ``values`` of a state dict."""
+    units = {module: type(module) for module in model.modules() if isinstance(module, UnitModule)}
+    named: Iterable[tuple[str, Tensor]] = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    # By the id of what modules hold: that of a tied parameter is the same.
+    shown = {id(now): _like(now, values[name]) for name, now in named if name in values}
+    held: list[tuple[dict[str, Any], str, Tensor | None]] = [
+        (tensors, name, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if id(tensor) in shown
+    ]
+    try:
+        for unit, kind in units.items():
+            unit.__class__ = plain_class(kind)  # type: ignore[assignment]
+        for tensors, name, tensor in held:
+            tensors[name] = shown[id(tensor)]
+        yield
+    finally:
+        for unit, kind in units.items():
+            unit.__class__ = kind
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
+
+
+def _like(tensor: Tensor, whole: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return whole
+    parameter = nn.Parameter(whole, tensor.requires_grad)
+    vars(parameter).update(attributes_of(tensor))
+    return parameter
 
 
 @torch.no_grad()

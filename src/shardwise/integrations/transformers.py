@@ -11,6 +11,7 @@ For other trainers, use `ShardedTrainer` as a mix-in::
     class Trainer(ShardedTrainer, trl.SFTTrainer): ...
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -111,8 +112,11 @@ class ShardedTrainer(UnevenBatches):
         """
         trainer: Any = self
         directory = Path(output_dir or trainer.args.output_dir)
-        if hasattr(trainer.model, "save_pretrained"):
-            trainer.model.save_pretrained(directory, is_main_process=trainer.args.should_save)
+        save: Callable[..., None] | None = getattr(trainer.model, "save_pretrained", None)
+        if save is not None:
+            # That of sentence-transformers has no such argument.
+            has_argument = "is_main_process" in inspect.signature(save).parameters
+            save(directory, **{"is_main_process": trainer.args.should_save} if has_argument else {})
         else:
             state = full_state_dict(trainer.model)
             if trainer.args.should_save:

@@ -37,6 +37,7 @@ __all__ = [
     "make_room_for_unfrozen",
     "mean_over_replicas",
     "normal_tensors",
+    "plain_class",
     "register_forward_method",
     "runtime_of_root",
     "runtimes_in",
@@ -158,17 +159,19 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(call)
 
 
-class UnitModule(nn.Module):
+class _UnitType(type):
+    """The class of the classes of units."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module: slicing an nn.Sequential instantiates its class."""
+        return plain_class(cast("type[nn.Module]", cls))(*args, **kwargs)
+
+
+class UnitModule(nn.Module, metaclass=_UnitType):
     """The base class of all units and of no other modules."""
 
     # So that accelerate, and transformers' Trainer, do not wrap it.
     _is_accelerate_prepared = True
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "UnitModule":
-        """Make a plain module: slicing an nn.Sequential instantiates its class."""
-        plain: Any = _plain_class(cls)
-        made: UnitModule = plain(*args, **kwargs)
-        return made
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +240,7 @@ class UnitModule(nn.Module):
 
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
-        return _plain_class(type(self)).__name__
+        return plain_class(type(self)).__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedTensorError(
@@ -264,7 +267,7 @@ class UnitModule(nn.Module):
         elif id(runtime) not in memo:
             name = runtime.plan.units[handle.index].name
             raise PlanError(f"{name} is a unit inside a sharded model; copy the whole model")
-        plain = _plain_class(type(self))
+        plain = plain_class(type(self))
         twin: nn.Module = plain.__new__(plain)
         memo[id(self)] = twin
         state = {key: value for key, value in self.__dict__.items() if key != HANDLE}
@@ -308,7 +311,11 @@ def become_unit(
 def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
-    return type(f"FSDP{plain.__name__}", (kind, plain), contents)
+    metaclass: Any = type(kind)
+    if not issubclass(metaclass, type(plain)):  # an abstract class, for instance
+        metaclass = type(metaclass.__name__, (metaclass, type(plain)), {})
+    made: type[nn.Module] = metaclass(f"FSDP{plain.__name__}", (kind, plain), contents)
+    return made
 
 
 @break_graph
@@ -327,7 +334,8 @@ def _call_unit(
         _resume(paused)
 
 
-def _plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
+def plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
+    """The user's class, of which the class of a unit is a subclass."""
     return cast("type[nn.Module]", sharded.__bases__[1])
 
 
