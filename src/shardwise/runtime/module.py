@@ -311,11 +311,8 @@ def become_unit(
 def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
-    metaclass: Any = type(kind)
-    if not issubclass(metaclass, type(plain)):  # an abstract class, for instance
-        metaclass = type(metaclass.__name__, (metaclass, type(plain)), {})
-    made: type[nn.Module] = metaclass(f"FSDP{plain.__name__}", (kind, plain), contents)
-    return made
+    metaclass: Any = type("UnitType", (type(kind), type(plain)), {})
+    return cast("type[nn.Module]", metaclass(f"FSDP{plain.__name__}", (kind, plain), contents))
 
 
 @break_graph
