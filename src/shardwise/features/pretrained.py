@@ -118,8 +118,7 @@ def _saving_whole_tensors(plain: Callable[..., None]) -> Callable[..., None]:
                     whole[key].copy_(gathered)
             with _raising_together(mesh, save_directory):
                 if is_first:
-                    values = {name: whole[id(tensor)] for name, tensor in saved.items()}
-                    stack.enter_context(_made_whole(self, values))
+                    stack.enter_context(_made_whole(self, saved, whole))
                     plain(self, save_directory, *args, **options)
 
     return save_pretrained
@@ -207,14 +206,20 @@ def _map(directory: Path, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _made_whole(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make ``model`` a plain module with the whole ``values`` of a state dict."""
+def _made_whole(
+    model: nn.Module, saved: Mapping[str, Tensor], whole: Mapping[int, Tensor]
+) -> Iterator[None]:
+    """Make ``model`` a plain module with ``whole`` tensors, by the ids of those in ``saved``."""
     units = {module: type(module) for module in model.modules() if isinstance(module, UnitModule)}
     named: Iterable[tuple[str, Tensor]] = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
-    # By the id of what modules hold: that of a tied parameter is the same.
-    shown = {id(now): _like(now, values[name]) for name, now in named if name in values}
+    shown: dict[int, Tensor] = {}
+    for name, now in named:
+        # The module of a unit that is gathered has another tensor than the state dict.
+        value = whole.get(id(now), whole.get(id(saved.get(name))))
+        if value is not None and id(now) not in shown:  # tied parameters stay tied
+            shown[id(now)] = _like(now, value)
     held: list[tuple[dict[str, Any], str, Tensor | None]] = [
         (tensors, name, tensor)
         for module in model.modules()
