@@ -159,19 +159,17 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(call)
 
 
-class _UnitType(type):
-    """The class of the classes of units."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module: slicing an nn.Sequential instantiates its class."""
-        return plain_class(cast("type[nn.Module]", cls))(*args, **kwargs)
-
-
-class UnitModule(nn.Module, metaclass=_UnitType):
+class UnitModule(nn.Module):
     """The base class of all units and of no other modules."""
 
     # So that accelerate, and transformers' Trainer, do not wrap it.
     _is_accelerate_prepared = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Become a plain module: slicing an nn.Sequential instantiates its class."""
+        plain = plain_class(type(self))
+        object.__setattr__(self, "__class__", plain)
+        plain.__init__(self, *args, **kwargs)
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,8 +309,7 @@ def become_unit(
 def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
-    metaclass: Any = type("UnitType", (type(kind), type(plain)), {})
-    return cast("type[nn.Module]", metaclass(f"FSDP{plain.__name__}", (kind, plain), contents))
+    return type(f"FSDP{plain.__name__}", (kind, plain), contents)
 
 
 @break_graph
