@@ -18,7 +18,7 @@ from shardwise.runtime import hooks
 from shardwise.runtime.buffers import flat_buffer
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import runtimes_in, set_managed
-from shardwise.runtime.parameters import FSDPParameter, attributes_of
+from shardwise.runtime.parameters import FSDPParameter, parameter_like
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.unit import FlatParameters
 from shardwise.runtime.versions import versions_of
@@ -218,8 +218,7 @@ def _agreed_changes(before: Sums, after: Sums) -> set[str]:
 
 def _show(parameter: FSDPParameter, tensor: Tensor) -> None:
     """Put ``tensor`` [shape] into the modules."""
-    held = nn.Parameter(parameter.sharding.dense(tensor), parameter.sharded.requires_grad)
-    vars(held).update(attributes_of(parameter.sharded))
+    held = parameter_like(parameter.sharded, parameter.sharding.dense(tensor))
     hooks.on_gradient(held, partial(_refuse_gradient, parameter.name))
     parameter.show(held)
 

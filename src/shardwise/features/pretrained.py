@@ -26,7 +26,7 @@ from shardwise.runtime.module import (
     handle_of,
     plain_class,
 )  # fmt: skip
-from shardwise.runtime.parameters import attributes_of
+from shardwise.runtime.parameters import parameter_like
 from shardwise.tensor.mesh import DataParallelMesh, all_ranks_of
 from shardwise.tensor.reductions import across
 from shardwise.tensor.sharding import sharding_of
@@ -178,7 +178,8 @@ def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Te
     saved: set[int] = set()
     for name in adapters:
         if _adapters_of(model)[name].is_prompt_learning:  # peft computes what it saves
-            saved |= {id(x) for x in model.get_submodule(f"prompt_encoder.{name}").parameters()}
+            prompts = [key for key in tensors if key.startswith(f"prompt_encoder.{name}.")]
+            saved |= {id(placeholders[key]) for key in prompts}
             continue
         found = get_peft_model_state_dict(
             model,
@@ -188,9 +189,7 @@ def _state_to_save(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Te
         )
         saved |= {id(tensor) for tensor in found.values()}
     return {
-        name: x
-        for name, x in tensors.items()
-        if x.requires_grad or not saved.isdisjoint((id(x), id(placeholders[name])))
+        name: x for name, x in tensors.items() if x.requires_grad or id(placeholders[name]) in saved
     }
 
 
@@ -219,7 +218,8 @@ def _made_whole(
         # The module of a unit that is gathered has another tensor than the state dict.
         value = whole.get(id(now), whole.get(id(saved.get(name))))
         if value is not None and id(now) not in shown:  # tied parameters stay tied
-            shown[id(now)] = _like(now, value)
+            is_parameter = isinstance(now, nn.Parameter)
+            shown[id(now)] = parameter_like(now, value) if is_parameter else value
     held: list[tuple[dict[str, Any], str, Tensor | None]] = [
         (tensors, name, tensor)
         for module in model.modules()
@@ -238,14 +238,6 @@ def _made_whole(
             unit.__class__ = kind
         for tensors, name, tensor in held:
             tensors[name] = tensor
-
-
-def _like(tensor: Tensor, whole: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return whole
-    parameter = nn.Parameter(whole, tensor.requires_grad)
-    vars(parameter).update(attributes_of(tensor))
-    return parameter
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ __all__ = [
     "FSDPParameter",
     "ParameterOwner",
     "attributes_of",
+    "parameter_like",
     "reclaim_locals",
 ]
 
@@ -318,6 +319,13 @@ def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """The attributes that neither torch nor the engine has set."""
     return {name: value for name, value in vars(parameter).items() if not _is_internal(name)}
+
+
+def parameter_like(original: Tensor, tensor: Tensor) -> nn.Parameter:
+    """Make ``tensor`` a parameter with the attributes of ``original``."""
+    parameter = nn.Parameter(tensor, original.requires_grad)
+    vars(parameter).update(attributes_of(original))
+    return parameter
 
 
 def _memory_of(tensor: Tensor) -> int:
