@@ -29,6 +29,7 @@ from tests.forked import run_forked
 from tests.host.ways import WAYS, only
 from tests.ranks import on_ranks
 from tests.runtime.one_process import assert_equal_training, rank, world_size as num_ranks
+from tests.waiting import eventually
 
 SIZES = [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * _PIECE_BYTES + 5]  # bytes
 SECRET = b"s" * 32
@@ -262,6 +263,25 @@ def test_closing_ends_waits_between_two_ranks_after_a_third_has_closed() -> None
             with pytest.raises(RankLostError):
                 exchange.result(timeout=60)
         dist.barrier()
+
+
+@on_ranks(2)
+def test_closing_ends_an_exchange_in_the_middle_of_a_message() -> None:
+    """Gloo itself waits for the rest of the message until the job's timeout."""
+    transport, other = _transport("gloo"), 1 - rank()
+    # What is neither written nor received takes no memory.
+    sent, received = torch.zeros(2, 1 << 30, dtype=torch.uint8).unbind()
+    sent[0] = 1
+    pair = {other: (sent, received)}
+    with ThreadPoolExecutor(1) as pool:
+        exchange = pool.submit(transport.exchange, pair, 1)
+        assert eventually(lambda: bool(received[0]))
+        if rank() == 1:
+            transport.close()
+        dist.barrier()
+        transport.close()
+        with pytest.raises(RankLostError):
+            exchange.result(timeout=60)
 
 
 # -- the handshake -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
+from shardwise.host.gloo_waits import GlooWaits
 from shardwise.host.handshake import find_peers
 from shardwise.host.peers import INLINE_BYTES, Message, Offer
 
@@ -77,8 +78,10 @@ class PointToPoint:
         self.host = find_peers(own_rank, num_ranks, share, timeout)
         self._window = torch.empty(0, dtype=torch.uint8, device="cpu")  # of sums
         self._gloo: Any = None
+        self._is_closed = False
         if not self.host.all_read:
             self._gloo = ProcessGroupGloo(store, own_rank, num_ranks, timeout)
+            self._waits = GlooWaits()
 
     def window_elements(self, ranks: Iterable[int], num_windows: int, itemsize: int) -> int:
         """The number of elements of each of the other ``ranks`` to sum at a time."""
@@ -216,7 +219,7 @@ class PointToPoint:
         each(near, lambda rank: self.host.peers[rank].send_tensor(near[rank], tag))
         works = each(far, lambda rank: self._gloo_works("send", far[rank], rank, tag))
         each(near, lambda rank: self.host.peers[rank].end(near[rank], tag + 1))
-        each(works, lambda rank: _wait(works[rank]))
+        each(works, lambda rank: self._wait(works[rank]))
         _raise_first(errors)
 
     def recv(self, tensors: Mapping[int, Tensor], tag: int) -> None:
@@ -225,7 +228,7 @@ class PointToPoint:
         each, (near, far) = partial(self._for_each, errors=errors), self._split(tensors)
         works = each(far, lambda rank: self._gloo_works("recv", far[rank], rank, tag))
         each(near, lambda rank: self._recv_one(rank, near[rank], tag))
-        each(works, lambda rank: _wait(works[rank]))
+        each(works, lambda rank: self._wait(works[rank]))
         _raise_first(errors)
 
     def swap_messages(
@@ -244,6 +247,7 @@ class PointToPoint:
 
     def close(self) -> None:
         """End all connections: ranks that wait for each other raise an error."""
+        self._is_closed = True
         peers = self.host.peers
         for peer in peers.values():
             peer.close()
@@ -275,6 +279,9 @@ class PointToPoint:
         with _gloo_errors():
             return [launch([piece], rank, tag) for piece in _pieces(tensor)]
 
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        self._waits.wait(works, lambda: self._is_closed)
+
     def _receive(
         self,
         offers: Mapping[int, Offer | None],
@@ -296,7 +303,8 @@ class PointToPoint:
         def finish(rank: int) -> None:
             if not errors and (offer := offers.get(rank)) is not None:
                 offer.read(start)
-            _wait(works.get(rank, ()))
+            if rank in works:
+                self._wait(works[rank])
 
         works = self._for_each(far, launch, errors)
         self._for_each([*offers, *works], finish, errors)
@@ -350,12 +358,6 @@ def _gloo_errors() -> Iterator[None]:
 def _raise_first(errors: Sequence[Exception]) -> None:
     if errors:
         raise errors[0]
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    with _gloo_errors():
-        for work in works:
-            work.wait()
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,63 @@
+"""Waits for Gloo that end when this rank closes its connections."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch.distributed as dist
+
+__all__ = ["GlooWaits"]
+
+_LOOK_SECONDS = 0.1  # between looks whether the connections are closed
+
+
+class GlooWaits:
+    """Waits on a thread of its own, which ends when this object is freed.
+
+    If a connection is closed while a message is half sent or half received, Gloo wakes neither
+    side before its timeout. That thread waits so long, and the one that calls `wait` does not.
+    """
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
+        weakref.finalize(self, self._waits.put, None)
+        thread = threading.Thread(
+            target=_serve, args=(self._waits,), name="shardwise-gloo", daemon=True
+        )
+        thread.start()
+
+    def wait(self, works: Sequence[dist.Work], is_closed: Callable[[], bool]) -> None:
+        """Wait for all ``works``.
+
+        Raises:
+            ConnectionError: a connection is gone, or ``is_closed`` has become true.
+        """
+        wait = _Wait(works)
+        self._waits.put(wait)
+        while not wait.running.acquire(timeout=_LOOK_SECONDS):
+            if is_closed():
+                raise ConnectionError("this rank has closed the connection")
+        if wait.error is not None:
+            raise ConnectionError(str(wait.error)) from wait.error
+
+
+class _Wait:
+    """A wait for ``works``, and its error."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works = works
+        self.error: RuntimeError | None = None
+        self.running = threading.Lock()
+        self.running.acquire()
+
+
+def _serve(waits: "SimpleQueue[_Wait | None]") -> None:
+    while (wait := waits.get()) is not None:
+        try:
+            for work in wait.works:
+                work.wait()
+        except RuntimeError as error:  # of a connection
+            wait.error = error
+        wait.running.release()
+        del wait  # an idle thread keeps no tensor alive
