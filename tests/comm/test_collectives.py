@@ -1,12 +1,12 @@
 """All-gathers and reductions between real ranks, and how ranks resynchronize after errors."""
 
+import contextlib
 import itertools
 import re
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -340,6 +340,25 @@ def test_ranks_that_sum_in_pieces_through_gloo_recover() -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_leaves_a_large_sum_through_gloo_recovers() -> None:
+    """Gloo itself would wait for the rest of a message that is half sent."""
+    with only("gloo"):
+        comm = Communicator(_mesh("fsdp").world, CPU)
+    dist.barrier()
+    with _hurried(comm):
+        pending, _ = _reduce(comm, torch.ones(2 << 24))
+        if comm.rank == 1:
+            time.sleep(0.02)  # the sum takes about twice as long
+            comm.watch.abort(ValueError("it hurts"))
+        else:
+            with contextlib.suppress(sw.PeerAborted):
+                comm.wait(pending)
+                comm.wait(_gather(comm, torch.ones(1 << 24), "next")[0])
+        comm.watch.recover()
+        _check_gather(comm)
+
+
+@on_ranks(2)
 def test_a_slow_rank_is_waited_for() -> None:
     """A rank that computes publishes no report, so the others wait for many looks."""
     comm = _communicator()
@@ -441,7 +460,7 @@ def _check_gather(comm: Communicator, size: int = 3) -> None:
     assert torch.equal(flat, expected)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _hurried(comm: Communicator) -> Iterator[None]:
     usual, watch_of(comm).patience = watch_of(comm).patience, Patience(poll_seconds=IMPATIENT)
     try:
