@@ -14,6 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from tests.fuzz.on_device import assert_holds_on_device, start
 from tests.fuzz.programs import EVENTS, OF_MATRICES, OPTIMIZERS, SEARCH, SLOW, Case, cases
 from tests.fuzz.verdict import DEADLINE_SECONDS, SHOWN, assert_holds
+from tests.host.ways import WAYS
 from tests.ranks import close_pools
 from tests.streams.random_programs import assert_holds_on_streams
 
@@ -30,6 +31,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--streams", action="store_true", help="on the simulated device of tests/streams"
+    )
+    parser.add_argument(
+        "--way", choices=WAYS, default=WAYS[0], help="gloo: ranks connect as those of several hosts"
     )
     parser.add_argument(
         "--device", type=torch.device, help="one rank on a real device: cuda, or openreg:1"
@@ -50,8 +54,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     judge: Callable[[Case], Sequence[str] | None] = partial(
-        assert_holds_on_streams if options.streams else assert_holds, deadline=options.deadline
+        assert_holds, deadline=options.deadline, way=options.way
     )
+    if options.streams:
+        judge = partial(assert_holds_on_streams, deadline=options.deadline)
     if options.device is not None:
         start()
         judge = partial(assert_holds_on_device, device=options.device, without=options.without)

@@ -34,6 +34,7 @@ from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.programs import Case, Fault, Micro, Step
 from tests.fuzz.replicas import Replicas
 from tests.fuzz.shard import mesh_of_replicas, shard
+from tests.host.ways import only
 from tests.lossless import lossless_wires
 from tests.runtime.one_process import TOLERANCE, runtime_of
 
@@ -52,9 +53,9 @@ class Report:
     digest: int
 
 
-def check(case: Case, mutant: str | None = None) -> Report:
-    """Train ``case`` on the ranks of the pool and compare."""
-    with prepared(case), mutated(mutant):
+def check(case: Case, mutant: str | None = None, way: str = "memory") -> Report:
+    """Train ``case`` on the ranks of the pool, connected in one of `WAYS`, and compare."""
+    with only(way), prepared(case), mutated(mutant):
         return Comparison(case).run()
 
 

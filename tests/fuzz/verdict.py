@@ -11,11 +11,14 @@ SHOWN = 6  # problems; one cause makes many
 
 
 def assert_holds(
-    case: Case, deadline: float = DEADLINE_SECONDS, mutant: str | None = None
+    case: Case,
+    deadline: float = DEADLINE_SECONDS,
+    mutant: str | None = None,
+    way: str = "memory",
 ) -> tuple[str, ...]:
     """Run ``case`` on the ranks that it wants, for at most ``deadline`` seconds.
 
-    With a ``mutant``, the engine has that fault.
+    With a ``mutant``, the engine has that fault. Ranks are connected in one of `WAYS`.
 
     Returns:
         The events that the engine refused.
@@ -24,7 +27,7 @@ def assert_holds(
         AssertionError: it differs from one process, raises, or does not end.
     """
     run_on(case.sharding.ranks, warm_up, deadline=START_SECONDS)
-    reports = run_on(case.sharding.ranks, check, case, mutant, deadline=deadline)
+    reports = run_on(case.sharding.ranks, check, case, mutant, way, deadline=deadline)
     for rank, report in enumerate(reports):
         problems = "\n".join(report.problems[:SHOWN])
         assert not report.problems, f"rank {rank} differs from one process:\n{problems}"
