@@ -46,18 +46,30 @@ class _Wait:
     """A wait for ``works``, and its error."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works = works
+        self._works = works
         self.error: RuntimeError | None = None
         self.running = threading.Lock()
         self.running.acquire()
 
+    def run(self) -> None:
+        self.error = _error_of(self._works)
+        # An idle thread keeps no tensor alive, and one that frees a work of Gloo while the
+        # interpreter ends aborts the process.
+        self._works = ()
+        self.running.release()
+
+
+def _error_of(works: Sequence[dist.Work]) -> RuntimeError | None:
+    """Wait for all ``works``, or for the first that raises the error of a connection."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        return error.with_traceback(None)  # which would keep the works
+    return None
+
 
 def _serve(waits: "SimpleQueue[_Wait | None]") -> None:
     while (wait := waits.get()) is not None:
-        try:
-            for work in wait.works:
-                work.wait()
-        except RuntimeError as error:  # of a connection
-            wait.error = error
-        wait.running.release()
-        del wait  # an idle thread keeps no tensor alive
+        wait.run()
+        del wait
