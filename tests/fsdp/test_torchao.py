@@ -1,4 +1,4 @@
-"""Parameters of torchao's classes: float8 weights, and NF4 weights with LoRA."""
+"""torchao: float8 weights, NF4 weights with LoRA, and quantization-aware training."""
 
 import copy
 from itertools import product
@@ -21,7 +21,13 @@ from tests.ranks import on_ranks
 pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
-from torchao.quantization import NF4Tensor
+from torchao.quantization import (
+    Int8DynamicActivationIntxWeightConfig,
+    NF4Tensor,
+    PerGroup,
+    quantize_,
+)
+from torchao.quantization.qat import QATConfig
 
 WIDTH = 64
 STEPS = 3
@@ -156,3 +162,36 @@ def test_float8_weights_are_gathered_in_a_byte_each(
     for sharded, expected in zip(model.parameters(), alone.parameters(), strict=True):
         full = sharded.full_tensor()
         assert (full - expected).abs().max() < ROUNDING * expected.abs().max()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "shard", [sw.fully_shard, pytest.param(fsdp.fully_shard, marks=pytest.mark.thorough)]
+)
+def test_quantization_aware_training_has_the_bits_of_one_process(shard: Any) -> None:
+    """All ranks have the same batch: rounding turns other orders of sums into other results."""
+    quantized = Int8DynamicActivationIntxWeightConfig(torch.int8, PerGroup(WIDTH // 2))
+    models: list[Any] = [layers() for _ in range(2)]
+    for model in models:
+        quantize_(model, QATConfig(quantized, step="prepare"))
+    for layer in models[0]:
+        shard(layer)
+    shard(models[0])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(STEPS):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, WIDTH)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    trained, alone = layers(), models[1]
+    trained.load_state_dict(dict(sw.full_tensors(models[0])))
+    for model in (trained, alone):
+        quantize_(model, QATConfig(quantized, step="convert") if model is alone else quantized)
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(trained(x), alone(x))
+    assert not torch.equal(alone(x), layers()(x)), "it is quantized"
