@@ -104,6 +104,49 @@ def test_models_of_model_init_are_sharded(tmp_path: Path) -> None:
     assert isinstance(trainer.model, sw.FSDPModule)
 
 
+@on_ranks(2)
+def test_parameters_outside_the_model_are_not_trained_by_each_rank_alone(tmp_path: Path) -> None:
+    """As those of a loss of sentence-transformers: DDP would not average their gradients."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
+
+    class WithScale(Trainer):
+        def __init__(self, scale: Any, **arguments: Any) -> None:
+            self.scale = scale
+            super().__init__(
+                model=llama(),
+                args=TrainingArguments(
+                    str(tmp_path),
+                    use_cpu=True,
+                    max_steps=1,
+                    disable_tqdm=True,
+                    optim="sgd",
+                    learning_rate=0.25,
+                    max_grad_norm=0.0,
+                    **arguments,
+                ),
+                train_dataset=rows,
+                fully_shard={},
+            )
+
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            optimizer = super().create_optimizer(*args, **kwargs)
+            optimizer.add_param_group({"params": list(self.scale.parameters())})
+            return optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
+            return self.scale(model(**inputs).loss[None]).sum() * 8 * (1 + dist.get_rank())
+
+    with torchrun_environment():
+        with pytest.raises(sw.PlanError, match=r"has scale\.weight, .*each rank.*sw\.fully_shard"):
+            WithScale(torch.nn.Linear(1, 1)).train()
+        scale: Any = sw.fully_shard(torch.nn.Linear(1, 1))
+        with pytest.raises(sw.PlanError, match=r"scale\.weight, .*checkpoints.*save_only_model"):
+            WithScale(scale).train()
+        before = scale.bias.full_tensor()
+        WithScale(scale, save_only_model=True).train()
+        assert scale.bias.full_tensor() == pytest.approx(before - 0.25 * (8 + 16) / 2)
+
+
 class OfTheHub(torch.nn.Linear, PyTorchModelHubMixin):
     """Its ``save_pretrained`` has other arguments than that of transformers."""
 
@@ -150,6 +193,7 @@ def test_a_single_rank_saves_the_random_states_that_the_trainer_reads(tmp_path: 
 def test_a_resume_without_the_states_of_the_optimizer_warns(tmp_path: Path) -> None:
     trainer = Trainer(model=torch.nn.Linear(2, 2), args=TrainingArguments(str(tmp_path)))
     trainer.resume_callback.directory = tmp_path
+    trainer.callback_handler.optimizer = trainer.create_optimizer()
     with pytest.warns(UserWarning, match="has no states of an optimizer"):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 

@@ -17,15 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import PackageMissing
+from shardwise.errors import PackageMissing, PlanError
 
 PackageMissing.check("transformers", extra="hf", needed_for=__name__)
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardwise._warnings import warn_caller
@@ -73,7 +75,7 @@ class ShardedTrainer(UnevenBatches):
         self._prepare(trainer.model)
         self.saves_optimizer = not trainer.args.save_only_model
         trainer.args.save_only_model = True  # rank 0 alone would save the rest
-        self.resume_callback = _ResumeCallback()
+        self.resume_callback = _ResumeCallback(trainer)
         trainer.add_callback(self.resume_callback)
         trainer.add_callback(EpochBegins(self))
 
@@ -146,10 +148,14 @@ class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     directory: Path | None = None
 
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
     ) -> None:
         del args, state, control
+        _check_parameters(self._trainer, kwargs["optimizer"])
         if self.directory is None:
             return
         if (self.directory / _OPTIMIZER).exists():
@@ -161,6 +167,35 @@ class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 f"{self.directory} has no states of an optimizer (save_only_model=True), so the "
                 "optimizer and its schedule start over"
             )
+
+
+def _check_parameters(trainer: Any, optimizer: Any) -> None:
+    """Raise a PlanError if the optimizer has parameters for which ``trainer`` does nothing."""
+    own = set(map(id, trainer.model.parameters()))
+    trained = [one for group in optimizer.param_groups for one in group["params"]]
+    others = [one for one in trained if one.requires_grad and id(one) not in own]
+    unsharded = [one for one in others if not isinstance(one, DTensor)]
+    if unsharded and trainer.args.world_size > 1:
+        raise PlanError(
+            f"the optimizer has {_name(unsharded[0], trainer)}, which is not a parameter of the "
+            "model, so each rank would update it with its own gradients; pass the module that has "
+            "it, for instance the layer of a loss, to sw.fully_shard before the trainer is made"
+        )
+    if others and trainer.saves_optimizer and trainer.args.save_strategy != SaveStrategy.NO:
+        raise PlanError(
+            f"the optimizer has {_name(others[0], trainer)}, which is not a parameter of the "
+            "model, so checkpoints would not contain it; set save_only_model=True in the "
+            "arguments, and save it yourself"
+        )
+
+
+def _name(parameter: Tensor, trainer: Any) -> str:
+    modules = {key: one for key, one in vars(trainer).items() if isinstance(one, nn.Module)}
+    for key, module in modules.items():
+        for name, one in module.named_parameters(prefix=key):
+            if one is parameter:
+                return name
+    return f"a tensor of shape {tuple(parameter.shape)}"
 
 
 def _load_adapter(
