@@ -284,6 +284,24 @@ def test_closing_ends_an_exchange_in_the_middle_of_a_message() -> None:
             exchange.result(timeout=60)
 
 
+@on_ranks(2)
+def test_a_message_through_gloo_arrives_while_another_thread_waits_for_a_later_one() -> None:
+    transport, other = _transport("gloo"), 1 - rank()
+    early, answer, late = torch.zeros(3, 1).unbind()
+    if rank() == 0:
+        with ThreadPoolExecutor(1) as pool:
+            receipt = pool.submit(transport.recv, {other: late}, 20)
+            time.sleep(0.2)  # it waits first
+            transport.recv({other: early}, 10)
+            transport.send({other: early}, 30)
+            receipt.result(timeout=60)
+        assert early == late == 1
+    else:
+        transport.send({other: torch.ones(1)}, 10)
+        transport.recv({other: answer}, 30)
+        transport.send({other: answer}, 20)
+
+
 # -- the handshake -------------------------------------------------------------------------------
 
 

@@ -13,33 +13,45 @@ _LOOK_SECONDS = 0.1  # between looks whether the connections are closed
 
 
 class GlooWaits:
-    """Waits on a thread of its own, which ends when this object is freed.
+    """Has other threads wait for Gloo.
 
     If a connection is closed while a message is half sent or half received, Gloo wakes neither
-    side before its timeout. That thread waits so long, and the one that calls `wait` does not.
+    side before its timeout. Another thread waits so long, and the one that calls `wait` does not.
     """
 
     def __init__(self) -> None:
-        self._waits: SimpleQueue[_Wait | None] = SimpleQueue()
-        weakref.finalize(self, self._waits.put, None)
-        thread = threading.Thread(
-            target=_serve, args=(self._waits,), name="shardwise-gloo", daemon=True
-        )
-        thread.start()
+        self._idle: list[_Waiter] = []
 
     def wait(self, works: Sequence[dist.Work], is_closed: Callable[[], bool]) -> None:
-        """Wait for all ``works``.
+        """Wait for all ``works``. Several threads may do so at a time.
 
         Raises:
             ConnectionError: a connection is gone, or ``is_closed`` has become true.
         """
+        try:
+            waiter = self._idle.pop()
+        except IndexError:
+            waiter = _Waiter()
         wait = _Wait(works)
-        self._waits.put(wait)
+        waiter.waits.put(wait)
         while not wait.running.acquire(timeout=_LOOK_SECONDS):
             if is_closed():
                 raise ConnectionError("this rank has closed the connection")
+        self._idle.append(waiter)
         if wait.error is not None:
             raise ConnectionError(str(wait.error)) from wait.error
+
+
+class _Waiter:
+    """A thread, which ends when this object is freed and its wait is over."""
+
+    def __init__(self) -> None:
+        self.waits: SimpleQueue[_Wait | None] = SimpleQueue()
+        weakref.finalize(self, self.waits.put, None)
+        thread = threading.Thread(
+            target=_serve, args=(self.waits,), name="shardwise-gloo", daemon=True
+        )
+        thread.start()
 
 
 class _Wait:
