@@ -107,8 +107,8 @@ class LoRALinear(nn.Module):
         """Return the output of the base plus that of the adapter."""
         result: Tensor = self.base_layer(x)
         a, b = self.lora_A.weight, self.lora_B.weight
-        inner = F.linear(F.dropout(x.to(a.dtype), self.dropout, self.training), a)
-        update = F.linear(inner, b) * self.scaling
+        inner = self.lora_A(F.dropout(x.to(a.dtype), self.dropout, self.training))
+        update: Tensor = self.lora_B(inner) * self.scaling
         if self.magnitude is None:
             return (result + update).to(result.dtype)
         share = self.magnitude / self._norms(a, b)  # of each output
