@@ -170,7 +170,7 @@ class _ResumeCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def _check_parameters(trainer: Any, optimizer: Any) -> None:
-    """Raise a PlanError if the optimizer has parameters for which ``trainer`` does nothing."""
+    """Raise a PlanError if ranks would not reduce, or not save, what ``optimizer`` trains."""
     own = set(map(id, trainer.model.parameters()))
     trained = [one for group in optimizer.param_groups for one in group["params"]]
     others = [one for one in trained if one.requires_grad and id(one) not in own]
