@@ -31,6 +31,7 @@ from shardwise.features.checks import (
     check_same_values,
     check_tensor_parallel,
     device_for,
+    flags_of_ranks,
     is_on_meta,
     iterates_in_forward,
     warn_if_whole,
@@ -47,7 +48,7 @@ from shardwise.features.pretrained import wrapped_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
 from shardwise.plan.granularity import Dim, Granularities, Granularity, Granularizer
 from shardwise.plan.layout import ParameterSpec
-from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy, as_offload_policy
+from shardwise.plan.offload import OffloadPolicy, as_offload_policy
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan, make_plan
 from shardwise.plan.policies import Units, check_is_unit
@@ -91,7 +92,7 @@ def fully_shard(
     sharding_factor: int | None = None,
     granularity: Granularities = "element",
     mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = NO_OFFLOAD,
+    offload_policy: OffloadPolicy | None = None,
     wire: Wire = UNQUANTIZED,
     unused: Unused = "none",
     init: Initialization | None = None,
@@ -137,7 +138,7 @@ def fully_shard(
         mp_policy: the dtypes of gathers, compute, reductions and shards. Without one, only
             trainable parameters in bfloat16 or float16 get float32 shards ("masters").
         offload_policy: ``sw.CPUOffloadPolicy()`` keeps shards, their gradients and the optimizer
-            state in host memory; compute stays on the device.
+            state in host memory; compute stays on the device. None does not.
         wire: ``sw.Wire(gather="int8", reduce="int4")`` quantizes gathered parameters and reduced
             gradients while they travel between ranks.
         unused: the gradient of a parameter that no rank used in a step: ``"none"`` leaves it None,
@@ -149,7 +150,7 @@ def fully_shard(
             memory is the shards and one unit. With ``units``, None is ``Initialization(seed=0)``.
             Without ``units``, None behaves as in FSDP2: a module on the meta device is sharded
             when it gets storage, by ``to_empty``, or by ``load_state_dict(assign=True)`` and the
-            first forward after it.
+            first forward after it; or in that forward, if only some ranks have it on meta.
         ignored_params: parameters of ``module`` to leave alone: they stay whole, and their
             gradients are not reduced. As in FSDP2, a call for an enclosing module must name them
             again.
@@ -209,10 +210,10 @@ def fully_shard(
     )
     for each in module if isinstance(module, Sequence) else (module,):
         _check_module(each, ignored_params)
-        if init is not None or not is_deferred(each, ignored_params):
+        if units is None and init is None and any(on_meta := request.on_meta(each)):
+            request.apply_later(each, once_used=not all(on_meta))
+        elif init is not None or not is_deferred(each, ignored_params):
             request.apply(each)
-        elif units is None:
-            request.apply_later(each)
         else:
             replace(request, init=Initialization()).apply(each)
     return module
@@ -279,6 +280,10 @@ class ShardingRequest:
     init: Initialization | None
     ignored_params: Collection[nn.Parameter]
 
+    def on_meta(self, module: nn.Module) -> list[bool]:
+        """Whether ``module`` is on the meta device, by rank."""
+        return flags_of_ranks(is_deferred(module, self.ignored_params), self.mesh)
+
     def apply(self, module: nn.Module, converted: Collection[str] = ()) -> None:
         """Plan ``module`` and shard it; also after a conversion to other dtypes or devices.
 
@@ -313,9 +318,12 @@ class ShardingRequest:
         if is_new and self.units is None and self.mesh.size > 1:
             warn_if_whole(module, plan)
 
-    def apply_later(self, module: nn.Module) -> None:
-        """Plan ``module``, which is on the meta device, and shard it once it has storage."""
-        handles = _handles_in(module)
+    def apply_later(self, module: nn.Module, *, once_used: bool) -> None:
+        """Plan ``module``, which is on the meta device, and shard it once it has storage.
+
+        ``once_used``: only when it is used, because on some ranks it has storage already.
+        """
+        handles = _handles_in(module, shards_now=not once_used)
         _, plan = self._plan(module, handles, _separate_models(handles, self.mesh))
         names = _names_of(module, self.ignored_params)
 
@@ -323,7 +331,7 @@ class ShardingRequest:
             ignored = [parameter_of(module, name) for name in names]  # `to_empty` made new ones
             replace(self, ignored_params=ignored).apply(module)
 
-        defer(module, shard, plan, self.mesh)
+        defer(module, shard, plan, self.mesh, once_used=once_used)
 
     def build(self, root: nn.Module, plan: Plan, like: Runtime) -> Runtime:
         """Shard ``root``, a copy of the root of ``like`` or the root itself, by ``plan``."""
@@ -403,7 +411,7 @@ class ShardingRequest:
         if mesh.leaves is not None:
             offloads = any(unit.offload is not None for unit in plan.units)
             _check_deterministic(device, offloads=offloads)
-        check_same_plan(plan, mesh, warns=self.warns)
+        check_same_plan(plan, mesh, on_meta=init is not None, warns=self.warns)
         device_step.check_granularity(plan)
         if init is None:
             check_same_values(root, plan, mesh, warns=self.warns)
@@ -590,12 +598,15 @@ def _different_ranks_error(name: str, handle: Handle, mesh: DataParallelMesh) ->
     )
 
 
-def _handles_in(root: nn.Module) -> dict[str, Handle]:
-    """The units inside ``root`` that are sharded, by name."""
+def _handles_in(root: nn.Module, *, shards_now: bool = True) -> dict[str, Handle]:
+    """The units inside ``root`` that are sharded, by name.
+
+    ``shards_now``: they include those that get sharded only now that they have storage.
+    """
     return {
-        name: handle_of(module)
-        for name, module in root.named_modules()
-        if isinstance(module, FSDPModule) and not is_deferred(module)
+        name: handle_of(m)
+        for name, m in root.named_modules()
+        if HANDLE in vars(m) or (shards_now and isinstance(m, FSDPModule) and not is_deferred(m))
     }
 
 

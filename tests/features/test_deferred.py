@@ -1,11 +1,13 @@
 """A model on the meta device that is sharded before it has storage, as with FSDP2."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
@@ -13,6 +15,7 @@ from shardwise import fsdp
 from shardwise.errors import NotMaterialized
 from tests.models import WIDTH, Stack
 from tests.ranks import on_ranks
+from tests.runtime.one_process import adamw, assert_equal_models, assert_equal_steps
 
 
 def test_a_forward_without_storage_names_the_parameters_of_the_first_unit() -> None:
@@ -51,3 +54,53 @@ def test_ignored_parameters_stay_ignored_when_they_get_storage(drop_in: bool) ->
     model(x).sum().backward()
     gradient: Any = model[0].weight.grad
     assert torch.equal(gradient, WIDTH * x.sum(0).expand(WIDTH, -1))  # of this rank
+
+
+def build_on(device: str) -> Stack:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Stack().double()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("on_meta", [0, 1])
+@pytest.mark.parametrize("first_use", ["forward", "gathered", "unshard", "save"])
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_a_model_may_have_values_on_some_ranks_only(
+    granularity: Any, first_use: str, on_meta: int, tmp_path: Path
+) -> None:
+    """The engine takes over when all ranks use the model, not when some give it storage."""
+    reference = build_on("cpu")
+    model = build_on("meta" if dist.get_rank() == on_meta else "cpu")
+    for module in (*model.layers, model):
+        sw.fully_shard(module, granularity=granularity)
+    if dist.get_rank() == on_meta:
+        with pytest.raises(NotMaterialized, match="still on meta device"):
+            model(torch.zeros(2, WIDTH))
+        model.to_empty(device="cpu")
+    else:
+        model.to("cpu")
+    whole = reference.state_dict()
+    if granularity == "dim":
+        set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(whole)
+    match first_use:
+        case "gathered":
+            with sw.gathered(model):
+                assert_equal_models(model, reference, 0)
+        case "unshard":
+            cast("sw.FSDPModule", model.layers[1]).unshard()
+            assert_equal_models(model.layers[1], reference.layers[1], 0)
+        case "save":
+            sw.save(tmp_path / "saved", model=model)
+            sw.load(tmp_path / "saved", model=model)
+    torch.manual_seed(1)  # batches are drawn, and not all ranks have drawn values
+    assert_equal_steps(model, reference, make_optimizer=adamw)
+
+
+@on_ranks(2)
+def test_units_of_a_model_that_has_values_on_some_ranks_only_are_refused() -> None:
+    model = build_on(("cpu", "meta")[dist.get_rank()])
+    with pytest.raises(sw.PlanError, match="same model, on the meta device or not"):
+        sw.fully_shard(model, units="auto")

@@ -364,6 +364,30 @@ def filled_from_whole(f: Any, wrapped: str) -> list[Any]:
     return [values(net), *steps(net)]
 
 
+def filled_from_rank_0(f: Any, wrapped: str, moves: bool) -> list[Any]:
+    """Only rank 0 has values, as in verl: it sends whole tensors to the others."""
+    is_first = dist.get_rank() == 0
+    with torch.device("cpu" if is_first else "meta"):
+        net: Any = Net().double()
+    if is_first:
+        net.load_state_dict(make_net().state_dict())
+    saved = net.state_dict() if is_first else {}
+    shard(f, net, wrapped, offload_policy=None)
+    f.register_fsdp_forward_method(net, "twice")
+    kinds = [all(p.is_meta != is_first for p in net.parameters()), isinstance(net, f.FSDPModule)]
+    if not is_first:
+        net.to_empty(device="cpu")
+    elif moves:
+        net.to("cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, saved, options=options)
+    dist.broadcast(net.scale, 0)
+    net.set_requires_gradient_sync(True)
+    read = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    loss = net.twice(batch(0, dist.get_rank())).sum()
+    return [kinds, values(net), read, loss.item(), *steps(net)]
+
+
 def assigned_from_whole(f: Any, wrapped: str) -> list[Any]:
     """Assign values to a model on the meta device, with one tensor per name of a tied parameter."""
     with torch.device("meta"):

@@ -74,6 +74,7 @@ CASES = [
     *cases(programs.hints),
     *cases(programs.other_method),
     *one_of(programs.meta, wrapped=("layers", "blocks", "root")),
+    *one_of(programs.filled_from_rank_0, wrapped=("blocks", "root"), moves=BOTH),
     *one_of(programs.filled_from_whole, wrapped=("blocks", "root")),
     *one_of(programs.assigned_from_whole, wrapped=("root", "blocks")),
     *cases(programs.inside_replicate),

@@ -45,6 +45,7 @@ __all__ = [
     "check_tensor_parallel",
     "checksum",
     "device_for",
+    "flags_of_ranks",
     "is_on_meta",
     "iterates_in_forward",
     "warn_if_whole",
@@ -173,11 +174,24 @@ def device_for(
     return devices.pop() if devices else torch.device("cpu")
 
 
-def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) -> None:
-    """Raise a PlanError if ranks have different plans; ``warns`` if only names differ."""
+def flags_of_ranks(flag: bool, mesh: DataParallelMesh) -> list[bool]:
+    """The ``flag`` of every rank, or of this one alone if ranks cannot be compared."""
+    if not _can_compare(mesh):
+        return [flag]
+    gathered = across([torch.tensor(flag, device="cpu")], mesh, mesh.world)
+    return [bool(one) for one in gathered.flatten().tolist()]
+
+
+def check_same_plan(
+    plan: Plan, mesh: DataParallelMesh, *, on_meta: bool, warns: bool = False
+) -> None:
+    """Raise a PlanError if ranks have different plans; ``warns`` if only names differ.
+
+    ``on_meta``: the model has no values yet.
+    """
     if not _can_compare(mesh):
         return
-    text = repr([getattr(plan, field.name) for field in fields(plan)])
+    text = repr([on_meta, *(getattr(plan, field.name) for field in fields(plan))])
     texts = (text, re.sub(r"names=\(.*?\), shape=", "shape=", text)) if warns else (text,)
     digests = [torch.tensor(zlib.crc32(one.encode()), device="cpu") for one in texts]
     by_rank = across(digests, mesh, mesh.world)  # [ranks, plans]
@@ -187,7 +201,7 @@ def check_same_plan(plan: Plan, mesh: DataParallelMesh, *, warns: bool = False) 
     rank = different.any(1).nonzero()[0].item()
     message = (
         f"ranks 0 and {rank} have different sharding plans; call fully_shard with the same "
-        "model and the same arguments on every rank"
+        "model, on the meta device or not, and the same arguments on every rank"
     )
     if different[:, -1].any():
         raise PlanError(message)

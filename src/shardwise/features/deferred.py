@@ -2,6 +2,9 @@
 
 Parameters become DTensors on the meta device immediately. The engine takes over a module when its
 parameters get storage; each rank allocates its own shards only.
+
+If the module has values on some ranks, it is their shards that become DTensors there. The engine
+then takes over when the module is used, which all ranks do together.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,13 +23,14 @@ from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime.attach import owner_of, parameter_of, put_sharded
 from shardwise.tensor.mesh import DataParallelMesh
 from shardwise.tensor.sharded_tensor import sharding_for
-from shardwise.tensor.sharding import Sharding, sharding_of
+from shardwise.tensor.sharding import Sharding, local_of, sharding_of
 
 __all__ = ["defer", "is_deferred", "when_sharded"]
 
 # Attributes of a deferred module.
 _SHARD = "_shardwise_deferred_shard"  # the function that shards the module
 _SHARDINGS = "_shardwise_deferred_shardings"  # the Sharding of each parameter, by name
+_ONCE_USED = "_shardwise_deferred_once_used"  # see `defer`
 
 
 def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bool:
@@ -34,10 +38,21 @@ def is_deferred(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> bo
     return any(parameter.is_meta for _, parameter in named_parameters(module, ignored=ignored))
 
 
-def defer(module: nn.Module, shard: Callable[[], None], plan: Plan, mesh: DataParallelMesh) -> None:
-    """Make the parameters of ``module`` DTensors now, and call ``shard`` once they have storage."""
+def defer(
+    module: nn.Module,
+    shard: Callable[[], None],
+    plan: Plan,
+    mesh: DataParallelMesh,
+    *,
+    once_used: bool,
+) -> None:
+    """Make the parameters of ``module`` DTensors now, and call ``shard`` once they have storage.
+
+    ``once_used``: call it only when the module is used.
+    """
     module.__dict__[_SHARDINGS] = _show_as_sharded(module, plan, mesh)
     module.__dict__[_SHARD] = shard
+    module.__dict__[_ONCE_USED] = once_used
     module.__class__ = _deferred_class(type(module))  # type: ignore[arg-type]
 
 
@@ -68,10 +83,20 @@ class Deferred(FSDPModule):
                     parameter = parameter_of(self, name)
                     if not keeps_its_class(parameter):
                         parameter.zero_()
-            self._shard_now()
+            if not self.__dict__[_ONCE_USED]:
+                self.shard_now()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.shard_now()
+        return self(*args, **kwargs)
+
+    def shard_now(self) -> None:
+        """Shard the module and those inside it.
+
+        Raises:
+            NotMaterialized: parameters have no storage yet.
+        """
         if is_deferred(self):
             raise NotMaterialized(
                 "FSDP parameters should be materialized from meta device before training, but the "
@@ -79,16 +104,13 @@ class Deferred(FSDPModule):
                 "model.to_empty(device=...) and give them values, or "
                 "model.load_state_dict(..., assign=True), before the first forward"
             )
-        self._shard_now()
-        return self(*args, **kwargs)
-
-    def _shard_now(self) -> None:
         for inner in reversed(list(self.modules())):  # inner modules first
             first: dict[Sharding, nn.Parameter] = {}
             for name, sharding in inner.__dict__.pop(_SHARDINGS, {}).items():
                 parameter = first.setdefault(sharding, parameter_of(inner, name))
                 sharding.attach_if_described(parameter)
                 owner_of(inner, name).put(parameter)  # ties again what `assign=True` has untied
+            inner.__dict__.pop(_ONCE_USED, None)
             shard = inner.__dict__.pop(_SHARD, None)
             if shard is not None:
                 inner.__class__ = type(inner).__bases__[1]
@@ -96,7 +118,10 @@ class Deferred(FSDPModule):
 
 
 def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Mapping[str, Sharding]:
-    """Make the parameters of ``root`` meta DTensors; return their Shardings by name."""
+    """Make the parameters of ``root`` DTensors; return their Shardings by name.
+
+    Parameters on the meta device stay there; others become this rank's shards.
+    """
     shardings: dict[str, Sharding] = {}
     extents = [
         (unit, layout, extent)
@@ -110,10 +135,17 @@ def _show_as_sharded(root: nn.Module, plan: Plan, mesh: DataParallelMesh) -> Map
         if sharding is None:  # otherwise the parameter belongs to a unit inside ``root``
             sharding = sharding_for(unit, layout, extent, mesh, original)
             if layout.is_extended:
-                empty = stored_part_of(original, sharding)
+                part: Tensor = stored_part_of(original, sharding)
             else:
-                empty = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
-            put_sharded(root, original, sharding, empty)
+                part = sharding.empty(getattr(torch, layout.dtype), torch.device("meta"))
+                if not original.is_meta:
+                    to_accelerator = mesh.accelerator is not None and unit.offload is None
+                    device = mesh.accelerator if to_accelerator else original.device
+                    part = torch.empty_like(part, device=device)
+                    own = sharding.own_part_of(local_of(original).detach())
+                    local = local_of(part)
+                    local.copy_(own.reshape(local.shape))
+            put_sharded(root, original, sharding, part)
         shardings.update(dict.fromkeys(extent.parameter.names, sharding))
     return shardings
 

@@ -48,9 +48,13 @@ NO_OFFLOAD = OffloadPolicy()
 def as_offload_policy(policy: object) -> OffloadPolicy:
     """Return ``policy``, or the equivalent of a policy of PyTorch, recognized by its fields.
 
+    None is no offload, as in FSDP2.
+
     Raises:
         PlanError: ``policy`` is neither.
     """
+    if policy is None:
+        return NO_OFFLOAD
     if isinstance(policy, OffloadPolicy):
         return policy
     names = [field.name for field in fields(policy)] if is_dataclass(policy) else None

@@ -236,6 +236,9 @@ class UnitModule(nn.Module):
                     elif gradient is not None:
                         gradient.zero_()
 
+    def shard_now(self) -> None:
+        """Shard the module if `fully_shard` has deferred that."""
+
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
         return plain_class(type(self)).__name__
@@ -280,7 +283,8 @@ def handle_of(module: nn.Module) -> Handle:
     if handle is None:
         name = type(module).__name__
         if isinstance(module, UnitModule):
-            raise PlanError(f"{name} is on the meta device, so not sharded yet")
+            module.shard_now()
+            return handle_of(module)
         for inner, child in module.named_children():
             if HANDLE in vars(child):
                 raise PlanError(f"{name} is not sharded, but its {inner!r} is; pass that module")
