@@ -312,6 +312,32 @@ def _initialization(context: Context) -> None:
         assert torch.equal(found, expected)
 
 
+@check(ONE, "asleep, and on the host")
+def _asleep(context: Context) -> None:
+    pair = compare(context, "wide stack", steps=1)
+    for way in ("sleep", "move"):
+        before = _device_bytes(context)
+        if way == "sleep":
+            sw.sleep(pair.model, pair.optimizer)
+        else:
+            pair.model.to("cpu")
+            whole = [p.to(context.device).full_tensor() for p in pair.model.state_dict().values()]
+            for own, plain in zip(whole, pair.reference.parameters(), strict=True):
+                torch.testing.assert_close(own, plain.detach(), rtol=1e-10, atol=1e-12)
+        after = _device_bytes(context)
+        context.report(f"bytes freed, {way}", before - after)
+        assert context.kind != "cuda" or after < before
+        if way == "sleep":
+            sw.wake(pair.model, pair.optimizer)
+        else:
+            pair.model.to(context.device)
+        pair.step()
+
+
+def _device_bytes(context: Context) -> int:
+    return torch.cuda.memory_allocated() if context.kind == "cuda" else 0
+
+
 @check(ONE, "whole parameters, state dicts, evaluation")
 def _whole(context: Context) -> None:
     pair = compare(context, "wide stack", steps=1)

@@ -1,15 +1,17 @@
 """A model sleeps and wakes on the simulated device: no races, the same bits, constant bytes."""
 
 import pytest
+import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwise as sw
 from shardwise.comm.api import MemoryKind
+from shardwise.tensor.sharding import local_of
 from tests.ranks import on_ranks
 from tests.streams.install import simulated
 from tests.streams.models import build
-from tests.streams.programs import Program, digest, digest_of_training, train
+from tests.streams.programs import DEVICE, Program, digest, digest_of_training, train
 from tests.streams.simulation import Problem, Simulation
 
 PROGRAMS = {
@@ -37,8 +39,7 @@ def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
         for _ in range(2):
             report = sw.sleep(model)
             assert report.freed_bytes > 0
-            with _disable_current_modes():
-                asleep.append(simulation.memory.device_bytes)
+            asleep.append(device_bytes(simulation))
             sw.wake(model)
 
     with simulated(simulation):
@@ -50,3 +51,46 @@ def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
     for first in range(0, len(asleep), 2):  # between two steps; gradients and states differ later
         assert len(set(asleep[first : first + 2])) == 1
     assert asleep[2:4] == asleep[4:6]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, 4 if "hsdp" in name else 2) for name in PROGRAMS]
+)
+def test_a_model_that_moves_to_the_host_sleeps_until_it_is_back(name: str) -> None:
+    """Its optimizer stays where it is, and what was in host memory."""
+    program, simulation = PROGRAMS[name], Simulation(is_late=True)
+    sleeps = program.offload is None
+
+    def move(model: nn.Module, _step: int) -> None:
+        before, first = device_bytes(simulation), next(model.parameters())
+        for _ in range(2):
+            model.to("cpu")
+            assert_are_on(model, torch.device("cpu"))
+        assert next(model.parameters()) is first
+        if sleeps:
+            assert device_bytes(simulation) < before
+            with pytest.raises(sw.StepError, match=r"model\.to\(device\) if"):
+                model.half()
+        model.load_state_dict(model.state_dict())
+        model.to(DEVICE)
+        if sleeps:
+            assert_are_on(model, DEVICE)
+
+    with simulated(simulation):
+        moved = digest(train(program, simulation, build(program.name), move))
+    found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
+    assert not found, "\n".join(found[:5])
+    assert moved == digest_of_training(program, is_late=True)
+
+
+def device_bytes(simulation: Simulation) -> int:
+    with _disable_current_modes():
+        return simulation.memory.device_bytes
+
+
+def assert_are_on(model: nn.Module, device: torch.device) -> None:
+    """Check where parameters and gradients are, and say that they are."""
+    for parameter in model.parameters():
+        for one in (parameter, parameter.grad):
+            assert one is None or one.device == local_of(one).device == device

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.api import MemoryKind
 from shardwise.errors import CheckpointError, PlanError
 from shardwise.features.collective_memory import use_memory
+from shardwise.features.sleep import following
 from shardwise.plan.options import UnitSettings
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle
@@ -118,6 +119,12 @@ class FSDPModule(UnitModule):
         """
         for settings in _settings_in(self, recurse):
             settings.reshard_after_backward = reshard_after_backward
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
+        """Convert or move the module. A model that is moved to the host sleeps until it is back."""
+        with following(self, fn) as function:
+            super()._apply(function, recurse)
+        return self
 
     # -- gradients -------------------------------------------------------------------------------
 

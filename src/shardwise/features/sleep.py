@@ -1,5 +1,7 @@
 """`sleep` and `wake`: give a model's device memory back for a while, for example to generation.
 
+``model.to("cpu")`` and ``model.to(device)`` do the same with the shards and gradients of a model.
+
 Every tensor keeps its identity. The storage of shards, gradients and optimizer states loses its
 device memory, and until `wake` their tensors view a copy in host memory::
 
@@ -7,8 +9,9 @@ device memory, and until `wake` their tensors view a copy in host memory::
     asleep   tensor -> host copy      storage (empty), which flat buffers and dense parameters view
 """
 
+import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -29,7 +32,7 @@ from shardwise.runtime.scheduler import Sleep
 from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
 
-__all__ = ["Asleep", "sleep", "wake"]
+__all__ = ["Asleep", "following", "sleep", "wake"]
 
 _UNREDUCED = "gradients of a micro-batch are not reduced yet; finish the step, then sleep"
 
@@ -109,6 +112,7 @@ class _Sleeper:
 
     optimizer: Optimizer | None
     refusal: RemovableHandle | None
+    wakes_when_moved: bool = False  # it was put to sleep by ``model.to("cpu")``
     freed: list[_Freed] = field(default_factory=list)
     moved: list[_Moved] = field(default_factory=list)
 
@@ -195,6 +199,51 @@ def wake(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     for runtime in _runtimes_in(model):
         wait_for_device(runtime.pools.device)  # the copies on the host are freed now
         runtime.scheduler.sleep = Sleep.AWAKE
+
+
+@contextlib.contextmanager
+def following(
+    model: nn.Module, fn: Callable[[Tensor], Tensor]
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Put the sharded ``model`` to sleep if ``fn`` moves it to the host, and wake it afterwards.
+
+    Args:
+        model: the module on which `nn.Module._apply` was called with ``fn``.
+        fn: converts or moves a tensor.
+
+    Returns:
+        What `nn.Module._apply` should call instead.
+
+    Raises:
+        StepError: ``fn`` changes dtypes, and the model sleeps; or as `sleep`.
+    """
+    handle: Handle | None = vars(model).get(HANDLE)
+    if handle is None or handle.index or not is_accelerator(handle.runtime.pools.device):
+        yield fn
+        return
+    scheduler, device = handle.runtime.scheduler, handle.runtime.pools.device
+    is_awake = scheduler.sleep is Sleep.AWAKE
+    before = torch.empty(0, device=device if is_awake else "cpu")
+    after = fn(before)
+    on_device = any(one.local.device == device for one in scheduler.parameters)
+    if is_awake and after.device.type == "cpu" and on_device and scheduler.is_between_steps:
+        sleep(model)
+        _sleepers[model].wakes_when_moved = True
+    elif not is_awake and after.device == device:
+        sleeper = _sleepers.get(model)
+        if sleeper is not None and sleeper.wakes_when_moved:
+            wake(model)
+    if scheduler.sleep is Sleep.AWAKE:
+        yield fn
+        return
+    if after.dtype != before.dtype:
+        scheduler.check_awake()
+    runtimes = _runtimes_in(model)
+    parameters = [one.sharded for each in runtimes for one in each.scheduler.parameters]
+    asleep = {id(one) for parameter in parameters for one in (parameter, parameter.grad)}
+    yield lambda tensor: tensor if id(tensor) in asleep else fn(tensor)
+    for flat in (flat for each in runtimes for unit in each.units for flat in unit.flats):
+        flat.reclaim_locals()  # `nn.Module._apply` has detached them
 
 
 def _runtimes_in(model: nn.Module) -> list[Runtime]:

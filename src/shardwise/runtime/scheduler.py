@@ -489,7 +489,10 @@ class Scheduler:
     def check_awake(self, *, or_on_host: bool = False) -> None:
         """Raise a StepError while the model sleeps."""
         if self.sleep is Sleep.DISCARDED or (self.sleep is Sleep.ON_HOST and not or_on_host):
-            raise StepError("the model sleeps; call sw.wake(model, optimizer) first")
+            raise StepError(
+                "the model sleeps; call sw.wake(model, optimizer) first, or model.to(device) if "
+                "model.to('cpu') has put it to sleep"
+            )
 
     def request(self, kind: EventKind, index: int) -> None:
         """Gather a unit, wait for it or free it, as the user requested on every rank."""
