@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "COMPOSABLE_FSDP",
+    "PRIVATE_FSDP2",
     "AllgatherOptions",
     "AllreduceOptions",
     "AsyncCollectiveTensor",
@@ -72,6 +73,7 @@ __all__ = [
     "flat_mesh",
     "foreach_copy_",
     "foreach_norm",
+    "fsdp2_state_function",
     "gradient_hooks",
     "group_timeout",
     "has_saved_tensors_hooks",
@@ -169,6 +171,12 @@ REQUIRED = (
     "torch.distributed._make_nccl_premul_sum",
 )
 COMPOSABLE_FSDP = "torch.distributed._composable.fsdp"  # where older programs import FSDP2 from
+# Where NeMo looks up `FSDPModule` and other programs `fully_shard`, besides their public names.
+PRIVATE_FSDP2 = (
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_state",
+)
 OPTIONAL = ("torch.UntypedStorage._swap_data_ptr_",)  # new in 2.12; `resize_` does the same, slower
 
 
@@ -317,6 +325,15 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def flat_mesh(mesh: DeviceMesh, dims: Sequence[str]) -> DeviceMesh:
     """``dims`` of ``mesh`` flattened into one dim; several dims get a new process group."""
     return mesh[dims[0]] if len(dims) == 1 else mesh[tuple(dims)]._flatten("_".join(dims))
+
+
+def fsdp2_state_function() -> Any:
+    """FSDP2's function that returns the state of a module, or None if it is not sharded."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415 - as below
+        _get_module_fsdp_state,
+    )
+
+    return _get_module_fsdp_state
 
 
 def register_fully_shard(module: Any) -> None:

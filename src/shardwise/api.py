@@ -57,13 +57,14 @@ from shardwise.plan.spelling import expected_one_of
 from shardwise.plan.strategy import Strategy, resolve_strategy
 from shardwise.plan.units import named_parameters
 from shardwise.plan.wire import UNQUANTIZED, Wire
-from shardwise.runtime.attach import parameter_of, restore_ties
+from shardwise.runtime.attach import IGNORED, ignored_within, parameter_of, restore_ties
 from shardwise.runtime.engine import Handle, Runtime
 from shardwise.runtime.memory import Pool
 from shardwise.runtime.module import (
     become_unit,
     handle_of,
     keeping_gradients,
+    plain_class,
     set_managed,
 )
 from shardwise.runtime.structure import HANDLE
@@ -152,8 +153,8 @@ def fully_shard(
             when it gets storage, by ``to_empty``, or by ``load_state_dict(assign=True)`` and the
             first forward after it; or in that forward, if only some ranks have it on meta.
         ignored_params: parameters of ``module`` to leave alone: they stay whole, and their
-            gradients are not reduced. As in FSDP2, a call for an enclosing module must name them
-            again.
+            gradients are not reduced. As in FSDP2, a call for an enclosing module ignores them,
+            too.
         shard_placement_fn: as in FSDP2. If it returns ``Shard(dim)`` for a parameter, the parameter
             is cut along that dim, as with "dim"; if it returns None, ``granularity`` applies.
         on_different_values: ``"error"`` refuses parameters whose values differ between ranks (for
@@ -178,7 +179,8 @@ def fully_shard(
     _check_word("unused", unused, UNUSED)
     _check_word("on_different_values", on_different_values, ("error", "warn"))
     _check_word("communicators", communicators, get_args(Communicators))
-    ignored_params = ignored_params or ()
+    modules = module if isinstance(module, Sequence) else (module,)
+    ignored_params = [*(ignored_params or ()), *ignored_within(modules)]
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
         dims = (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
@@ -208,8 +210,10 @@ def fully_shard(
         init=init,
         ignored_params=ignored_params,
     )
-    for each in module if isinstance(module, Sequence) else (module,):
+    for each in modules:
         _check_module(each, ignored_params)
+        if ignored_params:
+            vars(each)[IGNORED] = _names_of(each, ignored_params)
         if units is None and init is None and any(on_meta := request.on_meta(each)):
             request.apply_later(each, once_used=not all(on_meta))
         elif init is not None or not is_deferred(each, ignored_params):
@@ -235,9 +239,10 @@ def _check_module(module: object, ignored: Collection[nn.Parameter]) -> None:
         kind = type(module).__name__
         raise PlanError(f"fully_shard takes a torch.nn.Module or a list of them, got {kind}")
     if isinstance(module, FSDPModule):
+        name = plain_class(type(module)).__name__
         raise PlanError(
-            f"{module._get_name()} is sharded already; call fully_shard once for each module, and "
-            "for the root last"
+            f"{name} is sharded already; call fully_shard once for each module, and for the root "
+            "last"
         )
     if torch.is_inference_mode_enabled():
         raise PlanError(

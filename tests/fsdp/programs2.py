@@ -224,6 +224,30 @@ def no_offload(f: Any) -> list[Any]:
     return list(steps(shard(f, make_net(), offload_policy=f.OffloadPolicy())))
 
 
+def ignore_in_a_block(f: Any, is_meta: bool) -> list[Any]:
+    """Ignored by the call for a block, and not named again by the call for the root."""
+    net: Any = make_net()
+    saved = net.state_dict()
+    if is_meta:
+        net = net.to("meta")
+    block = net.blocks[0]
+    f.fully_shard(block, mesh=mesh_1d(), ignored_params=set(block.up.parameters()))
+    f.fully_shard(net, mesh=mesh_1d())
+    plain = {n for n, p in net.named_parameters() if not hasattr(p, "full_tensor")}
+    if is_meta:
+        net.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                value = saved[name]
+                if name not in plain:
+                    value = distribute_tensor(value, mesh_1d(), [Shard(0)])
+                parameter.copy_(value)
+            for name, buffer in net.named_buffers():
+                buffer.copy_(saved[name])
+    loss_of(net, 0).backward()
+    return [sorted(plain), gradients(net), values(net)]
+
+
 def ignore(f: Any, which: str) -> list[Any]:
     net: Any = make_net()
     ignored = set(net.get_submodule(which).parameters())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as torchs_module
 
 import shardwise.fsdp
@@ -35,6 +36,22 @@ def test_the_block_restores_torch() -> None:
             pass
         assert vars(torch.distributed.fsdp)["FSDPModule"] is shardwise.fsdp.FSDPModule
     assert dict(vars(torch.distributed.fsdp)) == before
+
+
+def test_private_names_of_fsdp2_are_replaced() -> None:
+    """NeMo finds sharded modules by the class in the private module, which differed in silence."""
+    private = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    before = private.FSDPModule
+    with replace_torch_fsdp():
+        package = importlib.import_module("torch.distributed.fsdp._fully_shard")
+        assert package.fully_shard is shardwise.fsdp.fully_shard
+        assert private.FSDPModule is shardwise.fsdp.FSDPModule
+        state = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
+        sharded = nn.Sequential(nn.Linear(2, 2))
+        shardwise.fsdp.fully_shard(sharded)
+        assert state._get_module_fsdp_state(sharded) is not None
+        assert state._get_module_fsdp_state(sharded[0]) is None
+    assert private.FSDPModule is before
 
 
 def test_the_block_restores_modules_that_it_imports(

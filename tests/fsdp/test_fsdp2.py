@@ -1,10 +1,13 @@
 """Programs written for FSDP2 give the same results with `shardwise.fsdp`."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+from shardwise import fsdp
 from tests.fsdp import programs2 as programs
 from tests.fsdp.both import (
     DEADLINE,
@@ -62,6 +65,7 @@ CASES = [
     *cases(programs.offload, pin_memory=(False,)),
     *cases(programs.no_offload),
     *cases(programs.ignore, which=PARTS[:2]),
+    *cases(programs.ignore_in_a_block, is_meta=BOTH),
     *thorough(cases(programs.ignore, which=PARTS[2:])),
     *cases(programs.freeze, which=PARTS[2:]),
     *thorough(cases(programs.freeze, which=(*PARTS[:2], "embed"))),
@@ -156,3 +160,21 @@ def _run_with_package_root(case: Case) -> None:
     """Parameters are cut in other places than PyTorch's, so whole tensors are compared."""
     with mock.patch.object(programs, "own", programs.whole):
         run_both(*case, TOLERANCE, "tests.fsdp.sw_namespace")
+
+
+def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
+    """NeMo and others look for the user's class behind `FSDPModule`, and read private names."""
+    module: Any = fsdp.fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
+    classes = type(module).__mro__
+    assert classes[1:3] == (fsdp.FSDPModule, nn.Linear)
+    assert next(c for c in classes if not issubclass(c, fsdp.FSDPModule)) is nn.Linear
+    state = fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
+    assert module._get_fsdp_state() is state
+    assert state._mp_policy.param_dtype is BF16
+    module.set_requires_gradient_sync(False)
+    module(torch.ones(1, 2)).sum().backward()
+    module.set_requires_gradient_sync(True)
+    for one in state._state_ctx.all_states:  # as the stages of pipelines do at the last backward
+        one._fsdp_param_group.post_backward()
+    state._root_post_backward_final_callback()
+    assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 2))

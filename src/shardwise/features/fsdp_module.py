@@ -5,7 +5,7 @@ ignored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from shardwise.plan.options import UnitSettings
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.module import (
-    UnitModule,
+    UnitMethods,
     handle_of,
     runtime_of_root,
     runtimes_in,
+    unit_class,
     units_in,
 )
 from shardwise.schedule.events import EventKind
@@ -56,7 +57,8 @@ class GradientReductionHandle:
         """No effect."""
 
 
-class FSDPModule(UnitModule):
+@unit_class
+class FSDPModule(nn.Module):
     """The base class of the units that `fully_shard` makes.
 
     As with any collective, all ranks have to call the same methods.
@@ -123,7 +125,7 @@ class FSDPModule(UnitModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """Convert or move the module. A model that is moved to the host sleeps until it is back."""
         with following(self, fn) as function:
-            super()._apply(function, recurse)
+            UnitMethods._apply(cast("Any", self), function, recurse)
         return self
 
     # -- gradients -------------------------------------------------------------------------------
@@ -287,6 +289,12 @@ class FSDPModule(UnitModule):
 
     def reset_iter_state(self) -> None:
         """No effect: an exception leaves no state behind."""
+
+    # -- private in PyTorch, but read by programs ------------------------------------------------
+
+    def _get_fsdp_state(self) -> Handle:
+        """The handle of this unit. NeMo reads ``_get_fsdp_state()._mp_policy.param_dtype``."""
+        return handle_of(self)
 
     # -- refused ---------------------------------------------------------------------------------
 

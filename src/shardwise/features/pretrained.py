@@ -21,9 +21,9 @@ from shardwise.errors import CheckpointError, PlanError, RanksDiverged, StepErro
 from shardwise.features.joined_ranks import JoinedRanks
 from shardwise.runtime.module import (
     MethodWrappers,
-    UnitModule,
     as_forward,
     handle_of,
+    is_unit,
     plain_class,
 )  # fmt: skip
 from shardwise.runtime.parameters import parameter_like
@@ -209,7 +209,7 @@ def _made_whole(
     model: nn.Module, saved: Mapping[str, Tensor], whole: Mapping[int, Tensor]
 ) -> Iterator[None]:
     """Make ``model`` a plain module with ``whole`` tensors, by the ids of those in ``saved``."""
-    units = {module: type(module) for module in model.modules() if isinstance(module, UnitModule)}
+    units = {module: type(module) for module in model.modules() if is_unit(module)}
     named: Iterable[tuple[str, Tensor]] = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
@@ -229,7 +229,7 @@ def _made_whole(
     ]
     try:
         for unit, kind in units.items():
-            unit.__class__ = plain_class(kind)  # type: ignore[assignment]
+            unit.__class__ = plain_class(kind)
         for tensors, name, tensor in held:
             tensors[name] = shown[id(tensor)]
         yield

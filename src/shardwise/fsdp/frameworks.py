@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import sharded_grad_scaler
 
-from shardwise._private import COMPOSABLE_FSDP
+from shardwise._private import COMPOSABLE_FSDP, PRIVATE_FSDP2, fsdp2_state_function
 from shardwise.features.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
+from shardwise.runtime.engine import HANDLE
 
 __all__ = ["replace_torch_fsdp"]
 
@@ -25,10 +27,23 @@ _OURS: tuple[Any, ...] = (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+
+
+_TORCHS_STATE = fsdp2_state_function()
+
+
+def _get_module_fsdp_state(module: nn.Module) -> Any:
+    """The handle of a unit, also on the meta device; for other modules, PyTorch's answer."""
+    if isinstance(module, FSDPModule):
+        return vars(module).get(HANDLE, module)
+    return _TORCHS_STATE(module)
+
+
 # PyTorch's objects and ours. Option classes and wrap policies are the same in both.
 _PAIRS: tuple[tuple[Any, Any], ...] = (
     *((getattr(fsdp, o.__name__), o) for o in _OURS if hasattr(fsdp, o.__name__)),
     (sharded_grad_scaler.ShardedGradScaler, ShardedGradScaler),
+    (_TORCHS_STATE, _get_module_fsdp_state),
 )
 
 _MODULES = (
@@ -36,6 +51,7 @@ _MODULES = (
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
     COMPOSABLE_FSDP,
+    *PRIVATE_FSDP2,
     "torch.distributed.pipelining.stage",
 )
 

@@ -16,6 +16,7 @@ from shardwise.features.deferred import when_sharded
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
+from shardwise.runtime.attach import ignored_within
 from shardwise.runtime.module import handle_of, register_forward_method
 from shardwise.tensor.mesh import data_parallel_part
 
@@ -46,7 +47,8 @@ def fully_shard(
         data_mesh = mesh
         if dims is not None:
             data_mesh = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
-        check_as_fsdp2(modules, data_mesh, shard_placement_fn, ignored_params or ())
+        ignored = [*(ignored_params or ()), *ignored_within(modules)]
+        check_as_fsdp2(modules, data_mesh, shard_placement_fn, ignored)
     api.fully_shard(
         module,
         mesh=mesh,

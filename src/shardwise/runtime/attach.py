@@ -25,13 +25,15 @@ import shardwise.tensor.operations  # noqa: F401 - registers the operations on s
 from shardwise._private import pytree, share_gradient_hooks
 from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.plan.options import UnitSettings
-from shardwise.plan.units import keeps_its_class
+from shardwise.plan.units import keeps_its_class, named_parameters
 from shardwise.runtime.accumulation import READS_NO_ELEMENTS, is_unreduced
 from shardwise.runtime.parameters import ParameterOwner
 from shardwise.tensor.sharding import Sharding, sharding_of
 
 __all__ = [
+    "IGNORED",
     "current",
+    "ignored_within",
     "move_buffers",
     "owner_of",
     "parameter_of",
@@ -44,6 +46,7 @@ __all__ = [
     "watch_optimizers",
 ]
 
+IGNORED = "_shardwise_ignored"  # the names of parameters that the call for a module ignored
 _SETTINGS = "_shardwise_settings"  # the `UnitSettings` of a module
 # What the new parameter does in place of a replaced one.
 _PASSED_ON = READS_NO_ELEMENTS | {"register_hook", "register_post_accumulate_grad_hook"}
@@ -97,6 +100,17 @@ def owner_of(root: nn.Module, name: str) -> ParameterOwner:
 def parameter_of(root: nn.Module, name: str) -> nn.Parameter:
     """The parameter ``name`` of ``root``, whose module may compute its attribute from it."""
     return cast("nn.Parameter", owner_of(root, name).get())
+
+
+def ignored_within(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that calls of `fully_shard` for modules inside ``modules`` have ignored."""
+    return [
+        parameter
+        for inner in (m for one in modules if isinstance(one, nn.Module) for m in one.modules())
+        if (names := vars(inner).get(IGNORED, ()))
+        for name, parameter in named_parameters(inner, remove_duplicate=False)
+        if name in names  # `to_empty` may have made other parameters
+    ]
 
 
 def replace_parameter(original: nn.Parameter, payload: Tensor) -> nn.Parameter:

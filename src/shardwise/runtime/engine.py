@@ -1,6 +1,6 @@
 """The engine of one sharded model: runs calls of units.
 
-From a call to its all-gather: `UnitModule.__call__` calls `Runtime.call`, which enters the unit in
+From a call to its all-gather: a unit's `__call__` calls `Runtime.call`, which enters the unit in
 the `Scheduler`. It gets the events to perform from `schedule.sequencer`, and has the `Unit` launch
 the gather in a queue of `comm.communicator`.
 """
@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from shardwise import _private
 from shardwise.comm.device import is_accelerator
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import move_buffers, parameter_of, settings_of
@@ -47,6 +49,21 @@ class Handle:
     @property
     def unit(self) -> Unit:
         return self.runtime.units[self.index]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """FSDP2's name of the policy of the unit."""
+        return self.options.precision
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        """No states whose ``post_backward`` pipeline stages would have to call."""
+        return SimpleNamespace(all_states=[])
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what micro-batches have added up: the stages of pipelines call this at the end."""
+        if self.index == 0:
+            self.runtime.scheduler.end_accumulation()
 
     @property
     def mesh(self) -> DataParallelMesh:

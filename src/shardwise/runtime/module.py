@@ -1,4 +1,4 @@
-"""`UnitModule`, the class of sharded modules: their calls, conversions, copies and state dicts."""
+"""The classes of sharded modules: their calls, conversions, copies and state dicts."""
 
 import contextlib
 import copy
@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from itertools import islice
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,11 @@ from shardwise.tensor.sharding import AssignableDTensor, sharding_of
 
 __all__ = [
     "MethodWrappers",
-    "UnitModule",
+    "UnitMethods",
     "as_forward",
     "become_unit",
     "handle_of",
+    "is_unit",
     "keeping_gradients",
     "ledger",
     "make_room_for_unfrozen",
@@ -42,11 +43,14 @@ __all__ = [
     "runtime_of_root",
     "runtimes_in",
     "set_managed",
+    "unit_class",
     "units_in",
 ]
 
 # (name of a method of a unit's class, function that wraps the method)
 MethodWrappers = frozenset[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+
+K = TypeVar("K", bound=type[nn.Module])
 
 _METHODS = "_shardwise_methods"  # the `MethodWrappers` of a class
 
@@ -159,8 +163,8 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(call)
 
 
-class UnitModule(nn.Module):
-    """The base class of all units and of no other modules."""
+class UnitMethods(nn.Module):
+    """What a unit does differently from the user's module; see `unit_class`."""
 
     # So that accelerate, and transformers' Trainer, do not wrap it.
     _is_accelerate_prepared = True
@@ -173,9 +177,9 @@ class UnitModule(nn.Module):
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call_unit(self, super().__call__, args, kwargs)
+        return _call_unit(self, _plain(self).__call__, args, kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "UnitModule":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "UnitMethods":
         """Is called by ``to``, ``float`` and ``to_empty``, which make new parameters."""
         shardings = {name: sharding_of(p) for name, p in named_parameters(self)}
         attributes = {name: attributes_of(p) for name, p in named_parameters(self)}
@@ -189,7 +193,7 @@ class UnitModule(nn.Module):
         ):
             root.scheduler.prepare_conversion()
         with _hiding_unreduced_gradients(self):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            _plain(self)._apply(fn, recurse)
             for name, sharding in shardings.items():
                 if sharding is not None:
                     parameter = parameter_of(self, name)
@@ -208,7 +212,7 @@ class UnitModule(nn.Module):
         is_nested = bool(kwargs.get("prefix")) and kwargs.get("destination") is not None
         num_others = len(kwargs["destination"]) if is_nested else 0
         with normal_tensors():
-            found = super().state_dict(*args, **kwargs)
+            found = _plain(self).state_dict(*args, **kwargs)
             if not (args or kwargs.get("destination")) and HANDLE in self.__dict__:
                 _replace_gathered(self, found, kwargs.get("prefix", ""))
             for name, value in [*islice(found.items(), num_others, None)]:
@@ -221,11 +225,11 @@ class UnitModule(nn.Module):
         """Drop the gradients, after waiting for the cleanup of a backward that raised."""
         handle: Handle | None = self.__dict__.get(HANDLE)
         if handle is None:
-            super().zero_grad(set_to_none)
+            _plain(self).zero_grad(set_to_none)
             return
         scheduler = handle.runtime.scheduler
         scheduler.await_abandoned()
-        super().zero_grad(set_to_none)
+        _plain(self).zero_grad(set_to_none)
         if scheduler.in_gathered:  # the modules hold other parameters
             names = {id(module) for module in self.modules()}
             for parameter in scheduler.parameters:
@@ -278,12 +282,37 @@ class UnitModule(nn.Module):
         return twin
 
 
+_UNIT = "_is_shardwise_unit"  # an attribute of the classes of `unit_class`
+
+
+def unit_class(kind: K) -> K:
+    """Make ``kind`` the class between those of units and the user's: add the methods of units.
+
+    They are copied and not inherited. With one more base class, programs would not find the user's
+    class in ``type(unit).__mro__``, after the class of the unit and FSDP2's `FSDPModule`.
+    """
+    for name, value in vars(UnitMethods).items():
+        if name not in ("__module__", "__doc__") and name not in vars(kind):
+            setattr(kind, name, value)
+    setattr(kind, _UNIT, True)
+    return kind
+
+
+def is_unit(module: object) -> bool:
+    return hasattr(type(module), _UNIT)
+
+
+def _plain(unit: nn.Module) -> Any:
+    """The ``unit`` with the methods of the user's class."""
+    return super(next(c for c in type(unit).__mro__ if _UNIT in vars(c)), unit)
+
+
 def handle_of(module: nn.Module) -> Handle:
     handle = module.__dict__.get(HANDLE)
     if handle is None:
         name = type(module).__name__
-        if isinstance(module, UnitModule):
-            module.shard_now()
+        if is_unit(module):
+            cast("Any", module).shard_now()
             return handle_of(module)
         for inner, child in module.named_children():
             if HANDLE in vars(child):
@@ -301,16 +330,16 @@ def set_managed(root: nn.Module) -> None:
 
 
 def become_unit(
-    module: nn.Module, handle: Handle, kind: type[UnitModule], methods: MethodWrappers
+    module: nn.Module, handle: Handle, kind: type[nn.Module], methods: MethodWrappers
 ) -> None:
     """Make ``module`` the unit of ``handle``, a ``kind`` whose ``methods`` are wrapped."""
     module.__dict__[HANDLE] = handle
-    if not isinstance(module, UnitModule):
+    if not is_unit(module):
         module.__class__ = _unit_class(kind, type(module), methods)  # type: ignore[arg-type]
 
 
 @cache
-def _unit_class(kind: type[UnitModule], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
+def _unit_class(kind: type[nn.Module], plain: Any, methods: MethodWrappers) -> type[nn.Module]:
     contents: dict[str, Any] = {"__module__": plain.__module__, _METHODS: methods}
     contents |= {name: wrap(getattr(plain, name)) for name, wrap in methods}
     return type(f"FSDP{plain.__name__}", (kind, plain), contents)
@@ -385,7 +414,7 @@ def _shard_by(
     new = runtime.request.build(module, plan, runtime)
     for index, (original, one) in enumerate(zip(originals, modules, strict=True)):
         handle = Handle(new, index, handle_of(original).options)
-        kind = cast("type[UnitModule]", type(original).__bases__[0])
+        kind = cast("type[nn.Module]", type(original).__bases__[0])
         methods: MethodWrappers = getattr(type(original), _METHODS)
         become_unit(one, handle, kind, methods)
     new.watch_structure(module, warns=runtime.warns_of_added)
@@ -436,10 +465,10 @@ def _hiding_unreduced_gradients(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def units_in(module: nn.Module, recurse: bool) -> "list[UnitModule]":
+def units_in(module: nn.Module, recurse: bool) -> list[Any]:
     """The units in ``module``; only ``module`` itself unless ``recurse``."""
     modules = module.modules() if recurse else (module,)
-    return [unit for unit in modules if isinstance(unit, UnitModule)]
+    return [unit for unit in modules if is_unit(unit)]
 
 
 def runtimes_in(module: nn.Module) -> list[Runtime]:
