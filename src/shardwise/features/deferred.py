@@ -162,4 +162,4 @@ def _first_on_meta(root: nn.Module) -> list[str]:
 
 @cache
 def _deferred_class(plain: Any) -> type[nn.Module]:
-    return type(plain.__name__, (Deferred, plain), {"__module__": plain.__module__})
+    return type(f"FSDP{plain.__name__}", (Deferred, plain), {"__module__": plain.__module__})
