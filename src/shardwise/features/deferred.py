@@ -84,14 +84,14 @@ class Deferred(FSDPModule):
                     if not keeps_its_class(parameter):
                         parameter.zero_()
             if not self.__dict__[_ONCE_USED]:
-                self.shard_now()
+                self._shard_now()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.shard_now()
+        self._shard_now()
         return self(*args, **kwargs)
 
-    def shard_now(self) -> None:
+    def _shard_now(self) -> None:
         """Shard the module and those inside it.
 
         Raises:

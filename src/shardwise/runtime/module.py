@@ -240,8 +240,9 @@ class UnitMethods(nn.Module):
                     elif gradient is not None:
                         gradient.zero_()
 
-    def shard_now(self) -> None:
-        """Shard the module if `fully_shard` has deferred that."""
+    def _shard_now(self) -> None:
+        """Shard the module, if `fully_shard` has deferred that."""
+        raise PlanError(f"{self._get_name()} is not sharded; call sw.fully_shard on it first")
 
     def _get_name(self) -> str:
         """The name of the user's class, for ``print(model)``."""
@@ -312,7 +313,7 @@ def handle_of(module: nn.Module) -> Handle:
     if handle is None:
         name = type(module).__name__
         if is_unit(module):
-            cast("Any", module).shard_now()
+            cast("Any", module)._shard_now()
             return handle_of(module)
         for inner, child in module.named_children():
             if HANDLE in vars(child):
