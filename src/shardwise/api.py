@@ -212,14 +212,14 @@ def fully_shard(
     )
     for each in modules:
         _check_module(each, ignored_params)
-        if ignored_params:
-            vars(each)[IGNORED] = _names_of(each, ignored_params)
         if units is None and init is None and any(on_meta := request.on_meta(each)):
             request.apply_later(each, once_used=not all(on_meta))
         elif init is not None or not is_deferred(each, ignored_params):
             request.apply(each)
         else:
             replace(request, init=Initialization()).apply(each)
+        if ignored_params:
+            vars(each)[IGNORED] = _names_of(each, ignored_params)
     return module
 
 
@@ -287,6 +287,8 @@ class ShardingRequest:
 
     def on_meta(self, module: nn.Module) -> list[bool]:
         """Whether ``module`` is on the meta device, by rank."""
+        if self.mesh.accelerator is not None:
+            make_current(self.mesh.accelerator)
         return flags_of_ranks(is_deferred(module, self.ignored_params), self.mesh)
 
     def apply(self, module: nn.Module, converted: Collection[str] = ()) -> None:

@@ -56,6 +56,17 @@ def test_ignored_parameters_stay_ignored_when_they_get_storage(drop_in: bool) ->
     assert torch.equal(gradient, WIDTH * x.sum(0).expand(WIDTH, -1))  # of this rank
 
 
+def test_a_call_that_was_refused_ignores_nothing_later() -> None:
+    model = Stack()
+    ignored = set(model.first.parameters())
+    with pytest.raises(sw.PlanError, match="no_such_strategy"):
+        sw.fully_shard(model, strategy="no_such_strategy", ignored_params=ignored)
+    with pytest.raises(sw.PlanError, match="is for a model on the meta device"):
+        sw.fully_shard(model, init=sw.Initialization(seed=0), ignored_params=ignored)
+    sw.fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def build_on(device: str) -> Stack:
     torch.manual_seed(0)
     with torch.device(device):

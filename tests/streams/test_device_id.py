@@ -45,6 +45,18 @@ def test_the_model_computes_on_it(
     assert simulation.current_device == DEVICE.index
 
 
+def test_the_first_exchange_of_ranks_finds_it_current(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exchange on another rank's device would create a context there."""
+    monkeypatch.setenv("LOCAL_RANK", str(DEVICE.index))
+    simulation.current_device = 0
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    sw.fully_shard(model)
+    assert simulation.current_device == DEVICE.index
+
+
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     for device_id in (0, torch.device("cuda")):
