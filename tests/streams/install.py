@@ -106,7 +106,8 @@ class Simulated:
         if _is_meta(device):
             return original(tensor, device=device, **options)
         place = self.place(device, is_pinned=False)
-        if place is None or place.device == self.device_of(tensor) or type(tensor) not in _PLAIN:
+        moves = type(tensor) in _PLAIN or isinstance(tensor, DTensor)
+        if place is None or place.device == self.device_of(tensor) or not moves:
             return original(tensor, **options)
         with self._creation.at(place, is_async=options.pop("non_blocking", False)):
             return original(tensor, **{**options, "copy": True})

@@ -1,5 +1,7 @@
 """A model sleeps and wakes on the simulated device: no races, the same bits, constant bytes."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,43 @@ def test_a_model_that_moves_to_the_host_sleeps_until_it_is_back(name: str) -> No
     found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
     assert not found, "\n".join(found[:5])
     assert moved == digest_of_training(program, is_late=True)
+
+
+@dataclass(frozen=True)
+class Kept(Program):
+    """A program whose optimizer can be found in ``made``."""
+
+    made: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.made.append(super().make_optimizer(model))
+        return self.made[-1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "ddp", "dim"])
+def test_states_that_a_program_moves_as_well_come_back(name: str) -> None:
+    """As verl does between steps, while another engine generates."""
+    program, simulation = Kept(**vars(PROGRAMS[name])), Simulation(is_late=True)
+    kept: list[int] = []
+
+    def move(model: nn.Module, _step: int) -> None:
+        [optimizer] = program.made
+        for device in (torch.device("cpu"), DEVICE):
+            model.to(device)
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = value.to(device, non_blocking=True)
+            if device.type == "cpu":
+                kept.append(device_bytes(simulation))
+
+    with simulated(simulation):
+        moved = digest(train(program, simulation, build(program.name), move))
+    found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
+    assert not found, "\n".join(found[:5])
+    assert moved == digest_of_training(PROGRAMS[name], is_late=True)
+    assert kept[1] == kept[2], "none was left behind"
+    assert kept[1] - kept[0] < 100, "no state but the numbers of steps"
 
 
 def device_bytes(simulation: Simulation) -> int:

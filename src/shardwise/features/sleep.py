@@ -207,6 +207,8 @@ def following(
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Put the sharded ``model`` to sleep if ``fn`` moves it to the host, and wake it afterwards.
 
+    Shards that `CPUOffloadPolicy` keeps in host memory stay there, with their gradients.
+
     Args:
         model: the module on which `nn.Module._apply` was called with ``fn``.
         fn: converts or moves a tensor.
@@ -234,7 +236,16 @@ def following(
         if sleeper is not None and sleeper.wakes_when_moved:
             wake(model)
     if scheduler.sleep is Sleep.AWAKE:
-        yield fn
+        offloaded = (one.sharded for one in scheduler.parameters if one.local.device != device)
+        on_host = {id(one) for parameter in offloaded for one in (parameter, parameter.grad)}
+
+        def keep_on_host(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) not in on_host or moved.device != device:
+                return moved
+            return tensor if moved.dtype == tensor.dtype else moved.to("cpu")
+
+        yield keep_on_host
         return
     if after.dtype != before.dtype:
         scheduler.check_awake()
