@@ -94,8 +94,14 @@ class Comparison:
         answers = () if shown is None or shown.epoch != epoch else shown.queues
         if not answers and self._attempts < _NUM_ATTEMPTS:
             return None
-        others = answers[queue].get(ranks, ()) if queue < len(answers) else ()
-        labels = _difference(self._rank, other, entries[queue][ranks], others)
+        # Of another queue, say that of reductions, it may be known earlier that ranks differ.
+        pairs = zip(entries, answers, strict=False)
+        found = (
+            _difference(self._rank, other, a.get(ranks, ()), b.get(ranks, ())) for a, b in pairs
+        )
+        number, _, label = entries[queue][ranks][-1]
+        unknown = f"they differ before collective {number}, {label} on rank {self._rank}"
+        labels = next(filter(None, found), unknown)
         return RanksDiverged(
             f"ranks {', '.join(map(str, sorted((self._rank, other))))} run different units, whose "
             f"collectives have equal sizes, so the numbers of both are wrong: {labels}\n"
@@ -131,10 +137,10 @@ def _copy(history: History) -> dict[_Ranks, tuple[_Entry, ...]]:
 
 
 def _difference(rank: int, other: int, own: Sequence[_Entry], others: Sequence[_Entry]) -> str:
-    """Describe the first collective that differs, if both ranks still know it."""
+    """Describe the first collective that differs; empty if both ranks know none."""
     known = {number: (digest, label) for number, digest, label in others}
     for number, digest, label in own:
         if number in known and known[number][0] != digest:
             (one, at_one), (two, at_two) = sorted(((rank, label), (other, known[number][1])))
             return f"collective {number} is {at_one} on rank {one} and {at_two} on rank {two}"
-    return f"they differ before collective {own[-1][0]}, {own[-1][2]} on rank {rank}"
+    return ""
