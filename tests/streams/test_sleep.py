@@ -1,5 +1,6 @@
 """A model sleeps and wakes on the simulated device: no races, the same bits, constant bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -44,12 +45,8 @@ def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
             asleep.append(device_bytes(simulation))
             sw.wake(model)
 
-    with simulated(simulation):
-        digest_asleep = digest(train(program, simulation, build(program.name), rest))
-    found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
-    assert not found, "\n".join(found[:5])
+    assert_changes_no_bit(program, simulation, rest)
     assert simulation.num_emptied_caches == len(asleep), "other processes need the memory"
-    assert digest_asleep == digest_of_training(program, is_late=True)
     for first in range(0, len(asleep), 2):  # between two steps; gradients and states differ later
         assert len(set(asleep[first : first + 2])) == 1
     assert asleep[2:4] == asleep[4:6]
@@ -79,11 +76,7 @@ def test_a_model_that_moves_to_the_host_sleeps_until_it_is_back(name: str) -> No
         if sleeps:
             assert_are_on(model, DEVICE)
 
-    with simulated(simulation):
-        moved = digest(train(program, simulation, build(program.name), move))
-    found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
-    assert not found, "\n".join(found[:5])
-    assert moved == digest_of_training(program, is_late=True)
+    assert_changes_no_bit(program, simulation, move)
 
 
 @dataclass(frozen=True)
@@ -114,13 +107,20 @@ def test_states_that_a_program_moves_as_well_come_back(name: str) -> None:
             if device.type == "cpu":
                 kept.append(device_bytes(simulation))
 
-    with simulated(simulation):
-        moved = digest(train(program, simulation, build(program.name), move))
-    found = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
-    assert not found, "\n".join(found[:5])
-    assert moved == digest_of_training(PROGRAMS[name], is_late=True)
+    assert_changes_no_bit(program, simulation, move)
     assert kept[1] == kept[2], "none was left behind"
     assert kept[1] - kept[0] < 100, "no state but the numbers of steps"
+
+
+def assert_changes_no_bit(
+    program: Program, simulation: Simulation, after_backward: Callable[[nn.Module, int], None]
+) -> None:
+    """Train with ``after_backward`` and without it; check that there are no races."""
+    with simulated(simulation):
+        found = digest(train(program, simulation, build(program.name), after_backward))
+    problems = [str(one) for one in simulation.found if one.problem is not Problem.SYNC]
+    assert not problems, "\n".join(problems[:5])
+    assert found == digest_of_training(program, is_late=True)
 
 
 def device_bytes(simulation: Simulation) -> int:

@@ -11,7 +11,7 @@ device memory, and until `wake` their tensors view a copy in host memory::
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from shardwise.local_devices import release_cached_memory
 from shardwise.runtime.engine import HANDLE, Handle, Runtime
 from shardwise.runtime.memory import Pool, swap_memory
 from shardwise.runtime.nested import plain_tensors
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Sleep
 from shardwise.runtime.unit import FlatParameters
 from shardwise.schedule.events import EventKind
@@ -236,8 +237,7 @@ def following(
         if sleeper is not None and sleeper.wakes_when_moved:
             wake(model)
     if scheduler.sleep is Sleep.AWAKE:
-        offloaded = (one.sharded for one in scheduler.parameters if one.local.device != device)
-        on_host = {id(one) for parameter in offloaded for one in (parameter, parameter.grad)}
+        on_host = _ids(one for one in scheduler.parameters if one.local.device != device)
 
         def keep_on_host(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -250,11 +250,15 @@ def following(
     if after.dtype != before.dtype:
         scheduler.check_awake()
     runtimes = _runtimes_in(model)
-    parameters = [one.sharded for each in runtimes for one in each.scheduler.parameters]
-    asleep = {id(one) for parameter in parameters for one in (parameter, parameter.grad)}
+    asleep = _ids(one for each in runtimes for one in each.scheduler.parameters)
     yield lambda tensor: tensor if id(tensor) in asleep else fn(tensor)
     for flat in (flat for each in runtimes for unit in each.units for flat in unit.flats):
         flat.reclaim_locals()  # `nn.Module._apply` has detached them
+
+
+def _ids(parameters: Iterable[FSDPParameter]) -> set[int]:
+    """The ids of the sharded parameters and of their gradients."""
+    return {id(tensor) for one in parameters for tensor in (one.sharded, one.sharded.grad)}
 
 
 def _runtimes_in(model: nn.Module) -> list[Runtime]:
