@@ -5,7 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 
 from shardwise import fsdp
 from tests.fsdp import programs2 as programs
@@ -178,3 +180,30 @@ def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
         one._fsdp_param_group.post_backward()
     state._root_post_backward_final_callback()
     assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 2))
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_stages_that_call_only_post_backward_reduce_what_micro_batches_added_up() -> None:
+    """torch's stage also calls the final callback of the root; stages of other programs do not."""
+    gradients = []
+    for api in (torch_fsdp, fsdp):
+        torch.manual_seed(0)
+        module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        for one in (*module, module):
+            api.fully_shard(one)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
+        for _ in range(3):
+            x = torch.randn(2, 4, dtype=torch.float64, generator=generator)
+            module(x).square().sum().backward()
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(True)
+        state_of = api.fully_shard.state  # type: ignore[attr-defined]
+        for state in state_of(module)._state_ctx.all_states:
+            if state._fsdp_param_group:
+                state._fsdp_param_group.post_backward()
+        gradients.append([one.grad.full_tensor() for one in module.parameters()])
+    torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)

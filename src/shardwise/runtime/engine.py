@@ -57,8 +57,14 @@ class Handle:
 
     @property
     def _state_ctx(self) -> SimpleNamespace:
-        """No states whose ``post_backward`` pipeline stages would have to call."""
-        return SimpleNamespace(all_states=[])
+        """One state for the whole model. The stages of pipelines call its ``post_backward``.
+
+        torch's own stage calls the final callback of the root as well, others may not: the first
+        call reduces, and then nothing is left to reduce.
+        """
+        group = SimpleNamespace(post_backward=self.runtime.scheduler.end_accumulation)
+        state = SimpleNamespace(_fsdp_param_group=group, _fsdp_param_groups=[group])
+        return SimpleNamespace(all_states=[state])
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what micro-batches have added up: the stages of pipelines call this at the end."""
