@@ -100,6 +100,7 @@ __all__ = [
     "register_fully_shard",
     "root_mesh",
     "run_backward",
+    "run_last",
     "scaled_sum",
     "set_managed",
     "set_versions",
@@ -544,6 +545,13 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """The hooks registered with `Tensor.register_post_accumulate_grad_hook`."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def run_last(tensor: Tensor, number: int) -> None:
+    """Let the hook of `Tensor.register_post_accumulate_grad_hook` with this number run last."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
+        hooks[number] = hooks.pop(number)
 
 
 def share_gradient_hooks(source: Tensor, target: Tensor) -> None:

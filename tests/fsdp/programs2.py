@@ -546,6 +546,33 @@ def gradient_hooks(f: Any) -> list[Any]:
     return [sorted(called), gradients(net)]
 
 
+def gradient_hooks_of_a_forward(f: Any, reshard: bool = True) -> list[Any]:
+    """Hooks that the first forward of a unit registers on its gathered parameters."""
+    net: Any = make_net()
+    seen: list[bool] = []
+
+    def triple(parameter: Tensor) -> None:
+        seen.append(parameter.grad is not None)
+        if parameter.grad is not None:
+            parameter.grad.mul_(3)
+
+    def register(block: nn.Module, _args: Any) -> None:
+        for parameter in block.parameters():
+            parameter.register_post_accumulate_grad_hook(triple)  # type: ignore[no-untyped-call]
+            parameter.register_hook(lambda gradient: gradient + 1)  # type: ignore[no-untyped-call]
+        handle.remove()
+
+    linear = next(m for m in net.blocks[0].modules() if isinstance(m, nn.Linear))
+    handle = linear.register_forward_pre_hook(register)
+    shard(f, net, reshard_after_forward=reshard)
+    found: list[Any] = []
+    for step in range(STEPS):
+        loss_of(net, step).backward()
+        found.append(gradients(net))
+        net.zero_grad()
+    return [*found, seen]
+
+
 def _local(tensor: Any) -> Tensor:
     local = tensor.to_local()
     plain: Tensor = getattr(local, "a", getattr(local, "data_", local))

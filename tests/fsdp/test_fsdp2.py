@@ -94,6 +94,7 @@ CASES = [
     *cases(programs.several_forwards),
     *cases(programs.sharded_twice),
     *cases(programs.gradient_hooks),
+    *cases(programs.gradient_hooks_of_a_forward, reshard=BOTH),
     *cases(
         programs.extensions,
         kind=("pair", "bfloat16"),

@@ -267,6 +267,8 @@ def _claim(node: Any) -> _Offered:
         return None
     if torch.is_grad_enabled() or _private.gradient_hooks(weight):
         return None
+    if len(_private.accumulated_gradient_hooks(weight)) > 1:  # not the engine's alone
+        return None
     return offer() if _is_reached(node, in_doubt=False) else None
 
 

@@ -141,10 +141,18 @@ def _run(callback: Callable[[], None], _gradients: object) -> None:
         callback()
 
 
-def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
-    """Call ``callback`` each time a gradient has been accumulated into ``parameter``."""
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(partial(_run, callback))  # type: ignore[no-untyped-call]
+def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> int:
+    """Call ``callback`` each time a gradient has been accumulated into ``parameter``.
+
+    Returns the number of the hook for `_private.run_last`; -1 if the parameter is frozen.
+    """
+    if not parameter.requires_grad:
+        return -1
+    handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        partial(_run, callback)
+    )
+    number: int = handle.id
+    return number
 
 
 def check_first_order() -> None:
