@@ -110,6 +110,7 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "subclasses_of_dtensor_dispatch",
+    "suspend_own_hooks_in_functorch",
     "swap_storages",
     "symmetric_tensor",
     "tensor_allocator",
@@ -137,6 +138,8 @@ REQUIRED = (
     "torch.autograd.forward_ad._current_level",
     "torch.nn.Module._compiled_call_impl",
     "torch._C._autograd._get_sequence_nr",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._unsafe_set_version_counter",
     "torch._C.DisableTorchFunction",
@@ -478,6 +481,30 @@ def has_saved_tensors_hooks() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and not getattr(hooks[0], "__module__", "").endswith("kept_tensors")
+
+
+def suspend_own_hooks_in_functorch() -> None:
+    """Let `torch.func.grad` and the like run under the hooks of `runtime.kept_tensors`.
+
+    They refuse to begin under any saved-tensors hooks, by a context manager of torch that this
+    changes in place, because torch.compile knows it by its identity.
+    """
+    manager: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    cells = dict(zip(manager.__code__.co_freevars, manager.__closure__ or (), strict=True))
+    disabled = cells["func"].cell_contents  # what `contextlib.contextmanager` was given
+
+    def without_own_hooks(message: str) -> Iterator[None]:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or has_saved_tensors_hooks():
+            yield from disabled(message)
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield from disabled(message)
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    cells["func"].cell_contents = without_own_hooks
 
 
 def is_transformed_by_functorch() -> bool:

@@ -202,7 +202,7 @@ def test_stages_that_call_only_post_backward_reduce_what_micro_batches_added_up(
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True)
         module.set_requires_gradient_sync(True)
-        state_of = api.fully_shard.state  # type: ignore[attr-defined]
+        state_of = api.fully_shard.state
         for state in state_of(module)._state_ctx.all_states:
             if state._fsdp_param_group:
                 state._fsdp_param_group.post_backward()

@@ -374,3 +374,46 @@ class _StopError(Exception):
 def _raise_on_last_rank(*_: object) -> None:
     if rank() == world_size() - 1:
         raise _StopError
+
+
+class WithDerivative(nn.Module):
+    """A unit whose forward differentiates a function of its parameters, as chunked losses do."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.linear, self.transform = nn.Linear(WIDTH, WIDTH), transform
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.linear.weight.detach()
+
+        def loss(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.tanh(x @ weight).square().sum()
+
+        if self.transform == "grad_and_value":
+            derivative, _ = torch.func.grad_and_value(loss)(x.detach(), weight)
+        elif self.transform == "vjp":
+            value, pullback = vjp(loss, x.detach(), weight)
+            derivative = pullback(torch.ones_like(value))[0]
+        else:
+            derivative = vmap(jacrev(loss), in_dims=(0, None))(x.detach(), weight)
+        return self.linear(x + derivative)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transform", ["grad_and_value", "vjp", "jacrev"])
+def test_transforms_inside_the_forward_of_a_unit(transform: str) -> None:
+    models = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        blocks = [nn.Linear(WIDTH, WIDTH), *(WithDerivative(transform) for _ in range(2))]
+        models.append(nn.Sequential(*blocks).double())
+        if is_sharded:
+            sw.fully_shard(models[1], units=WithDerivative)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    x, _ = batches()
+    for step in range(4):  # the first two watch what autograd saves
+        for model, optimizer, part in zip(models, optimizers, (x, own_part(x)), strict=True):
+            model(part + step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_models(models[1], models[0], 4)

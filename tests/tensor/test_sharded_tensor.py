@@ -64,6 +64,9 @@ def test_elementwise_operations_equal_those_on_whole_tensors() -> None:
             lambda x, y: x.new_zeros(x.shape) + x.new_full(x.shape, 2.0) * y,
             lambda x, _: x.to(torch.float32),
             lambda x, _: -x,
+            lambda x, y: x.clone().abs_().mul_(y.sign()),
+            lambda x, y: x.clone().gt_(y).add_(x.clone().copysign_(y)),
+            lambda x, _: x.clone().masked_fill_(x < 0, 1.0),
         ):
             _equal(function(sharded, other), function(whole, other))
         if whole.ndim == 2 and whole.numel():

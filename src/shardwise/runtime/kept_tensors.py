@@ -222,6 +222,9 @@ class Entries:
         return next((one for one in self._ended[start:] if one.first <= number), None)
 
 
+_private.suspend_own_hooks_in_functorch()
+
+
 def _storage_id(tensor: Tensor) -> int:
     try:
         return _private.storage_id(tensor.untyped_storage())

@@ -50,7 +50,15 @@ def _handler_of(func: OpOverload) -> Handler:
         return _HANDLERS[name]
     if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
         return _on_lists
-    return _on_runs if torch.Tag.pointwise in func.tags else _decompose
+    return _on_runs if _is_pointwise(func) else _decompose
+
+
+def _is_pointwise(func: OpOverload) -> bool:
+    """Whether ``func`` is tagged so, or in place and its functional form is: `abs_` has no tag."""
+    namespace, name, overload = str(func).split(".")
+    operators = getattr(torch.ops, namespace)
+    functional = getattr(operators, name.removesuffix("_"), func.overloadpacket)
+    return torch.Tag.pointwise in getattr(functional, overload, func).tags
 
 
 @cache
