@@ -574,11 +574,12 @@ def accumulated_gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def run_last(tensor: Tensor, number: int) -> None:
-    """Let the hook of `Tensor.register_post_accumulate_grad_hook` with this number run last."""
-    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
-        hooks[number] = hooks.pop(number)
+def run_last(tensor: Tensor, is_last: Callable[[Any], bool]) -> None:
+    """Let the hook of `Tensor.register_post_accumulate_grad_hook` that ``is_last`` run last."""
+    if len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()) > 1:
+        hooks: dict[int, Any] = tensor._post_accumulate_grad_hooks
+        for number in [number for number, hook in hooks.items() if is_last(hook)]:
+            hooks[number] = hooks.pop(number)
 
 
 def share_gradient_hooks(source: Tensor, target: Tensor) -> None:

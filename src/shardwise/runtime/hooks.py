@@ -34,6 +34,7 @@ __all__ = [
     "check_calls_end",
     "check_first_order",
     "current_task",
+    "is_own",
     "nodes_at_all_levels",
     "on_gradient",
     "outcome_of",
@@ -141,18 +142,15 @@ def _run(callback: Callable[[], None], _gradients: object) -> None:
         callback()
 
 
-def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> int:
-    """Call ``callback`` each time a gradient has been accumulated into ``parameter``.
+def on_gradient(parameter: Tensor, callback: Callable[[], None]) -> None:
+    """Call ``callback`` each time a gradient has been accumulated into ``parameter``."""
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(partial(_run, callback))  # type: ignore[no-untyped-call]
 
-    Returns the number of the hook for `_private.run_last`; -1 if the parameter is frozen.
-    """
-    if not parameter.requires_grad:
-        return -1
-    handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        partial(_run, callback)
-    )
-    number: int = handle.id
-    return number
+
+def is_own(hook: object) -> bool:
+    """Whether ``hook`` is one of `on_gradient`."""
+    return isinstance(hook, partial) and hook.func is _run
 
 
 def check_first_order() -> None:

@@ -98,7 +98,6 @@ class FSDPParameter:
     _version: int = 0  # of `dense`, when its values were last known to be the gathered ones
     _is_freed: bool = False
     on_gradient: Callable[[], None] | None = None  # see `watch_gradient`
-    _hook: int = -1  # the number of the hook that calls it
     _shown: nn.Parameter | None = None  # in the modules in place of `sharded`
     _num_internal: int = -1  # see `_carry`
 
@@ -125,7 +124,7 @@ class FSDPParameter:
     def watch_gradient(self) -> None:
         """Call `on_gradient` each time autograd has put a gradient on this dense parameter."""
         if self.on_gradient is not None:
-            self._hook = hooks.on_gradient(self.dense, self.on_gradient)
+            hooks.on_gradient(self.dense, self.on_gradient)
 
     def forget_changes(self) -> bool:
         """Return whether the dense parameter was changed in place since the last call."""
@@ -204,7 +203,7 @@ class FSDPParameter:
         """Put the sharded parameter back into the modules; whether it replaces an assigned one."""
         shown, self._shown = self._shown, None
         # Hooks that the forward has registered need the gradient, which the engine's hook takes.
-        run_last(self.dense, self._hook)
+        run_last(self.dense, hooks.is_own)
         is_assigned = shown is not None and any(o.holds_other_than(shown) for o in self.owners)
         if shown is not None and (
             shown is not self.dense
