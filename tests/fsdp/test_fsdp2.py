@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fsdp
 from tests.fsdp import programs2 as programs
@@ -172,7 +173,7 @@ def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
     assert classes[1:3] == (fsdp.FSDPModule, nn.Linear)
     assert next(c for c in classes if not issubclass(c, fsdp.FSDPModule)) is nn.Linear
     state = fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
-    assert module._get_fsdp_state() is state
+    assert module._get_fsdp_state() == state
     assert state._mp_policy.param_dtype is BF16
     module.set_requires_gradient_sync(False)
     module(torch.ones(1, 2)).sum().backward()
@@ -185,13 +186,18 @@ def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
 
 @on_ranks(2, deadline=DEADLINE)
 def test_stages_that_call_only_post_backward_reduce_what_micro_batches_added_up() -> None:
-    """torch's stage also calls the final callback of the root; stages of other programs do not."""
+    """torch's stage also calls the final callback of the root; stages of other programs do not.
+
+    A block is sharded on another mesh, as experts are, so it is a model of its own.
+    """
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
     gradients = []
     for api in (torch_fsdp, fsdp):
         torch.manual_seed(0)
-        module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-        for one in (*module, module):
-            api.fully_shard(one)
+        module: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+        api.fully_shard(module[0])
+        api.fully_shard(module[1], mesh=alone["alone"])
+        api.fully_shard(module)
         generator = torch.Generator().manual_seed(dist.get_rank())
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)

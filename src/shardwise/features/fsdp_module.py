@@ -5,6 +5,8 @@ ignored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,7 @@ from shardwise.errors import CheckpointError, PlanError
 from shardwise.features.collective_memory import use_memory
 from shardwise.features.sleep import following
 from shardwise.plan.options import UnitSettings
+from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.module import (
@@ -29,9 +32,40 @@ from shardwise.runtime.module import (
 from shardwise.schedule.events import EventKind
 from shardwise.tensor.sharded_tensor import ShardedTensor
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
+__all__ = ["FSDPModule", "FSDPState", "GradientReductionHandle", "UnshardHandle"]
 
 _NO_BACKEND = "is not supported; choose a backend by the process group of the mesh"
+
+
+@dataclass(frozen=True)
+class FSDPState:
+    """What programs, such as the stages of pipelines, read of a unit by FSDP2's private names."""
+
+    module: nn.Module
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return handle_of(self.module).options.precision
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        """One state for the whole module. The stages of pipelines call its ``post_backward``.
+
+        torch's own stage calls the final callback of the root as well, others may not: the first
+        call reduces, and then nothing is left to reduce.
+        """
+        group = SimpleNamespace(post_backward=self._end_accumulation)
+        state = SimpleNamespace(_fsdp_param_group=group, _fsdp_param_groups=[group])
+        return SimpleNamespace(all_states=[state])
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what micro-batches have added up: the stages of pipelines call this at the end."""
+        if handle_of(self.module).index == 0:
+            self._end_accumulation()
+
+    def _end_accumulation(self) -> None:
+        for runtime in runtimes_in(self.module):
+            runtime.scheduler.end_accumulation()
 
 
 class UnshardHandle:
@@ -173,8 +207,7 @@ class FSDPModule(nn.Module):
         _check_not_reproducible(self, "finalize_backward")
         if HANDLE in vars(self):  # else it is on the meta device
             runtime_of_root(self)
-            for runtime in runtimes_in(self):
-                runtime.scheduler.end_accumulation()
+            self._get_fsdp_state()._end_accumulation()
         return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -292,9 +325,8 @@ class FSDPModule(nn.Module):
 
     # -- private in PyTorch, but read by programs ------------------------------------------------
 
-    def _get_fsdp_state(self) -> Handle:
-        """The handle of this unit. NeMo reads ``_get_fsdp_state()._mp_policy.param_dtype``."""
-        return handle_of(self)
+    def _get_fsdp_state(self) -> "FSDPState":
+        return FSDPState(self)
 
     # -- refused ---------------------------------------------------------------------------------
 

@@ -10,11 +10,15 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import sharded_grad_scaler
 
 from shardwise._private import COMPOSABLE_FSDP, PRIVATE_FSDP2, fsdp2_state_function
-from shardwise.features.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
+from shardwise.features.fsdp_module import (
+    FSDPModule,
+    FSDPState,
+    GradientReductionHandle,
+    UnshardHandle,
+)
 from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardwise.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardwise.fsdp.sharded_grad_scaler import ShardedGradScaler
-from shardwise.runtime.engine import HANDLE
 
 __all__ = ["replace_torch_fsdp"]
 
@@ -33,9 +37,9 @@ _TORCHS_STATE = fsdp2_state_function()
 
 
 def _get_module_fsdp_state(module: nn.Module) -> Any:
-    """The handle of a unit, also on the meta device; for other modules, PyTorch's answer."""
+    """The state of a unit, also on the meta device; for other modules, PyTorch's answer."""
     if isinstance(module, FSDPModule):
-        return vars(module).get(HANDLE, module)
+        return FSDPState(module)
     return _TORCHS_STATE(module)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise import api
 from shardwise._private import register_fully_shard
 from shardwise.features.deferred import when_sharded
-from shardwise.features.fsdp_module import FSDPModule
+from shardwise.features.fsdp_module import FSDPModule, FSDPState
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
 from shardwise.runtime.attach import ignored_within
@@ -63,7 +63,14 @@ def fully_shard(
 
 
 update_wrapper(fully_shard, api.fully_shard, assigned=())  # copies the signature
-fully_shard.state = handle_of  # type: ignore[attr-defined]  # as in FSDP2: a module's state
+
+
+def _state(module: nn.Module) -> FSDPState:
+    handle_of(module)  # raises an error if it is not a unit
+    return FSDPState(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # as in FSDP2
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

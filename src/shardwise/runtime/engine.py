@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from shardwise import _private
 from shardwise.comm.device import is_accelerator
 from shardwise.plan.options import UnitOptions
 from shardwise.plan.plan import Plan
-from shardwise.plan.precision import MixedPrecisionPolicy
 from shardwise.plan.units import UnitPlan
 from shardwise.runtime import hooks
 from shardwise.runtime.attach import move_buffers, parameter_of, settings_of
@@ -49,27 +47,6 @@ class Handle:
     @property
     def unit(self) -> Unit:
         return self.runtime.units[self.index]
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        """FSDP2's name of the policy of the unit."""
-        return self.options.precision
-
-    @property
-    def _state_ctx(self) -> SimpleNamespace:
-        """One state for the whole model. The stages of pipelines call its ``post_backward``.
-
-        torch's own stage calls the final callback of the root as well, others may not: the first
-        call reduces, and then nothing is left to reduce.
-        """
-        group = SimpleNamespace(post_backward=self.runtime.scheduler.end_accumulation)
-        state = SimpleNamespace(_fsdp_param_group=group, _fsdp_param_groups=[group])
-        return SimpleNamespace(all_states=[state])
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce what micro-batches have added up: the stages of pipelines call this at the end."""
-        if self.index == 0:
-            self.runtime.scheduler.end_accumulation()
 
     @property
     def mesh(self) -> DataParallelMesh:
