@@ -3,7 +3,8 @@
 import copy
 import io
 import math
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,9 +104,9 @@ def test_unsupported_operations_are_refused() -> None:
     (sharded, whole), *_ = _pairs()
     for function in (
         lambda x: x @ x.T,
-        lambda x: x.sum(dim=0),
+        lambda x: x.max(dim=0),
         lambda x: x[0],
-        lambda x: x.view(-1),
+        lambda x: x.expand(2, *x.shape),
         lambda x: nn.functional.linear(whole, x),
         lambda x: torch.cat([x, x]),
         lambda x: x.sort(),
@@ -204,6 +205,61 @@ def test_results_in_inference_mode() -> None:
             _equal(sharded.full_tensor(), whole)
 
 
+@on_ranks(1, 2, 3)
+def test_reductions_over_dims_are_global() -> None:
+    functions: list[Callable[..., Tensor]] = [
+        Tensor.sum, Tensor.mean, Tensor.norm, torch.linalg.vector_norm,
+        partial(Tensor.norm, p=1), partial(Tensor.norm, p=3), partial(Tensor.norm, p=0),
+        lambda x, **dims: (x > 0).any(**dims), lambda x, **dims: (x > 0).all(**dims),
+        lambda x, **dims: (x > 0).sum(**dims),
+        lambda x, **dims: x.float().mean(dtype=torch.float64, **dims),
+        lambda x, **dims: x.bfloat16().sum(**dims),
+    ]  # fmt: skip
+    extremes: list[Callable[..., Tensor]] = [
+        Tensor.amax, Tensor.amin, partial(Tensor.norm, p=math.inf),
+        partial(Tensor.norm, p=-math.inf), Tensor.var, partial(Tensor.std, correction=0),
+        lambda x, **dims: (x * 10).long().amax(**dims), lambda x, **dims: (x > 0).amax(**dims),
+    ]  # fmt: skip
+    for sharded, whole in _pairs():
+        usual = functions + (extremes if whole.numel() else [])
+        for size in range(whole.ndim):
+            for dims, keepdim in product(combinations(range(-1, whole.ndim - 1), size), (0, 1)):
+                for function in usual if dims else ():
+                    options = {"dim": dims, "keepdim": bool(keepdim)}
+                    found, expected = function(sharded, **options), function(whole, **options)
+                    assert type(found) is Tensor
+                    is_rounded = expected.dtype is torch.bfloat16
+                    torch.testing.assert_close(
+                        found, expected, rtol=1e-2 if is_rounded else 1e-12, atol=1e-2 * is_rounded,
+                        equal_nan=True,
+                    )  # fmt: skip
+        if whole.numel() > 1:
+            _equal(sharded.std(), whole.std())
+            _equal(sharded.var(correction=0), whole.var(correction=0))
+            _equal(nn.functional.normalize(sharded, dim=0), nn.functional.normalize(whole, dim=0))
+
+
+@on_ranks(1, 2, 3)
+def test_other_shapes_share_the_memory_of_the_shard() -> None:
+    for sharded, whole in _pairs():
+        for function in (
+            lambda x: x.view(-1),
+            torch.flatten,
+            lambda x: x.unsqueeze(-1),
+            lambda x: x.reshape(1, *x.shape),
+            lambda x: x.view(*x.shape[::-1]) if x.ndim else x.view(1, 1),
+            torch.squeeze,
+        ):
+            _equal(function(sharded), function(whole))
+        flat, other = sharded.flatten(), torch.randn(whole.numel(), dtype=torch.float64)
+        _equal(torch.dot(flat, flat), torch.dot(whole.flatten(), whole.flatten()))
+        _equal(flat.dot(other), whole.flatten().dot(other))
+        version = sharded._version
+        flat.mul_(2)
+        _equal(sharded, whole * 2)
+        assert sharded._version > version
+
+
 @on_ranks(2)
 def test_versions_are_counted() -> None:
     (sharded, _), *_ = _pairs()
@@ -221,6 +277,9 @@ def test_penalty_on_sharded_parameters() -> None:
     for model in models:
         kinds = (Tensor.sum, Tensor.norm, Tensor.mean, Tensor.max)
         terms = [kind(p.square()) for p in model.parameters() for kind in kinds]
+        over_rows = (Tensor.sum, Tensor.norm, Tensor.mean, Tensor.var, Tensor.amax)
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        terms += [kind(p, dim=1).square().sum() for p in weights for kind in over_rows]
         penalty = torch.stack(terms).sum()
         (penalty * 0.1 + model(torch.ones(4, 6).double()).square().mean()).backward()
     for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):

@@ -1,13 +1,15 @@
 """The operations that `ShardedTensor` supports. All others raise a `ShardedTensorError`.
 
 - *element-wise* operations, including ``foreach`` and ``fused`` optimizer kernels, act on the runs;
-- *reductions* over all dimensions (norm, sum, mean, max, min, all, any) and comparisons (equal,
-  allclose) combine the runs of all ranks, so every rank must call them;
-- *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``) and ``redistribute``;
+- *reductions* (norm, sum, mean, var, std, max, min, all, any, dot) and comparisons (equal,
+  allclose) combine the runs of all ranks: every rank must call them, and gets the whole result;
+- *copies* (clone, detach, zeros_like, to, copy_, assigning ``.data``), ``redistribute``, and other
+  shapes of the same elements (view, flatten, unsqueeze);
 - *in-place random numbers* (normal_, uniform_, hence ``torch.nn.init``) equal those of one process:
   every rank draws all of them and keeps its own.
 """
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._private import OpOverload, own_operators, pytree
 from shardwise.comm.device import random_states
 from shardwise.errors import ShardedTensorError
-from shardwise.tensor.reductions import across, combine, norms
+from shardwise.tensor.reductions import across, combine, norms, over_dims, rows_of
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
 from shardwise.tensor.sharding import local_of
 
@@ -170,7 +172,12 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
         raise _unsupported(func, first, f"with a tensor of shape {tuple(x.shape)}")
     if x.numel() == 1:
         return x.reshape(1)
-    return x.expand(shape).reshape(-1)[run.start : run.stop]
+    width = math.prod(shape[1:])
+    if not len(run):
+        return x.new_empty(0)
+    rows = rows_of(run, width)
+    own = x.expand(shape)[rows.start : rows.stop].reshape(-1)  # a copy, if ``x`` is smaller
+    return own[run.start - rows.start * width : run.stop - rows.start * width]
 
 
 def _alias(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> ShardedTensor:
@@ -244,13 +251,19 @@ def _mismatch(func: OpOverload, x: ShardedTensor, other: ShardedTensor) -> Shard
     )
 
 
-def _view(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
-    x, shape = args[:2]
-    if isinstance(shape, torch.dtype) or tuple(shape) != tuple(x.shape):
+def _view(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Another shape of the same elements in the same order: each rank keeps its run."""
+    x: ShardedTensor = args[0]
+    if any(isinstance(argument, torch.dtype) for argument in args):
         raise _unsupported(func, x)
-    _check_unrecorded(x)
-    alias: Tensor = torch.ops.aten.alias(x)
-    return alias
+    shape = func(_meta(x), *args[1:], **kwargs).shape
+    if shape == x.shape:
+        _check_unrecorded(x)
+        alias: Tensor = torch.ops.aten.alias(x)
+        return alias
+    if shape.numel() != x.numel() or _is_recorded(x):
+        raise _unsupported(func, x)
+    return ShardedTensor(local_of(x).view(-1), x._sharding.with_shape(shape))
 
 
 def _view_as_real(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
@@ -264,8 +277,12 @@ def _view_as_complex(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str
     return ShardedTensor(func(local_of(args[0]).view(-1, 2)), args[0]._sharding.as_numbers)
 
 
+def _is_recorded(x: ShardedTensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 def _check_unrecorded(x: ShardedTensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
+    if _is_recorded(x):
         # Zero-bubble pipeline schedules, among others, find the AccumulateGrad node through such a
         # view, but that node of a sharded parameter never runs.
         raise ShardedTensorError(
@@ -318,26 +335,71 @@ _REDUCTIONS = {
 
 
 def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Reduce over all dimensions; refuse one over some, with indices, or into a given tensor."""
+    """Reduce over some or all dimensions; refuse indices of extremes, and a given output."""
     if torch.Tag.pointwise in func.tags:  # max(x, y), which torch decomposes outside of inference
         result: Tensor = _on_runs(func, args, kwargs)
         return result
     x: ShardedTensor = args[0]
     kind, mesh = _REDUCTIONS[func.overloadpacket.__name__], x._sharding.mesh
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    dims = given.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
-    is_partial = len({dim % max(1, x.ndim) for dim in dims}) < x.ndim
-    if is_partial or len(func._schema.returns) > 1 or func._schema.is_mutable:
+    given = _given(func, args, kwargs)
+    if len(func._schema.returns) > 1 or func._schema.is_mutable:
         raise _unsupported(func, x)
+    # torch checks the dims, and knows the shape.
+    shape = func(_meta(x), *args[1:], **kwargs).shape
+    dims = _dims(x, given.get("dim"))
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
+    order = 2.0 if order is None else float(order)
     run = local_of(x) if dtype is None else local_of(x).to(dtype)
+    if len(dims) < x.ndim:
+        if mesh.leaves is not None:
+            raise _unsupported(func, x, "would depend on the number of ranks")
+        if x.numel():
+            result = over_dims(kind, run, dims, x.shape, x._sharding.runs, mesh, order)
+        else:
+            return func(run.view(x.shape), *args[1:], **kwargs)  # type: ignore[no-any-return]
+        return result.view(shape)
     if kind == "norm":
-        result = norms([run], mesh, 2.0 if order is None else float(order), [x._sharding.cuts])[0]
+        result = norms([run], mesh, order, [x._sharding.cuts])[0]
     else:
         result = combine(kind, run, x.numel(), mesh, x._sharding.cuts)
-    return result.view([1] * x.ndim) if given.get("keepdim") else result
+    return result.view(shape)
+
+
+def _meta(x: Tensor) -> Tensor:
+    """A plain tensor like ``x``, without memory."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _given(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _dims(x: Tensor, dim: Any) -> set[int]:
+    """The dimensions that ``dim`` means: one, several, or by default all."""
+    dims = [dim] if isinstance(dim, int) else dim or range(x.ndim)
+    return {one % max(1, x.ndim) for one in dims}
+
+
+def _spread(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Variance or standard deviation, from the mean of all ranks."""
+    x, given = args[0], _given(func, args, kwargs)
+    if not isinstance(x, ShardedTensor) or x.is_complex() or len(func._schema.returns) > 1:
+        _refuse(func, args, kwargs)
+    correction, dim = given.get("correction"), given.get("dim")
+    count = math.prod(x.shape[one] for one in _dims(x, dim))
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = (exact - exact.mean(dim, keepdim=True)).square()
+    total = squares.sum(dim, keepdim=bool(given.get("keepdim")))
+    variance = total / max(0, count - (1 if correction is None else correction))
+    is_variance = func.overloadpacket.__name__ == "var"
+    return (variance if is_variance else variance.sqrt()).to(x.dtype)
+
+
+def _dot(_func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    result: Tensor = (args[0] * args[1]).sum()
+    return result
 
 
 def _compare(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -421,11 +483,13 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(("allclose", "equal"), _compare),
-    **dict.fromkeys(("view", "_unsafe_view", "expand"), _view),
+    **dict.fromkeys(("expand", "squeeze", "unsqueeze", "_unsafe_view", "view"), _view),
+    **dict.fromkeys(("std", "var"), _spread),
     **dict.fromkeys(("index_put", "index_put_"), _index_put),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "_foreach_max": _foreach_max,
     "_foreach_norm": _foreach_norm,
+    "dot": _dot,
     "view_as_complex": _view_as_complex,
     "view_as_real": _view_as_real,
 }

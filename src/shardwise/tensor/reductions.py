@@ -4,7 +4,7 @@ Every public function here is a collective: all ranks of the mesh must call it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Run
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["InBlocks", "across", "combine", "gather_runs", "norms"]
+__all__ = ["InBlocks", "across", "combine", "gather_runs", "norms", "over_dims", "rows_of"]
 
 
 Cuts = tuple[Run, ...]  # the run of a parameter on each rank
@@ -73,6 +73,89 @@ def norms(
     # The norm of order 0 counts nonzero elements, so the ranks' counts add up.
     total = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
     return [norm.to(own.dtype) for norm, own in zip(total.unbind(), local, strict=True)]
+
+
+def over_dims(
+    kind: str,
+    run: Tensor,
+    dims: Collection[int],
+    shape: Sequence[int],
+    runs: Cuts,
+    mesh: DataParallelMesh,
+    order: float = 2.0,
+) -> Tensor:
+    """Reduce some ``dims`` of a tensor of ``shape``, of which this rank stores ``run``.
+
+    ``kind`` is one of `combine` or "norm", of order ``order``; ``runs`` are those of all ranks.
+    Every rank gets the whole result, in which ``dims`` have size 1.
+    """
+
+    def reduced(kind: str, run: Tensor) -> Tensor:
+        return _over_dims(kind, run, dims, shape, runs, mesh)
+
+    if kind in ("all", "any") or (run.dtype is torch.bool and kind in ("max", "min")):
+        # Sent as bytes, because not every backend sends booleans.
+        kind = {"all": "min", "any": "max"}.get(kind, kind)
+        return reduced(kind, run.bool().to(torch.uint8)).bool()
+    if kind == "sum" and not (run.is_floating_point() or run.is_complex()):
+        return reduced(kind, run.long())
+    if kind in ("max", "min"):
+        return reduced(kind, run)
+    exact = run.to(torch.promote_types(run.dtype, torch.float32))
+    if kind == "norm":
+        size = exact.abs()
+        if math.isinf(order):
+            total = reduced("max" if order > 0 else "min", size)
+        elif order == 0:
+            total = reduced("sum", (size != 0).to(size.dtype))
+        else:
+            total = reduced("sum", size.pow(order)).pow(1 / order)
+        return total.to(run.dtype.to_real())
+    total = reduced("sum", exact)
+    if kind == "mean":
+        total /= math.prod(shape[dim] for dim in dims)
+    return total.to(run.dtype)
+
+
+# For a kind: reduces dims of a tensor, and adds the results of two ranks.
+_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "sum": (torch.sum, torch.add),
+    "max": (torch.amax, torch.maximum),
+    "min": (torch.amin, torch.minimum),
+}
+
+
+def _over_dims(
+    kind: str,
+    run: Tensor,
+    dims: Collection[int],
+    shape: Sequence[int],
+    runs: Cuts,
+    mesh: DataParallelMesh,
+) -> Tensor:
+    """`over_dims` for a sum, or an extreme: each rank reduces the rows of which it has elements."""
+    reduce, add = _OPERATORS[kind]
+    # What the first and the last of these rows are filled up with, because others have the rest.
+    neutral = 0.0 if kind == "sum" else _bounds(run.dtype)[kind == "min"]
+    width = math.prod(shape[1:])
+    spans = [rows_of(its_run, width) for its_run in runs]
+    own, span = runs[mesh.rank], spans[mesh.rank]
+    rows = run.new_full((len(span) * width,), neutral)
+    start = own.start - span.start * width
+    rows[start : start + len(own)] = run
+    part = reduce(rows.view(len(span), *shape[1:]), dim=tuple(dims), keepdim=True)
+    result = part.new_full([1 if dim in dims else size for dim, size in enumerate(shape)], neutral)
+    longest = part[0].numel() * (1 if 0 in dims else max(map(len, spans)))
+    parts = gather_runs(part.view(-1), longest, mesh, "parts of a reduction")
+    for span, its_part in zip(spans, parts, strict=True):
+        target = result if 0 in dims else result[span.start : span.stop]
+        add(target, its_part[: target.numel()].view_as(target), out=target)
+    return result
+
+
+def rows_of(run: Run, width: int) -> range:
+    """The rows, each of ``width`` elements, that ``run`` has elements of; row 0 if it is empty."""
+    return range(run.start // width, -(-run.stop // width)) if len(run) else range(1)
 
 
 def across(

@@ -111,15 +111,18 @@ class RunSharding(Sharding):
     @cached_property
     def as_pairs(self) -> "RunSharding":
         """Complex numbers as pairs of real ones, [..., 2]: the same numbers on every rank."""
-        return self._with_shape((*self.shape, 2), lambda elements: 2 * elements)
+        return self.with_shape((*self.shape, 2), lambda elements: 2 * elements)
 
     @cached_property
     def as_numbers(self) -> "RunSharding":
         """Pairs, [..., 2], as complex numbers. Cuts are between pairs, as they are aligned."""
-        return self._with_shape(self.shape[:-1], lambda elements: elements // 2)
+        return self.with_shape(self.shape[:-1], lambda elements: elements // 2)
 
-    def _with_shape(self, shape: tuple[int, ...], scale: Callable[[int], int]) -> "RunSharding":
-        parameter = replace(self.extent.parameter, shape=shape)
+    def with_shape(
+        self, shape: tuple[int, ...], scale: Callable[[int], int] = lambda elements: elements
+    ) -> "RunSharding":
+        """The same runs of a tensor of another shape; ``scale`` counts its elements."""
+        parameter = replace(self.extent.parameter, shape=tuple(shape))
         extent = ParameterExtent(parameter, scale(self.extent.offset))
         size = scale(self.layout.shard_elements)
         layout = Layout((extent,), self.layout.world_size, size)
