@@ -15,7 +15,7 @@ from shardwise.checkpoint.matching import LoadReport, OptimizerStates, Selection
 from shardwise.checkpoint.read import open_checkpoint
 from shardwise.checkpoint.stores import folder_at
 from tests.checkpoint.training import Training, differing
-from tests.models import Block, Gpt, GptBlock, Stack
+from tests.models import Block, Gpt, GptBlock, Stack, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import full
 
@@ -385,3 +385,42 @@ def test_states_that_belong_to_no_parameter_are_loaded(tmp_path: Path) -> None:
     saved.state[(1, 2)] = 3  # type: ignore[index]
     with pytest.raises(sw.CheckpointError, match=r"optimizer: other/\(1, 2\): a tuple"):
         sw.save(tmp_path / "z", model=model, optimizer=saved)
+
+
+class _Flattened(torch.optim.SGD):
+    """Keeps the first values, flattened, and means over rows, as Prodigy and Adafactor do."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["first"] = parameter.flatten()[:].clone()
+            state["row"] = state.get("row", 0) + parameter.grad.square().mean(-1, keepdim=True)
+            update = parameter.grad / (1 + state["row"].sqrt())
+            distance = torch.dot(parameter.grad.flatten(), state["first"] - parameter.flatten())
+            parameter.sub_(update, alpha=0.1 + distance.abs().item())
+
+
+@on_ranks(1, 3)
+def test_flattened_states_are_sharded_and_means_over_rows_are_not(tmp_path: Path) -> None:
+    models = [build("stack") for _ in range(3)]
+    for model in models[1:]:
+        sw.fully_shard(model, units=Block)
+    optimizers = [_Flattened(model.parameters(), lr=0.1) for model in models]
+
+    def step(*numbers: int) -> None:
+        for number in numbers:
+            models[number](torch.ones(2, 6).double() / 3).square().mean().backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+
+    step(0, 1)
+    path = tmp_path / "x"
+    sw.save(path, model=models[1], optimizer=optimizers[1])
+    sw.load(path, model=models[2], optimizer=optimizers[2])
+    assert all(isinstance(x["first"], sw.ShardedTensor) for x in optimizers[2].state.values())
+    assert all(type(x["row"]) is Tensor for x in optimizers[2].state.values())
+    step(0, 2)
+    for one, other in zip(models[2].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(full(one), other.detach(), rtol=1e-12, atol=1e-12)

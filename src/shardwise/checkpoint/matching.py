@@ -18,6 +18,7 @@ from shardwise.checkpoint.read import OpenComponent
 from shardwise.errors import CheckpointError
 from shardwise.optim.states import empty_state
 from shardwise.runtime.attach import unowned_states
+from shardwise.tensor.sharded_tensor import RunSharding
 from shardwise.tensor.sharding import sharding_of
 
 __all__ = [
@@ -353,14 +354,17 @@ class OptimizerStates:
         if made is not None:
             return made
         is_number = key in self._numbers and prod(spec.shape) == 1
-        if is_number or spec.shape != tuple(parameter.shape):
+        sharding, shape = sharding_of(parameter), tuple(parameter.shape)
+        is_flat = spec.shape == (parameter.numel(),) != shape and prod(shape) > 1
+        if is_flat and isinstance(sharding, RunSharding):  # as in Prodigy
+            return sharding.with_shape(spec.shape).empty(spec.torch_dtype, parameter.device)
+        if is_number or spec.shape != shape:
             on_cpu = key == "step" and id(parameter) in self._steps_on_cpu
             device = torch.device("cpu") if on_cpu else parameter.device
             return torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
         present = self._optimizer.state.get(parameter, {}).get(key)
         if isinstance(present, Tensor) and _can_hold(present, spec, parameter):
             return present
-        sharding = sharding_of(parameter)
         if sharding is not None:
             return sharding.empty(spec.torch_dtype, parameter.device)
         return torch.empty(spec.shape, dtype=spec.torch_dtype, device=parameter.device)

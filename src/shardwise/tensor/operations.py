@@ -258,10 +258,11 @@ def _view(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         raise _unsupported(func, x)
     shape = func(_meta(x), *args[1:], **kwargs).shape
     if shape == x.shape:
-        _check_unrecorded(x)
+        if func is not torch.ops.aten.slice.Tensor:  # x[:]
+            _check_unrecorded(x)
         alias: Tensor = torch.ops.aten.alias(x)
         return alias
-    if shape.numel() != x.numel() or _is_recorded(x):
+    if shape.numel() != x.numel():
         raise _unsupported(func, x)
     return ShardedTensor(local_of(x).view(-1), x._sharding.with_shape(shape))
 
@@ -277,12 +278,8 @@ def _view_as_complex(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str
     return ShardedTensor(func(local_of(args[0]).view(-1, 2)), args[0]._sharding.as_numbers)
 
 
-def _is_recorded(x: ShardedTensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
 def _check_unrecorded(x: ShardedTensor) -> None:
-    if _is_recorded(x):
+    if x.requires_grad and torch.is_grad_enabled() and x.is_leaf:
         # Zero-bubble pipeline schedules, among others, find the AccumulateGrad node through such a
         # view, but that node of a sharded parameter never runs.
         raise ShardedTensorError(
@@ -483,7 +480,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_RANDOM, _draw),
     **dict.fromkeys(_REDUCTIONS, _reduce),
     **dict.fromkeys(("allclose", "equal"), _compare),
-    **dict.fromkeys(("expand", "squeeze", "unsqueeze", "_unsafe_view", "view"), _view),
+    **dict.fromkeys(("expand", "slice", "squeeze", "unsqueeze", "_unsafe_view", "view"), _view),
     **dict.fromkeys(("std", "var"), _spread),
     **dict.fromkeys(("index_put", "index_put_"), _index_put),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
