@@ -233,6 +233,9 @@ def test_reductions_over_dims_are_global() -> None:
                         found, expected, rtol=1e-2 if is_rounded else 1e-12, atol=1e-2 * is_rounded,
                         equal_nan=True,
                     )  # fmt: skip
+        if whole.ndim < 2 and whole.numel():
+            _equal(sharded.sum(dim=0), whole.sum(dim=0))
+            _equal(sharded.norm(dim=-1, keepdim=True), whole.norm(dim=-1, keepdim=True))
         if whole.numel() > 1:
             _equal(sharded.std(), whole.std())
             _equal(sharded.var(correction=0), whole.var(correction=0))
@@ -255,6 +258,8 @@ def test_other_shapes_share_the_memory_of_the_shard() -> None:
         flat, other = sharded.flatten(), torch.randn(whole.numel(), dtype=torch.float64)
         _equal(torch.dot(flat, flat), torch.dot(whole.flatten(), whole.flatten()))
         _equal(flat.dot(other), whole.flatten().dot(other))
+        with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+            flat.dot(torch.ones(3 * flat.numel() + 2).double())
         version = sharded._version
         flat.mul_(2)
         _equal(sharded, whole * 2)

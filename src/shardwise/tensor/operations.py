@@ -347,18 +347,17 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     order = 2.0 if order is None else float(order)
     run = local_of(x) if dtype is None else local_of(x).to(dtype)
-    if len(dims) < x.ndim:
-        if mesh.leaves is not None:
-            raise _unsupported(func, x, "would depend on the number of ranks")
-        if x.numel():
-            result = over_dims(kind, run, dims, x.shape, x._sharding.runs, mesh, order)
-        else:
-            return func(run.view(x.shape), *args[1:], **kwargs)  # type: ignore[no-any-return]
-        return result.view(shape)
-    if kind == "norm":
+    is_over_all = len(dims) >= x.ndim
+    if is_over_all and kind == "norm":
         result = norms([run], mesh, order, [x._sharding.cuts])[0]
-    else:
+    elif is_over_all:
         result = combine(kind, run, x.numel(), mesh, x._sharding.cuts)
+    elif mesh.leaves is not None:
+        raise _unsupported(func, x, "would depend on the number of ranks")
+    elif x.numel():
+        result = over_dims(kind, run, dims, x.shape, x._sharding.runs, mesh, order)
+    else:
+        result = func(run.view(x.shape), *args[1:], **kwargs)
     return result.view(shape)
 
 
@@ -394,7 +393,8 @@ def _spread(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return (variance if is_variance else variance.sqrt()).to(x.dtype)
 
 
-def _dot(_func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+def _dot(func: OpOverload, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    func(*map(_meta, args))  # torch checks the shapes
     result: Tensor = (args[0] * args[1]).sum()
     return result
 
