@@ -214,3 +214,28 @@ def test_stages_that_call_only_post_backward_reduce_what_micro_batches_added_up(
                 state._fsdp_param_group.post_backward()
         gradients.append([one.grad.full_tensor() for one in module.parameters()])
     torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@on_ranks(2, deadline=DEADLINE)
+def test_modules_inside_that_are_converted_after_sharding_compute_in_their_new_dtype() -> None:
+    """The conversion is not called on the model or on a unit, but on the layers inside."""
+    found = []
+    for api in (torch_fsdp, fsdp):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(2)]
+        module: Any = nn.Sequential(*blocks)
+        for block in module:
+            api.fully_shard(block)
+        api.fully_shard(module)
+        for block in module:
+            for layer in block:
+                layer.double()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            x = torch.randn(2, 4, dtype=torch.float64, generator=generator)
+            module(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([one.full_tensor() for one in module.parameters()])
+    torch.testing.assert_close(*found, rtol=TOLERANCE, atol=TOLERANCE)

@@ -21,7 +21,7 @@ from shardwise.errors import PeerAborted, PlanError, StepError
 from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.attach import unowned_states
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root
+from shardwise.runtime.module import runtime_of_root, shard_again_if_outdated
 from shardwise.runtime.parameters import reclaim_locals
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.versions import versions_of
@@ -113,7 +113,7 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
             f"got {wrong[0]}"
         )
     _check_idle(runtime_of_root(model).scheduler)
-    make_room_for_unfrozen(model)
+    shard_again_if_outdated(model)
     runtime = runtime_of_root(model)
     runtime.scheduler.recover()
     reclaim_locals(runtime.scheduler.parameters)  # a conversion before the block is no change in it

@@ -23,7 +23,7 @@ from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.nonfinite import describe_nonfinite
 from shardwise.runtime.attach import parameters_of, take_sharded
 from shardwise.runtime.engine import Runtime
-from shardwise.runtime.module import make_room_for_unfrozen, runtime_of_root, set_managed
+from shardwise.runtime.module import runtime_of_root, set_managed, shard_again_if_outdated
 from shardwise.runtime.parameters import STEPS_IN_BACKWARD
 
 __all__ = ["join"]
@@ -72,7 +72,7 @@ def join(
             in a forward, a backward, `gathered`, or another `join` of the model.
         PeerAborted: another rank raised in the block.
     """
-    make_room_for_unfrozen(model)
+    shard_again_if_outdated(model)
     runtime = runtime_of_root(model)
     _check(runtime, stepped, training=training)
     scheduler = runtime.scheduler

@@ -26,6 +26,7 @@ from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
 from shardwise.runtime.offload import HostOffloader
+from shardwise.runtime.parameters import FSDPParameter
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, InnerHook, Structure
 from shardwise.runtime.unit import FlatParameters, Unit
@@ -184,11 +185,12 @@ class Runtime:
 
     def is_converted(self) -> bool:
         """Whether the dtype or device of parameters was changed since they were sharded."""
-        held = ((one.owners[0].get(), one.local) for one in self.scheduler.parameters)
-        return self.scheduler.is_between_steps and any(
-            tensor is not None and (tensor.dtype, tensor.device) != (local.dtype, local.device)
-            for tensor, local in held
-        )
+        is_idle, parameters = self.scheduler.is_between_steps, self.scheduler.parameters
+        return is_idle and any(map(FSDPParameter.is_converted, parameters))
+
+    def is_outdated(self) -> bool:
+        """Whether parameters were converted or unfrozen, so that a forward shards again first."""
+        return self.is_converted() or any(one.sharded.requires_grad for one in self._frozen)
 
     def is_converted_by(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether ``fn``, an argument of `Module._apply`, changes a dtype or device."""

@@ -35,7 +35,6 @@ __all__ = [
     "is_unit",
     "keeping_gradients",
     "ledger",
-    "make_room_for_unfrozen",
     "mean_over_replicas",
     "normal_tensors",
     "plain_class",
@@ -43,6 +42,7 @@ __all__ = [
     "runtime_of_root",
     "runtimes_in",
     "set_managed",
+    "shard_again_if_outdated",
     "unit_class",
     "units_in",
 ]
@@ -353,7 +353,8 @@ def _call_unit(
     paused = _pause()
     try:
         handle = handle_of(module)
-        if handle.index == 0 and make_room_for_unfrozen(module):
+        if handle.index == 0 and handle.runtime.is_outdated():
+            shard_again_if_outdated(module)
             handle = handle_of(module)
         if paused is not None:
             forward = partial(_run_resumed, paused, forward)
@@ -386,18 +387,27 @@ def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> 
             found[prefix + name] = parameter.sharded.detach()
 
 
-def make_room_for_unfrozen(root: nn.Module) -> bool:
-    """If parameters were frozen and no longer are, shard again with room for their gradients."""
+def shard_again_if_outdated(root: nn.Module) -> None:
+    """If modules inside were converted, or parameters are no longer frozen, shard again.
+
+    A conversion of ``root`` itself shards at once; see `UnitMethods._apply`.
+    """
     runtime = handle_of(root).runtime
-    names = runtime.unfrozen()
-    if not names:
-        return False
+    names, is_converted = runtime.unfrozen(), runtime.is_converted()
+    if not names and not is_converted:
+        return
     # The new parameters would otherwise be inference tensors, which cannot be trained.
     with _private.without_transforms(), torch.inference_mode(mode=False):
         runtime.scheduler.prepare_conversion()
-        with keeping_gradients(root):
-            _shard_by(runtime.plan.unfrozen(names), root, root, runtime, {})
-    return True
+        if is_converted:
+            for one in runtime.scheduler.parameters:
+                for owner in one.owners:
+                    if (held := owner.get()) is not None:
+                        one.sharding.attach_if_described(held)  # a conversion takes it away
+            runtime.request.apply(root)
+        else:
+            with keeping_gradients(root):
+                _shard_by(runtime.plan.unfrozen(names), root, root, runtime, {})
 
 
 def _shard_by(

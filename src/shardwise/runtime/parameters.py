@@ -227,6 +227,11 @@ class FSDPParameter:
         is_own = isinstance(held[0], DTensor) and held[0]._local_tensor is self.local
         return None if is_own else held[0]
 
+    def is_converted(self) -> bool:
+        """Whether the sharded parameter has another dtype or device than when it was sharded."""
+        held, own = self.owners[0].get(), self.local
+        return held is not None and (held.dtype, held.device) != (own.dtype, own.device)
+
     def adopt(self, replacement: Tensor) -> None:
         """Take over a parameter that the user put in place of the sharded one, if it fits."""
         if not isinstance(replacement, nn.Parameter):
