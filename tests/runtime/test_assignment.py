@@ -266,9 +266,11 @@ def test_assignments_that_do_not_fit_are_refused(interface: str) -> None:
             parameter.grad.data = value
     name = next(name for name, _ in model.named_parameters())
     path, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(path), attribute, nn.Parameter(full(parameter.detach())))
-    with pytest.raises(PlanError, match=r"was replaced after fully_shard: expected torch.float64"):
-        model(own_part(torch.randn(BATCH, WIDTH).double()))
+    for dtype in (torch.float64, torch.float32):
+        whole = nn.Parameter(full(parameter.detach()).to(dtype))
+        setattr(model.get_submodule(path), attribute, whole)
+        with pytest.raises(PlanError, match=r"was replaced.*: expected torch.float64"):
+            model(own_part(torch.randn(BATCH, WIDTH).double()))
 
 
 def exchange_by_state_dict(model: nn.Module, one: str, other: str) -> None:

@@ -230,7 +230,8 @@ class FSDPParameter:
     def is_converted(self) -> bool:
         """Whether the sharded parameter has another dtype or device than when it was sharded."""
         held, own = self.owners[0].get(), self.local
-        return held is not None and (held.dtype, held.device) != (own.dtype, own.device)
+        # A whole parameter that the user has put in its place is not one that was converted.
+        return isinstance(held, DTensor) and (held.dtype, held.device) != (own.dtype, own.device)
 
     def adopt(self, replacement: Tensor) -> None:
         """Take over a parameter that the user put in place of the sharded one, if it fits."""
