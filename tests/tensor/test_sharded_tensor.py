@@ -212,6 +212,7 @@ def test_reductions_over_dims_are_global() -> None:
         partial(Tensor.norm, p=1), partial(Tensor.norm, p=3), partial(Tensor.norm, p=0),
         lambda x, **dims: (x > 0).any(**dims), lambda x, **dims: (x > 0).all(**dims),
         lambda x, **dims: (x > 0).sum(**dims),
+        lambda x, **dims: (x > 0).sum(dtype=torch.int32, **dims),
         lambda x, **dims: x.float().mean(dtype=torch.float64, **dims),
         lambda x, **dims: x.bfloat16().sum(**dims),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._private import OpOverload, own_operators, pytree
 from shardwise.comm.device import random_states
 from shardwise.errors import ShardedTensorError
-from shardwise.tensor.reductions import across, combine, norms, over_dims, rows_of
+from shardwise.tensor.reductions import OverDims, across, combine, norms, rows_of
 from shardwise.tensor.sharded_tensor import Handler, ShardedTensor
 from shardwise.tensor.sharding import local_of
 
@@ -341,8 +341,8 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     given = _given(func, args, kwargs)
     if len(func._schema.returns) > 1 or func._schema.is_mutable:
         raise _unsupported(func, x)
-    # torch checks the dims, and knows the shape.
-    shape = func(_meta(x), *args[1:], **kwargs).shape
+    # torch checks the dims, and knows the shape and dtype.
+    expected = func(_meta(x), *args[1:], **kwargs)
     dims = _dims(x, given.get("dim"))
     dtype, order = given.get("dtype"), given.get("ord", given.get("p", 2.0))
     order = 2.0 if order is None else float(order)
@@ -355,10 +355,10 @@ def _reduce(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif mesh.leaves is not None:
         raise _unsupported(func, x, "would depend on the number of ranks")
     elif x.numel():
-        result = over_dims(kind, run, dims, x.shape, x._sharding.runs, mesh, order)
+        result = OverDims(dims, x.shape, x._sharding.runs, mesh).reduce(kind, run, order)
     else:
         result = func(run.view(x.shape), *args[1:], **kwargs)
-    return result.view(shape)
+    return result.view(expected.shape).to(expected.dtype)
 
 
 def _meta(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Every public function here is a collective: all ranks of the mesh must call it.
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from shardwise.errors import StepError
 from shardwise.plan.layout import Run
 from shardwise.tensor.mesh import DataParallelMesh
 
-__all__ = ["InBlocks", "across", "combine", "gather_runs", "norms", "over_dims", "rows_of"]
+__all__ = ["InBlocks", "OverDims", "across", "combine", "gather_runs", "norms", "rows_of"]
 
 
 Cuts = tuple[Run, ...]  # the run of a parameter on each rank
@@ -75,48 +76,6 @@ def norms(
     return [norm.to(own.dtype) for norm, own in zip(total.unbind(), local, strict=True)]
 
 
-def over_dims(
-    kind: str,
-    run: Tensor,
-    dims: Collection[int],
-    shape: Sequence[int],
-    runs: Cuts,
-    mesh: DataParallelMesh,
-    order: float = 2.0,
-) -> Tensor:
-    """Reduce some ``dims`` of a tensor of ``shape``, of which this rank stores ``run``.
-
-    ``kind`` is one of `combine` or "norm", of order ``order``; ``runs`` are those of all ranks.
-    Every rank gets the whole result, in which ``dims`` have size 1.
-    """
-
-    def reduced(kind: str, run: Tensor) -> Tensor:
-        return _over_dims(kind, run, dims, shape, runs, mesh)
-
-    if kind in ("all", "any") or (run.dtype is torch.bool and kind in ("max", "min")):
-        # Sent as bytes, because not every backend sends booleans.
-        kind = {"all": "min", "any": "max"}.get(kind, kind)
-        return reduced(kind, run.bool().to(torch.uint8)).bool()
-    if kind == "sum" and not (run.is_floating_point() or run.is_complex()):
-        return reduced(kind, run.long())
-    if kind in ("max", "min"):
-        return reduced(kind, run)
-    exact = run.to(torch.promote_types(run.dtype, torch.float32))
-    if kind == "norm":
-        size = exact.abs()
-        if math.isinf(order):
-            total = reduced("max" if order > 0 else "min", size)
-        elif order == 0:
-            total = reduced("sum", (size != 0).to(size.dtype))
-        else:
-            total = reduced("sum", size.pow(order)).pow(1 / order)
-        return total.to(run.dtype.to_real())
-    total = reduced("sum", exact)
-    if kind == "mean":
-        total /= math.prod(shape[dim] for dim in dims)
-    return total.to(run.dtype)
-
-
 # For a kind: reduces dims of a tensor, and adds the results of two ranks.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "sum": (torch.sum, torch.add),
@@ -125,32 +84,61 @@ _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def _over_dims(
-    kind: str,
-    run: Tensor,
-    dims: Collection[int],
-    shape: Sequence[int],
-    runs: Cuts,
-    mesh: DataParallelMesh,
-) -> Tensor:
-    """`over_dims` for a sum, or an extreme: each rank reduces the rows of which it has elements."""
-    reduce, add = _OPERATORS[kind]
-    # What the first and the last of these rows are filled up with, because others have the rest.
-    neutral = 0.0 if kind == "sum" else _bounds(run.dtype)[kind == "min"]
-    width = math.prod(shape[1:])
-    spans = [rows_of(its_run, width) for its_run in runs]
-    own, span = runs[mesh.rank], spans[mesh.rank]
-    rows = run.new_full((len(span) * width,), neutral)
-    start = own.start - span.start * width
-    rows[start : start + len(own)] = run
-    part = reduce(rows.view(len(span), *shape[1:]), dim=tuple(dims), keepdim=True)
-    result = part.new_full([1 if dim in dims else size for dim, size in enumerate(shape)], neutral)
-    longest = part[0].numel() * (1 if 0 in dims else max(map(len, spans)))
-    parts = gather_runs(part.view(-1), longest, mesh, "parts of a reduction")
-    for span, its_part in zip(spans, parts, strict=True):
-        target = result if 0 in dims else result[span.start : span.stop]
-        add(target, its_part[: target.numel()].view_as(target), out=target)
-    return result
+@dataclass(frozen=True)
+class OverDims:
+    """Reductions over some ``dims`` of a tensor of ``shape``, of which each rank stores a run."""
+
+    dims: Collection[int]
+    shape: Sequence[int]
+    runs: Cuts  # of all ranks
+    mesh: DataParallelMesh
+
+    def reduce(self, kind: str, run: Tensor, order: float = 2.0) -> Tensor:
+        """Reduce the tensor of which this rank stores ``run``; every rank gets the whole result.
+
+        ``kind`` is one of `combine` or "norm", of order ``order``. In the result, ``dims`` have
+        size 1. It may have a wider dtype than the tensor.
+        """
+        if kind in ("all", "any") or run.dtype is torch.bool:
+            # Sent as bytes, because not every backend sends booleans.
+            run, kind = run.bool().to(torch.uint8), {"all": "min", "any": "max"}.get(kind, kind)
+        if kind in ("max", "min"):
+            return self._reduce_rows(kind, run)
+        if not (run.is_floating_point() or run.is_complex()):
+            return self._reduce_rows(kind, run.long())
+        exact = run.to(torch.promote_types(run.dtype, torch.float32))
+        if kind == "norm":
+            return self._norm(exact.abs(), order)
+        total = self._reduce_rows("sum", exact)
+        return total / math.prod(self.shape[dim] for dim in self.dims) if kind == "mean" else total
+
+    def _norm(self, size: Tensor, order: float) -> Tensor:
+        if math.isinf(order):
+            return self._reduce_rows("max" if order > 0 else "min", size)
+        if order == 0:
+            return self._reduce_rows("sum", (size != 0).to(size.dtype))
+        return self._reduce_rows("sum", size.pow(order)).pow(1 / order)
+
+    def _reduce_rows(self, kind: str, run: Tensor) -> Tensor:
+        """A sum or an extreme: each rank reduces the rows of which it has elements."""
+        reduce, add = _OPERATORS[kind]
+        # What the first and the last of these rows are filled up with: others have the rest.
+        neutral = 0.0 if kind == "sum" else _bounds(run.dtype)[kind == "min"]
+        width = math.prod(self.shape[1:])
+        spans = [rows_of(its_run, width) for its_run in self.runs]
+        own, span = self.runs[self.mesh.rank], spans[self.mesh.rank]
+        rows = run.new_full((len(span) * width,), neutral)
+        start = own.start - span.start * width
+        rows[start : start + len(own)] = run
+        part = reduce(rows.view(len(span), *self.shape[1:]), dim=tuple(self.dims), keepdim=True)
+        shape = [1 if dim in self.dims else size for dim, size in enumerate(self.shape)]
+        result = part.new_full(shape, neutral)
+        longest = part[0].numel() * (1 if 0 in self.dims else max(map(len, spans)))
+        parts = gather_runs(part.view(-1), longest, self.mesh, "parts of a reduction")
+        for span, its_part in zip(spans, parts, strict=True):
+            target = result if 0 in self.dims else result[span.start : span.stop]
+            add(target, its_part[: target.numel()].view_as(target), out=target)
+        return result
 
 
 def rows_of(run: Run, width: int) -> range:
