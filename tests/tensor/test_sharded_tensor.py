@@ -325,7 +325,10 @@ def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
         parameter.numpy,
         parameter.tolist,
         parameter.untyped_storage,
+        parameter.share_memory_,
         lambda: np.asarray(parameter),
+        lambda: np.from_dlpack(parameter),
+        lambda: torch.utils.dlpack.from_dlpack(parameter),
         lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors"),
         lambda: safetensors.torch.save_model(model, str(tmp_path / "model.safetensors")),
     ):
@@ -334,6 +337,22 @@ def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
     assert not (tmp_path / "model.safetensors").exists()
     with sw.gathered(model):
         safetensors.torch.save(model.state_dict())
+
+
+@on_ranks(2)
+def test_memory_that_a_dtensor_lacks_is_not_read() -> None:
+    """torch reads at address 0 for these, and the process ends."""
+    model = build("stack")
+    sw.fully_shard(model, units="auto", granularity="dim")
+    parameter = next(model.parameters())
+    for function in (
+        model.share_memory,
+        parameter.share_memory_,
+        lambda: np.from_dlpack(parameter.detach()),
+        lambda: torch.utils.dlpack.from_dlpack(parameter.detach()),
+    ):
+        with pytest.raises(sw.ShardedTensorError, match=r"memory.*to_local.*full_tensor"):
+            function()
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": sw.block(2), "reproducible": 4}])

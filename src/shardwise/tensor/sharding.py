@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,16 @@ class AssignableDTensor(DTensor):
                 if (local := alias()) is not None:
                     local.data = local.clone()
             self.detach().copy_(self._distributed_as_this(value) if is_whole else value)
+
+    def _refuse_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
+        sharding = sharding_of(self)
+        raise ShardedTensorError(
+            f"{'a shard' if sharding is None else sharding.name}: only the local tensor has "
+            "memory; pass .to_local(), or .full_tensor() for the whole tensor"
+        )
+
+    # In a DTensor, torch would read at address 0.
+    __dlpack__ = share_memory_ = _refuse_memory
 
     def _distributed_as_this(self, whole: Tensor) -> Tensor:
         mesh, placements = self.device_mesh, self.placements
