@@ -175,6 +175,7 @@ def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
     state = fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
     assert module._get_fsdp_state() == state
     assert state._mp_policy.param_dtype is BF16
+    assert state._fsdp_param_group is None  # DINOv3 then leaves a model for inference as it is
     module.set_requires_gradient_sync(False)
     module(torch.ones(1, 2)).sum().backward()
     module.set_requires_gradient_sync(True)

@@ -48,6 +48,10 @@ class FSDPState:
         return handle_of(self.module).options.precision
 
     @property
+    def _fsdp_param_group(self) -> None:
+        """None, as for a unit without parameters: programs leave out what they set in it."""
+
+    @property
     def _state_ctx(self) -> SimpleNamespace:
         """One state for the whole module. The stages of pipelines call its ``post_backward``.
 
