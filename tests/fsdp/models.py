@@ -29,6 +29,15 @@ class Block(nn.Module):
         return y
 
 
+class Chunk(nn.ModuleList):
+    """A list with a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
 class Net(nn.Module):
     """Blocks between two linear layers, with a buffer and a method besides forward."""
 

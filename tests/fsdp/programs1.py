@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.fsdp.models import STEPS, Block, Net, batch, make_net
+from tests.fsdp.models import STEPS, Block, Chunk, Net, batch, make_net
 from tests.fsdp.programs2 import OPTIMIZERS
 
 CPU = torch.device("cpu")
@@ -34,6 +34,7 @@ def policy_of(f: Any, name: str) -> Any:
             w.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, (Block, nn.LayerNorm))
         ),
         "module": w.ModuleWrapPolicy({Block}),
+        "list": w.ModuleWrapPolicy({Chunk}),
         "custom": w.CustomPolicy(lambda m: isinstance(m, nn.Linear)),
         "custom options": w.CustomPolicy(
             lambda m: (
@@ -161,6 +162,15 @@ def modules(f: Any, policy: str) -> list[Any]:
         [m.sharding_strategy.name for m in cls.fsdp_modules(net)],
         [m.world_size for m in cls.fsdp_modules(net)],
     ]
+
+
+def called_list(f: Any) -> list[Any]:
+    """A subclass of nn.ModuleList that has a forward."""
+    net = make_net()
+    net.blocks = nn.ModuleList([Chunk(net.blocks)])
+    net = fsdp(f, net, "list")
+    units = f.FullyShardedDataParallel.fsdp_modules(net)
+    return [[sum(p.numel() for p in unit.params) > 0 for unit in units], *run(f, net)]
 
 
 def attributes(f: Any) -> list[Any]:

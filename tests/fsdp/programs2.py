@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.fsdp.extended import InBfloat16, Pair, replace_weights
-from tests.fsdp.models import STEPS, Net, batch, make_net
+from tests.fsdp.models import STEPS, Chunk, Net, batch, make_net
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -337,6 +337,16 @@ def lists(f: Any, count: int) -> list[Any]:
     f.fully_shard(blocks[:count], mesh=mesh_1d())
     f.fully_shard(net, mesh=mesh_1d())
     assert all(isinstance(block, f.FSDPModule) for block in blocks[:count])
+    return list(steps(net))
+
+
+def called_list(f: Any) -> list[Any]:
+    """A subclass of nn.ModuleList that has a forward."""
+    net = make_net()
+    net.blocks = nn.ModuleList([Chunk(net.blocks)])
+    chunk = f.fully_shard(net.blocks[0], mesh=mesh_1d())
+    assert isinstance(chunk, f.FSDPModule)
+    f.fully_shard(net, mesh=mesh_1d())
     return list(steps(net))
 
 

@@ -61,6 +61,7 @@ CASES = [
     *cases(programs.mesh_1d),
     *cases(programs.modules, policy=POLICIES),
     *cases(programs.attributes),
+    *cases(programs.called_list),
     *cases(programs.accumulate, sync=BOTH, policy=("module", "none")),
     *cases(
         programs.precision,

@@ -78,6 +78,7 @@ CASES = [
     *cases(programs.reshards_later, value=BOTH, recurse=BOTH),
     *one_of(programs.divides, factor=(5.0, 1.0, 2.0)),
     *one_of(programs.lists, count=(1, 2)),
+    *cases(programs.called_list),
     *cases(programs.hints),
     *cases(programs.other_method),
     *one_of(programs.meta, wrapped=("layers", "blocks", "root")),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
-from shardwise.plan.policies import NEVER_CALLED, choose_units
+from shardwise.plan.policies import choose_units, is_never_called
 from shardwise.plan.strategy import resolve_strategy
 from shardwise.tensor.mesh import resolve_mesh
 from tests.fuzz.build import Net
@@ -125,7 +125,7 @@ def fitting_units(net: nn.Module, units: Classes | str | int | None) -> Any:
 
 def _shard_one_by_one(net: nn.Module, units: Manual, options: dict[str, Any]) -> None:
     """As in FSDP2: inner modules first."""
-    callable_ = [m for m in net.modules() if m is not net and not isinstance(m, NEVER_CALLED)]
+    callable_ = [m for m in net.modules() if m is not net and not is_never_called(m)]
     chosen = {number % len(callable_): reshard for number, reshard in units.modules}
     for number, reshard in sorted(chosen.items(), reverse=True):
         sw.fully_shard(callable_[number], reshard_after_forward=reshard, **options)

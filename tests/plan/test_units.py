@@ -98,6 +98,21 @@ def test_a_size_skips_containers_that_are_never_called() -> None:
     assert choose_units(root, 10) == [""]
 
 
+class Chunk(nn.ModuleList):
+    """A list with a forward, as the chunks of blocks of DINOv2."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("units", [Chunk, 10])
+def test_a_list_that_is_called_is_a_unit(units: Units) -> None:
+    root = nn.Sequential(Chunk(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 2))
+    assert choose_units(root, units) == ["", "0"]
+
+
 def test_a_size_leaves_attention_whole() -> None:
     """nn.MultiheadAttention reads ``out_proj.weight`` without calling ``out_proj``."""
     root = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))

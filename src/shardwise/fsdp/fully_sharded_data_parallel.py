@@ -37,7 +37,7 @@ from shardwise.fsdp.states import EvalPrecision, buffer_dtypes, materialize, mov
 from shardwise.fsdp.summon import summon_full_params
 from shardwise.fsdp.wrap import wrap_children
 from shardwise.optim.clip import clip_grad_norm_
-from shardwise.plan.policies import NEVER_CALLED
+from shardwise.plan.policies import is_never_called
 from shardwise.runtime.attach import settings_of
 from shardwise.runtime.casting import cast_tensors
 from shardwise.runtime.module import handle_of, normal_tensors
@@ -175,7 +175,7 @@ class FullyShardedDataParallel(nn.Module):
         if sync_module_states:
             broadcast_tensors(_unsharded_states(module, self._ignored_params), mesh.group)
         self._modules[WRAPPED] = module
-        if isinstance(module, NEVER_CALLED):
+        if is_never_called(module):
             warn_caller(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
                 f"{type(module).__name__}, whose parameters belong to the unit that contains it"

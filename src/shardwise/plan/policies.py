@@ -11,11 +11,11 @@ from shardwise.errors import PlanError
 from shardwise.plan.spelling import did_you_mean
 
 __all__ = [
-    "NEVER_CALLED",
     "UnitPolicy",
     "Units",
     "check_is_unit",
     "choose_units",
+    "is_never_called",
     "repeated_blocks",
 ]
 
@@ -25,7 +25,7 @@ __all__ = [
 UnitPolicy = Callable[[nn.Module, bool, int], bool]
 Units = type[nn.Module] | Collection[type[nn.Module] | str] | str | int | UnitPolicy | None
 
-NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def choose_units(root: nn.Module, units: Units) -> list[str]:
@@ -60,9 +60,14 @@ def repeated_blocks(root: nn.Module) -> list[str]:
     return []
 
 
+def is_never_called(module: nn.Module) -> bool:
+    """Whether ``module`` is a list or a dict; subclasses that have a forward may be units."""
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
+
+
 def check_is_unit(module: nn.Module, name: str) -> None:
     """Raise a PlanError for a container, which has no forward in which to gather parameters."""
-    if isinstance(module, NEVER_CALLED):
+    if is_never_called(module):
         raise PlanError(
             "fully_shard does not support containers that do not implement forward: "
             f"{name or 'root'} is a {type(module).__name__}; choose its children or the module "
@@ -118,8 +123,9 @@ def _size_policy(minimum: int) -> UnitPolicy:
 
     def policy(module: nn.Module, recurse: bool, numel: int) -> bool:
         # Attention reads the weights of its children without calling them.
-        excluded = nn.MultiheadAttention if recurse else NEVER_CALLED
-        return numel >= minimum and not isinstance(module, excluded)
+        if recurse:
+            return numel >= minimum and not isinstance(module, nn.MultiheadAttention)
+        return numel >= minimum and not is_never_called(module)
 
     return policy
 
