@@ -5,6 +5,7 @@ Lightning is not a dependency of the tests: ``pip install lightning`` to run its
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,23 @@ def test_the_block_restores_modules_that_it_imports(
         assert vars(framework)["FSDPModule"] is shardwise.fsdp.FSDPModule
     monkeypatch.delitem(sys.modules, "late_framework")
     assert vars(framework)["FSDPModule"] is torch.distributed.fsdp.FSDPModule
+
+
+IMPORTS_IN_THE_BLOCK = """
+import torch
+from shardwise.fsdp.frameworks import replace_torch_fsdp
+with replace_torch_fsdp():
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    torch.distributed.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
+    model = FullyShardedDataParallel(torch.nn.Linear(2, 2))
+    assert list(get_model_state_dict(model)) == ["weight", "bias"]
+"""
+
+
+def test_distributed_checkpoint_may_be_imported_in_the_block() -> None:
+    """llama-cookbook saves adapters with `get_model_state_dict`, which it imports."""
+    subprocess.run([sys.executable, "-c", IMPORTS_IN_THE_BLOCK], check=True)
 
 
 def run(script: str, out: Path, engine: str, *options: str, num_ranks: int = 2) -> Any:

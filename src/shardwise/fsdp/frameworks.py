@@ -59,6 +59,9 @@ _MODULES = (
     "torch.distributed.pipelining.stage",
 )
 
+# It imports FSDP1, and has to find no unit of it in a model of ours.
+_UNCHANGED = "torch.distributed.checkpoint.state_dict"
+
 
 @contextmanager
 def replace_torch_fsdp(*modules: str) -> Iterator[None]:
@@ -76,6 +79,7 @@ def replace_torch_fsdp(*modules: str) -> Iterator[None]:
             ``"transformers.distributed.fsdp"``: they have imported PyTorch's.
     """
     # A module that is imported after a replacement would keep it when the block ends.
+    importlib.import_module(_UNCHANGED)
     imported = [importlib.import_module(name) for name in (*_MODULES, *modules)]
     replaced = []
     for module in imported:
