@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
@@ -225,3 +226,17 @@ def test_names_of_pytorch_1_11() -> None:
         our_fsdp.FullyShardedDataParallel(
             nn.Linear(2, 2), auto_wrap_policy=policy, fsdp_auto_wrap_policy=policy
         )
+
+
+@pytest.mark.parametrize("difference", ["dtype", "tie"])
+@on_ranks(2)
+def test_values_are_not_sent_to_a_rank_that_builds_another_model(difference: str) -> None:
+    """Its bytes would be taken for other numbers; PyTorch's FSDP1 waits or ends the process."""
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if dist.get_rank() == 1 and difference == "dtype":
+        net[0].running_mean.data = net[0].running_mean.double()
+    elif dist.get_rank() == 1:
+        net[2].weight = net[1].weight
+    sent = {"dtype": r"0\.running_mean \(torch\.float32 .*float64", "tie": r"2\.weight.*2\.bias"}
+    with pytest.raises(PlanError, match=f"sync_module_states: rank 0 sends {sent[difference]}"):
+        our_fsdp.FullyShardedDataParallel(net, sync_module_states=True)

@@ -7,6 +7,7 @@ opposite order, which `_StridedShard` expresses.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise._private import is_strided_shard, pytree, root_mesh
 from shardwise.errors import PlanError
-from shardwise.fsdp.names import clean_names
+from shardwise.fsdp.names import clean_name, clean_names
 from shardwise.fsdp.sharded_tensors import TorchShardedTensor, part_of
 from shardwise.tensor.sharding import local_of, mesh_of, sharding_of
 
 __all__ = [
     "broadcast_object",
-    "broadcast_tensors",
+    "broadcast_states",
     "gather_objects",
     "group_of",
     "on_whole_mesh",
@@ -97,14 +98,33 @@ def _receive(
     full = torch.empty_like(placeholder, device="cpu" if parameter is None else parameter.device)
     if own is not None:
         full.copy_(own)
-    broadcast_tensors([full], group)
+    _broadcast_tensors([full], group)
     return full if parameter is None else shard_like(full, parameter)
 
 
 # -- exchanges over the user's process groups; every rank of a group must call these -------------
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast_states(states: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of ``states`` from the first rank of ``group`` to all its ranks.
+
+    Raises:
+        PlanError: ranks differ in names, dtypes or shapes, so bytes would be taken for others.
+    """
+    own = [f"{clean_name(name)} ({t.dtype} {tuple(t.shape)})" for name, t in states.items()]
+    first, *others = gather_objects(own, group)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            pairs = zip_longest(first, other, fillvalue="no tensor")
+            sent, expected = next(pair for pair in pairs if pair[0] != pair[1])
+            raise PlanError(
+                f"sync_module_states: rank 0 sends {sent} where rank {rank} expects {expected}; "
+                "build the same model on every rank, with the same dtypes and ties"
+            )
+    _broadcast_tensors(states.values(), group)
+
+
+def _broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """Copy the values of ``tensors`` from the first rank of ``group`` to all its ranks."""
     if group is None or dist.get_backend(group) == "fake":
         return

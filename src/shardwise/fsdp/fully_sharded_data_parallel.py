@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.features.fsdp_module import FSDPModule
 from shardwise.fsdp import api, optim_states, state_dict_type as state_dicts
 from shardwise.fsdp.api import *  # noqa: F403 (programs also import the options from here)
-from shardwise.fsdp.distribute import broadcast_tensors
+from shardwise.fsdp.distribute import broadcast_states
 from shardwise.fsdp.errors import WrapperError
 from shardwise.fsdp.local_states import use_local_states
 from shardwise.fsdp.names import WRAPPED, clean_name
@@ -171,9 +171,9 @@ class FullyShardedDataParallel(nn.Module):
         if device is not None:
             move(module, device, self._ignored_modules, self._ignored_params)
         else:
-            _warn_if_on_cpu(_unsharded_states(module, self._ignored_params), mesh)
+            _warn_if_on_cpu(_unsharded_states(module, self._ignored_params).values(), mesh)
         if sync_module_states:
-            broadcast_tensors(_unsharded_states(module, self._ignored_params), mesh.group)
+            broadcast_states(_unsharded_states(module, self._ignored_params), mesh.group)
         self._modules[WRAPPED] = module
         if is_never_called(module):
             warn_caller(
@@ -440,20 +440,21 @@ def _current_device(device_id: int | torch.device | None) -> torch.device | None
     return device
 
 
-def _warn_if_on_cpu(states: list[Tensor], mesh: DataParallelMesh) -> None:
+def _warn_if_on_cpu(states: Iterable[Tensor], mesh: DataParallelMesh) -> None:
     stays = mesh.accelerator is None  # otherwise `fully_shard` moves them there
-    if stays and states and states[0].is_cpu and torch.accelerator.device_count():
+    first = next(iter(states), None)
+    if stays and first is not None and first.is_cpu and torch.accelerator.device_count():
         warn_caller(
             "The passed-in `module` is on CPU and so are its shards, although this machine has an "
             "accelerator; pass device_id to move it there first, or torch.device('cpu') to keep it"
         )
 
 
-def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> list[Tensor]:
+def _unsharded_states(module: nn.Module, ignored: set[nn.Parameter]) -> dict[str, Tensor]:
     """The unsharded parameters and buffers; the local tensors of tensor-parallel ones."""
-    parameters = [p for p in module.parameters() if p not in ignored]
-    states = [t for t in (*parameters, *module.buffers()) if sharding_of(t) is None]
-    return [*map(local_of, states)]
+    parameters = [(name, p) for name, p in module.named_parameters() if p not in ignored]
+    states = (*parameters, *module.named_buffers())
+    return {name: local_of(state) for name, state in states if sharding_of(state) is None}
 
 
 def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
