@@ -188,7 +188,7 @@ def fully_shard(
         if strategy is None and not dp_mesh_dims.shard_names:
             strategy = "ddp"
     if strategy is None:
-        strategy = "hsdp" if mesh is not None and mesh.ndim > 1 else "fsdp"
+        strategy = "hsdp" if isinstance(mesh, DeviceMesh) and mesh.ndim > 1 else "fsdp"
     resolved = resolve_strategy(strategy)
     request = ShardingRequest(
         mesh=resolve_mesh(mesh, resolved, sharding_factor).with_options(

@@ -117,6 +117,11 @@ def test_mistakes_are_told_at_the_call() -> None:
         ({"units": nn.ModuleList}, "containers that do not implement forward"),
         ({"strategy": "zero9"}, "zero9.*expected one of"),
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": "1"}, "prefetch='1': expected 0 or more units"),
+        ({"prefetch": None}, "prefetch=None: expected 0 or more units"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward='no': expected a number"),
+        ({"strategy": "hsdp", "sharding_factor": "1"}, "sharding_factor='1': expected a divisor"),
+        ({"mesh": 2}, "mesh=2: expected a DeviceMesh.*init_device_mesh.*sharding_factor"),
         ({"unused": "ones"}, "unused='ones'"),
     ]:
         with pytest.raises(sw.PlanError, match=message):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shardwise.errors import PlanError
 from shardwise.plan.offload import NO_OFFLOAD, OffloadPolicy
@@ -63,9 +63,9 @@ class UnitOptions:
                 f"{name}: reshard_after_forward={size}: {self.strategy} does not shard "
                 "parameters over subgroups; use True or False, or strategy 'fsdp' or 'hsdp'"
             )
-        if size < 1 or self.world_size % size:
+        if not isinstance(size, SupportsIndex) or size < 1 or self.world_size % size:
             raise PlanError(
-                f"{name}: reshard_after_forward={size}: expected a number that divides the "
+                f"{name}: reshard_after_forward={size!r}: expected a number that divides the "
                 f"{self.world_size} ranks of the shard axis: {divisors(self.world_size)}"
             )
 

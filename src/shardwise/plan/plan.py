@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 from torch import nn
 
@@ -36,8 +37,8 @@ class Plan:
     def __post_init__(self) -> None:
         assert self.units, "the root is a unit"
         assert not self.units[0].name, "the root comes first"
-        if self.prefetch < 0:
-            raise PlanError(f"prefetch={self.prefetch}: expected 0 or more units")
+        if not isinstance(self.prefetch, SupportsIndex) or self.prefetch < 0:
+            raise PlanError(f"prefetch={self.prefetch!r}: expected 0 or more units")
         if self.leaves is not None:
             self._check_leaves(self.leaves)
 

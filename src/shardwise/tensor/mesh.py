@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -264,6 +264,11 @@ def resolve_mesh(
             f"sharding_factor={sharding_factor} with a mesh, whose shape already gives the factor; "
             "pass either mesh or sharding_factor"
         )
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            f"mesh={mesh!r}: expected a DeviceMesh, as from init_device_mesh('cuda', (8,)); None "
+            "takes all ranks, and sharding_factor divides them for 'hsdp'"
+        )
     if mesh.ndim != strategy.num_axes:
         raise PlanError(
             f"fully_shard expects a {'1D or 2D' if mesh.ndim > 2 else f'{strategy.num_axes}D'} "  # noqa: PLR2004
@@ -321,9 +326,9 @@ def _without_mesh(strategy: Strategy, sharding_factor: int | None) -> DataParall
             "sharding_factor=4"
         )
     factor = num_ranks if sharding_factor is None else sharding_factor
-    if factor < 1 or num_ranks % factor:
+    if not isinstance(factor, SupportsIndex) or factor < 1 or num_ranks % factor:
         raise PlanError(
-            f"sharding_factor={factor}: expected a divisor of {num_ranks}: {divisors(num_ranks)}"
+            f"sharding_factor={factor!r}: expected a divisor of {num_ranks}: {divisors(num_ranks)}"
         )
     rows = [list(range(i, i + factor)) for i in range(0, num_ranks, factor)]
     return _groups(rows, dist.group.WORLD if num_ranks > 1 else None, strategy)
