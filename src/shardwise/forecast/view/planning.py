@@ -71,7 +71,8 @@ class Planned:
             + trained * (num_trained < model.num_parameters),
             place,
             f"{counted(sequences, 'sequence')} of {counted(tokens, 'token')} per step",
-            f"{goal.settings.optimizer}",
+            goal.settings.optimizer,
+            f"compute in {str(goal.settings.compute_dtype).removeprefix('torch.')}",
             f"best {goal.objective} of {counted(self.ranking.num_compared, 'configuration')}",
             "1 GB is 10^9 bytes",
         ]

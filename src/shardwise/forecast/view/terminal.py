@@ -59,7 +59,13 @@ def figures(planned: Planned) -> list[str]:
         f"exposed communication {seconds_text(step.exposed_seconds)}"
     )
     available = bytes_text(winner.cluster.accelerator.memory_bytes)
-    host = f"; {bytes_text(memory.host_bytes)} of host memory" if memory.host_bytes else ""
+    host = ""
+    if memory.host_bytes:
+        on_node = min(winner.cluster.devices_per_node, winner.cluster.num_devices)
+        host = (
+            f"; {bytes_text(memory.host_bytes)} of host memory per GPU, "
+            f"{bytes_text(memory.host_bytes * on_node)} per node"
+        )
     low, high = map(bytes_text, memory.range_bytes)
     used = (
         f"{bytes_text(memory.device_bytes)} ({low} to {high}) of a GPU's {available} "
