@@ -86,6 +86,7 @@ def _outlive_a_shorter_loop(way: str) -> None:
     text = str(caught.value)
     assert "rank 2 ended normally after step 2: it had fewer batches than the others" in text
     assert "drop_last=True" in text
+    assert "sw.join" in text
     assert "connection" not in text
 
 

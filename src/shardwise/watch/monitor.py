@@ -374,9 +374,9 @@ def _ended_normally(reports: Mapping[int, Report]) -> str:
     if not ended:
         return ""
     return (
-        f"{', '.join(ended)}: it had fewer batches than the others. Give every rank as many "
-        "batches: end all loops at the same step, or let the sampler pad or drop the rest "
-        "(drop_last=True)"
+        f"{', '.join(ended)}: it had fewer batches than the others, or skipped a step. Give every "
+        "rank as many batches: end all loops at the same step, or let the sampler pad or drop the "
+        "rest (drop_last=True); with sw.join(model, optimizer) they need not be as many"
     )
 
 
