@@ -158,6 +158,7 @@ def test_a_deadlock_names_the_place_of_every_rank() -> None:
         ["1", "7", "forward", "of", "layers.0", "-", "-", "-"],
     ]
     assert "same units in the same order" in str(error)
+    assert "must also call sw.save, sw.clip_grad_norm_" in str(error)
 
 
 def test_a_collective_that_one_rank_never_began_is_a_deadlock() -> None:

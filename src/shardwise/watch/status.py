@@ -22,7 +22,8 @@ __all__ = ["SAME_UNITS", "LookCounter", "Report", "table", "verdict"]
 
 SAME_UNITS = (
     "Every rank must run the same units in the same order, and train the same parameters; look for "
-    "a branch, a loop length, requires_grad or an exception that differs by rank. Modules that "
+    "a branch, a loop length, requires_grad or an exception that differs by rank. Every "
+    "rank must also call sw.save, sw.clip_grad_norm_ and other collective functions. Modules that "
     "only some ranks need, such as a vision tower for batches with images, belong in a unit that "
     "all ranks run: none of their blocks may be a unit."
 )
