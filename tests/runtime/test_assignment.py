@@ -372,16 +372,53 @@ def test_untying_a_sharded_model_is_refused() -> None:
     assert torch.equal(full(model[0].weight.detach()), full(doubled))
 
 
+TIED = {
+    "runs": {"units": nn.Sequential},
+    "units of their own": {"units": nn.Linear},
+    "chunks": {"units": nn.Sequential, "granularity": "dim"},
+    "ddp": {"units": nn.Sequential, "strategy": "ddp"},
+    "offload": {"units": nn.Sequential, "offload_policy": sw.CPUOffloadPolicy()},
+}
+
+
+@pytest.mark.parametrize("options", TIED.values(), ids=TIED)
+@on_ranks(2)
+def test_parameters_may_be_tied_before_the_first_forward(options: dict[str, Any]) -> None:
+    """Programs tie again what initialization or loading untied; one process does the same."""
+    found = []
+    for own in (None, options):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        ).double()
+        model.append(nn.Linear(WIDTH, WIDTH).double())
+        if own is not None:
+            sw.fully_shard(model, **own)
+        model[2].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        inputs = torch.arange(4.0 * WIDTH).double().view(4, WIDTH).sin()
+        for _ in range(3):
+            part = inputs if own is None else inputs.chunk(2)[dist.get_rank()]
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[2].weight is model[0].weight
+        found.append([full(one.detach()) for one in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
 @on_ranks(1)
-def test_tying_a_sharded_model_is_refused() -> None:
+def test_what_gathers_units_alone_needs_a_forward_after_a_new_tie() -> None:
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     sw.fully_shard(model, units=nn.Linear)
-    before = model[1].weight
     model[1].weight = model[0].weight
-    with pytest.raises(PlanError, match=r"1\.weight was tied to 0\.weight after fully_shard"):
-        model(torch.randn(BATCH, WIDTH))
-    model[1].weight = before
-    model(torch.randn(BATCH, WIDTH)).sum().backward()
+    inputs = torch.randn(BATCH, WIDTH)
+    for function in (sw.gathered(model).__enter__, lambda: model[1](inputs)):
+        with pytest.raises(PlanError, match=r"1\.weight was tied to 0\.weight .* before a forward"):
+            function()
+    model(inputs).sum().backward()
+    with sw.gathered(model):
+        assert torch.equal(model[1].weight, model[0].weight)
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

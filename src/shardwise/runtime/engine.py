@@ -26,7 +26,7 @@ from shardwise.runtime.kept_tensors import Entries, Entry, ParameterViews
 from shardwise.runtime.memory import Pools
 from shardwise.runtime.nested import tensors_in, tensors_left_in, tensors_within
 from shardwise.runtime.offload import HostOffloader
-from shardwise.runtime.parameters import FSDPParameter
+from shardwise.runtime.parameters import FSDPParameter, tied_since
 from shardwise.runtime.scheduler import Scheduler
 from shardwise.runtime.structure import HANDLE, InnerHook, Structure
 from shardwise.runtime.unit import FlatParameters, Unit
@@ -188,9 +188,14 @@ class Runtime:
         is_idle, parameters = self.scheduler.is_between_steps, self.scheduler.parameters
         return is_idle and any(map(FSDPParameter.is_converted, parameters))
 
+    def is_tied_since(self) -> bool:
+        """Whether a parameter was put in the place of another one since they were sharded."""
+        return self.scheduler.is_between_steps and bool(tied_since(self.scheduler.parameters))
+
     def is_outdated(self) -> bool:
-        """Whether parameters were converted or unfrozen, so that a forward shards again first."""
-        return self.is_converted() or any(one.sharded.requires_grad for one in self._frozen)
+        """Whether a forward may have to shard again first: see `shard_again_if_outdated`."""
+        is_changed = any(map(FSDPParameter.is_replaced, self.scheduler.parameters))
+        return is_changed or any(one.sharded.requires_grad for one in self._frozen)
 
     def is_converted_by(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether ``fn``, an argument of `Module._apply`, changes a dtype or device."""

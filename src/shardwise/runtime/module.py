@@ -388,18 +388,19 @@ def _replace_gathered(module: nn.Module, found: dict[str, Any], prefix: str) -> 
 
 
 def shard_again_if_outdated(root: nn.Module) -> None:
-    """If modules inside were converted, or parameters are no longer frozen, shard again.
+    """If modules inside were converted or tied, or parameters are no longer frozen, shard again.
 
     A conversion of ``root`` itself shards at once; see `UnitMethods._apply`.
     """
     runtime = handle_of(root).runtime
     names, is_converted = runtime.unfrozen(), runtime.is_converted()
-    if not names and not is_converted:
+    is_other = is_converted or runtime.is_tied_since()
+    if not names and not is_other:
         return
     # The new parameters would otherwise be inference tensors, which cannot be trained.
     with _private.without_transforms(), torch.inference_mode(mode=False):
         runtime.scheduler.prepare_conversion()
-        if is_converted:
+        if is_other:
             for one in runtime.scheduler.parameters:
                 for owner in one.owners:
                     if (held := owner.get()) is not None:

@@ -23,6 +23,7 @@ __all__ = [
     "attributes_of",
     "parameter_like",
     "reclaim_locals",
+    "tied_since",
 ]
 
 _FREED_VERSION = 10**9  # of dense parameters without memory; in errors of autograd
@@ -227,6 +228,11 @@ class FSDPParameter:
         is_own = isinstance(held[0], DTensor) and held[0]._local_tensor is self.local
         return None if is_own else held[0]
 
+    def is_replaced(self) -> bool:
+        """Whether there is another DTensor now, or another local tensor."""
+        held = self.owners[0].get()
+        return isinstance(held, DTensor) and held._local_tensor is not self.local
+
     def is_converted(self) -> bool:
         """Whether the sharded parameter has another dtype or device than when it was sharded."""
         held, own = self.owners[0].get(), self.local
@@ -300,22 +306,28 @@ def reclaim_locals(parameters: Sequence[FSDPParameter]) -> None:
                 return
 
 
+def tied_since(parameters: Sequence[FSDPParameter]) -> list[tuple[FSDPParameter, FSDPParameter]]:
+    """Parameters in whose place is another one of ``parameters``, each with that one."""
+    replaced = [(one, held) for one in parameters if (held := one.replacement()) is not None]
+    kept = {id(one.local): one for one in parameters}
+    for one, _ in replaced:
+        del kept[id(one.local)]
+    locals_of = [(one, held._local_tensor) for one, held in replaced if isinstance(held, DTensor)]
+    return [(one, kept[id(local)]) for one, local in locals_of if id(local) in kept]
+
+
 def _adopt_replaced(parameters: Sequence[FSDPParameter]) -> None:
     """Adopt all replacements, of which some may be in the memory of shards.
 
     Raises:
         PlanError: a parameter was tied to another one, or is no longer tied.
     """
+    for one, other in tied_since(parameters):
+        raise PlanError(
+            f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
+            "for both; tie them before fully_shard, or before a forward of the whole model"
+        )
     replaced = [(one, held) for one in parameters if (held := one.replacement()) is not None]
-    kept = {id(one.local): one for one in parameters}
-    for one, _ in replaced:
-        del kept[id(one.local)]
-    for one, held in replaced:
-        if isinstance(held, DTensor) and (other := kept.get(id(held._local_tensor))) is not None:
-            raise PlanError(
-                f"{one.name} was tied to {other.name} after fully_shard, which has planned memory "
-                "for both; tie them before fully_shard"
-            )
     shards = {one.local.data_ptr() for one, _ in replaced if type(one.local) is Tensor}
     for one, held in replaced:  # parameters that were exchanged: `adopt` overwrites their memory
         if isinstance(held, DTensor) and one.local.data_ptr() != _memory_of(held) in shards:
