@@ -27,8 +27,9 @@ def test_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["notes", "step-10", "step-13", "step-14"]
     assert sw.latest(tmp_path) == tmp_path / "step-14"
     assert sw.latest(tmp_path / "notes") is None
-    with pytest.raises(sw.CheckpointError, match="expected positive integers"):
-        sw.Retention(0)
+    for last in (0, "2", None):
+        with pytest.raises(sw.CheckpointError, match="expected positive integers"):
+            sw.Retention(last)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_saved_after_a_rollback_is_kept(tmp_path: Path) -> None:

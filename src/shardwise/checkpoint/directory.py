@@ -117,7 +117,8 @@ class Retention:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1 or (self.every is not None and self.every < 1):
+        numbers = [self.last] if self.every is None else [self.last, self.every]
+        if not all(isinstance(number, int) and number >= 1 for number in numbers):
             raise CheckpointError(f"{self}: expected positive integers")
 
     def apply(self, saved: Folder) -> None:

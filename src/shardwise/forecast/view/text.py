@@ -85,7 +85,7 @@ def _host_text(configuration: Configuration) -> str:
 
 
 def _step_text(configuration: Configuration) -> str:
-    return "stepped on the device" if configuration.offload_step == "device" else ""
+    return "optimizer steps on the device" if configuration.offload_step == "device" else ""
 
 
 def _degrees_text(configuration: Configuration) -> str:
@@ -155,7 +155,7 @@ def _named(winner: Configuration, other: Configuration) -> str:
     if _host_text(other) != _host_text(winner):
         parts.append(f"{_host_text(other) or 'nothing'} on the host")
     if other.offload_step != winner.offload_step and other.offload != "none":
-        parts.append(_step_text(other) or "stepped on the host")
+        parts.append(_step_text(other) or "optimizer steps on the host")
     parts += [
         f"{field.replace('_', '-')} {getattr(other, field)}"
         for field in ("micro_batch", "prefetch", *MODEL_AXES, "chunks")
@@ -210,9 +210,10 @@ def _too_large(ranking: Ranking) -> Iterator[str]:
         seen.add(kind)
         text = "does not fit, needs "
         if one in offloaded:
-            text = f"fits only with {_host_text(offloaded[one])} on the host, without that needs "
+            on_host = _host_text(offloaded[one])
+            text = f"fits only with {on_host} on the host; without offload it needs "
         elif ranking.goal.offload != ("none",):
-            text = "does not fit even with offload, without that needs "
+            text = "does not fit even with offload; without offload it needs "
         yield f"checkpointing {kind}, micro-batch {one.micro_batch}: {text}{missing_text(forecast)}"
 
 
