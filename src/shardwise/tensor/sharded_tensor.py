@@ -212,7 +212,7 @@ class ShardedTensor(AssignableDTensor):
 
     # Libraries that save or share tensors, such as safetensors and transformers, use these.
     untyped_storage = storage = numpy = tolist = __array__ = _refuse_memory
-    __dlpack__ = share_memory_ = _refuse_memory
+    __dlpack__ = __dlpack_device__ = share_memory_ = _refuse_memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle this rank's elements, for ranks of an equal mesh that store the same ones."""

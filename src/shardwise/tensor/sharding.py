@@ -139,7 +139,7 @@ class AssignableDTensor(DTensor):
         )
 
     # In a DTensor, torch would read at address 0.
-    __dlpack__ = share_memory_ = _refuse_memory
+    __dlpack__ = __dlpack_device__ = share_memory_ = _refuse_memory
 
     def _distributed_as_this(self, whole: Tensor) -> Tensor:
         mesh, placements = self.device_mesh, self.placements
