@@ -14,6 +14,7 @@ from shardwise.plan.options import UnitOptions
 from shardwise.plan.policies import Units, choose_units
 from shardwise.plan.units import UnitPlan, plan_units
 from tests.counting import num_calls
+from tests.fsdp.models import Chunk
 
 
 class Attention(nn.Module):
@@ -96,15 +97,6 @@ def test_a_size_skips_containers_that_are_never_called() -> None:
     """The list holds enough, but only its children or its parent are ever called."""
     root = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 2))
     assert choose_units(root, 10) == [""]
-
-
-class Chunk(nn.ModuleList):
-    """A list with a forward, as the chunks of blocks of DINOv2."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("units", [Chunk, 10])

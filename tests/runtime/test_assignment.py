@@ -407,6 +407,27 @@ def test_parameters_may_be_tied_before_the_first_forward(options: dict[str, Any]
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["reduced", "held"])
+@on_ranks(2)
+def test_a_tie_between_micro_batches_keeps_gradients(is_held: bool) -> None:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+        inputs = torch.arange(4.0 * WIDTH).double().view(4, WIDTH).sin()
+        if is_sharded:
+            sw.fully_shard(model)
+            model.set_requires_gradient_sync(not is_held)
+            inputs = inputs.chunk(2)[dist.get_rank()]
+        model(inputs).square().mean().backward()
+        if is_sharded:
+            model.set_requires_gradient_sync(True)
+        model[2].weight = model[0].weight
+        model(2 * inputs).square().mean().backward()
+        found.append([full(one.grad) for one in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
 @on_ranks(1)
 def test_what_gathers_units_alone_needs_a_forward_after_a_new_tie() -> None:
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import SupportsIndex, overload
 
 import psutil
 
@@ -118,7 +118,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         numbers = [self.last] if self.every is None else [self.last, self.every]
-        if not all(isinstance(number, int) and number >= 1 for number in numbers):
+        if not all(isinstance(number, SupportsIndex) and number >= 1 for number in numbers):
             raise CheckpointError(f"{self}: expected positive integers")
 
     def apply(self, saved: Folder) -> None:

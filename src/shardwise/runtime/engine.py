@@ -194,8 +194,8 @@ class Runtime:
 
     def is_outdated(self) -> bool:
         """Whether a forward may have to shard again first: see `shard_again_if_outdated`."""
-        is_changed = any(map(FSDPParameter.is_replaced, self.scheduler.parameters))
-        return is_changed or any(one.sharded.requires_grad for one in self._frozen)
+        is_replaced = any(map(FSDPParameter.is_replaced, self.scheduler.parameters))
+        return is_replaced or any(one.sharded.requires_grad for one in self._frozen)
 
     def is_converted_by(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether ``fn``, an argument of `Module._apply`, changes a dtype or device."""

@@ -394,13 +394,13 @@ def shard_again_if_outdated(root: nn.Module) -> None:
     """
     runtime = handle_of(root).runtime
     names, is_converted = runtime.unfrozen(), runtime.is_converted()
-    is_other = is_converted or runtime.is_tied_since()
-    if not names and not is_other:
+    is_changed = is_converted or runtime.is_tied_since()
+    if not names and not is_changed:
         return
     # The new parameters would otherwise be inference tensors, which cannot be trained.
     with _private.without_transforms(), torch.inference_mode(mode=False):
         runtime.scheduler.prepare_conversion()
-        if is_other:
+        if is_changed:
             for one in runtime.scheduler.parameters:
                 for owner in one.owners:
                     if (held := owner.get()) is not None:
