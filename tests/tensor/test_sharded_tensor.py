@@ -404,6 +404,19 @@ def test_tensors_of_one_element_broadcast_like_numbers() -> None:
             sharded.mul(torch.ones((1,) * (whole.ndim + 1)).double())
 
 
+@on_ranks(2, 3)
+def test_an_output_of_one_element_keeps_its_run() -> None:
+    for sharded, whole in _pairs():
+        if whole.numel() != 1:
+            continue
+        assert isinstance(sharded, sw.ShardedTensor)
+        one, before = torch.full(whole.shape, 3.0).double(), sharded.clone()
+        torch.mul(one, one, out=sharded)
+        assert sharded.to_local().shape == before.to_local().shape  # some ranks hold no element
+        torch.div(before, sharded, out=sharded)
+        _equal(sharded, whole / (one * one))
+
+
 @on_ranks(2)
 def test_whole_tensors_of_ranks_that_name_parameters_differently() -> None:
     own = [nn.Linear(2, 2) for _ in range(1 + dist.get_rank())]
