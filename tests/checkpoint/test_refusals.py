@@ -363,3 +363,29 @@ def test_files_of_hugging_face_stay_in_their_directory(tmp_path: Path) -> None:
         index.write_text(json.dumps(content), encoding="utf-8")
         with pytest.raises(sw.CheckpointDamaged, match=r"index\.json"):
             sw.load(tmp_path / "x", model=model, source="hf")
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, whose states are not in its own ``state``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_optimizers_that_wrap_another_one_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = Wrapper(torch.optim.Adam(model.parameters()))
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(sw.CheckpointError, match=r"Wrapper\.state_dict\(\) has states .*wraps"):
+        sw.save(tmp_path / "wrapper", model=model, optimizer=optimizer)
+    sw.save(tmp_path / "inner", model=model, optimizer=optimizer.inner)
+    with pytest.raises(sw.CheckpointError, match="wraps"):
+        sw.load(tmp_path / "inner", model=model, optimizer=optimizer)

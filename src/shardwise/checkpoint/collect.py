@@ -173,6 +173,8 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     The names are those of `tensors_of`, without the prefixes of wrappers in the model. Raise a
     CheckpointError if one is not in the model.
     """
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        _check_is_no_wrapper(optimizer)
     take_sharded(optimizer)  # if it was built before `fully_shard`, and has not stepped
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names |= {id(tensor): name for name, tensor in tensors_of(model).tensors.items()}
@@ -264,6 +266,16 @@ def named_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         ],
         **({"other": others} if others else {}),
     }
+
+
+def _check_is_no_wrapper(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose states are not in its ``state``, such as timm's `Lookahead`."""
+    saved: dict[str, Any] = optimizer.state_dict()
+    if saved and len(saved.get("state", saved)) > len(optimizer.state):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has states that are not in its .state, such "
+            "as those of an optimizer that it wraps; save and load that optimizer instead"
+        )
 
 
 @dataclass(frozen=True)
