@@ -270,8 +270,7 @@ def named_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 def _check_is_no_wrapper(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose states are not in its ``state``, such as timm's `Lookahead`."""
-    saved: dict[str, Any] = optimizer.state_dict()
-    if saved and len(saved.get("state", saved)) > len(optimizer.state):
+    if len(optimizer.state_dict().get("state", ())) > len(optimizer.state):
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() has states that are not in its .state, such "
             "as those of an optimizer that it wraps; save and load that optimizer instead"

@@ -36,13 +36,15 @@ def combine(
 ) -> Tensor:
     """Reduce a tensor of ``num_elements``, of which this rank stores ``run``, to a scalar.
 
-    ``kind`` is "sum", "mean", "max", "min", "all" or "any"; ``cuts`` are the runs of all ranks.
+    Its dtype may be a wider one, in which elements are summed. ``kind`` is "sum", "mean", "max",
+    "min", "all" or "any"; ``cuts`` are the runs of all ranks.
     """
     if kind in ("sum", "mean"):
-        if mesh.leaves is None:
-            total = across([run.sum()], mesh).sum()
+        if mesh.leaves is None:  # of 16-bit elements in float32, as torch sums them
+            exact = torch.promote_types(run.dtype, torch.float32)
+            total = across([run.sum(dtype=exact if run.is_floating_point() else None)], mesh).sum()
         else:
-            total = InBlocks.sums([run], [cuts], mesh)[0].to(run[:0].sum().dtype)
+            total = InBlocks.sums([run], [cuts], mesh)[0]
         return total / num_elements if kind == "mean" else total
     if run.dtype is torch.bool or kind in ("all", "any"):
         # Sent as bytes, because not every backend sends booleans.
