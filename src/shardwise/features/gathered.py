@@ -160,16 +160,21 @@ def _hold(scheduler: Scheduler) -> list[HeldLayout]:
 
 def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
     """Free what `_hold` gathered; write it back unless ``changed``, the names, is None."""
-    with _private.without_transforms():
-        for unit in scheduler.units:
-            unit.use_sharded()
-        if changed is not None:
-            for device in {each.write_back() for each in held}:
-                if device is not None:
-                    wait_for_device(device)  # until shards on the host are written
-        for each in held:
-            each.release()
-    scheduler.end_gathered(changed or ())
+    try:
+        with _private.without_transforms():
+            for unit in scheduler.units:
+                unit.use_sharded()
+            if changed is not None:
+                for device in {each.write_back() for each in held}:
+                    if device is not None:
+                        wait_for_device(device)  # until shards on the host are written
+            for each in held:
+                each.release()
+    except BaseException as error:  # an interrupt
+        scheduler.fail(error)
+        raise
+    finally:
+        scheduler.end_gathered(changed or ())
 
 
 @torch.no_grad()

@@ -274,8 +274,8 @@ class AccumulatedGradients:
         if fresh is not None or counts_zeros:
             self._add_fresh(fresh, written)
         if self._sums is not self._partial:
-            self._free(self._partial)
-            self._partial = self._sums
+            freed, self._partial = self._partial, self._sums
+            self._free(freed)
         self._own_pool.free_idle()  # it would keep as much as is accumulated
         self._handed_over.clear()
         self._hold_all(self.used)

@@ -126,15 +126,13 @@ class FlatBuffer:
     def release(self) -> None:
         """Return the memory to where it came from."""
         assert self._memory is not None, "released without being acquired"
-        if self._private is not None:
-            swap_memory(self._storage, self._private)
-            self._private = None
-        else:
-            swap_memory(self._storage, self._memory)
+        if self._storage.nbytes():  # else it was interrupted after the swap, or `acquire` before it
+            swap_memory(self._storage, self._memory if self._private is None else self._private)
+        # First, so that no call after an interrupt frees the memory again.
+        memory, self._memory, self._private = self._memory, None, None
         if self._is_from_pool:
             # Without swapping, acquiring an idle block would free it and allocate another.
-            self._pool.free(self._memory, to_allocator=not CAN_SWAP)
-        self._memory = None
+            self._pool.free(memory, to_allocator=not CAN_SWAP)
 
     def _use_private(self, memory: torch.UntypedStorage | None) -> None:
         """Use ``memory`` until `release`, in place of the acquired memory, which is kept."""

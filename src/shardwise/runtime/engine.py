@@ -162,6 +162,12 @@ class Runtime:
             scheduler.leave(call, outcome)
         return output
 
+    def unwind(self, depth: int, error: BaseException) -> None:
+        """End a call that began at ``depth``, wherever ``error`` has left it."""
+        self.scheduler.unwind(depth, error)
+        if depth == 0:
+            self._entries.forget_running()
+
     def _watch(
         self, index: int, module: nn.Module, entry: Entry, inputs: Any, output: Any
     ) -> tuple[Any, Outcome]:

@@ -164,6 +164,10 @@ class Entries:
         entry.last = _private.next_node_number()
         self._ended.append(entry)
 
+    def forget_running(self) -> None:
+        """After an exception, of which no call is left."""
+        self._running.clear()
+
     def running(self, unit: int) -> Entry | None:
         """The innermost running call of ``unit``."""
         return next((entry for entry in reversed(self._running) if entry.unit == unit), None)

@@ -358,7 +358,12 @@ def _call_unit(
             handle = handle_of(module)
         if paused is not None:
             forward = partial(_run_resumed, paused, forward)
-        return handle.runtime.call(handle, module, forward, args, kwargs)
+        depth = handle.runtime.scheduler.depth
+        try:
+            return handle.runtime.call(handle, module, forward, args, kwargs)
+        except BaseException as error:
+            handle.runtime.unwind(depth, error)
+            raise
     finally:
         _resume(paused)
 

@@ -187,8 +187,8 @@ class FSDPParameter:
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules, until `use_sharded`."""
-        self._shown = parameter
         self._put(parameter)
+        self._shown = parameter  # last: after an interrupt in between it would count as assigned
 
     def take_gradient(self) -> Tensor:
         """Remove the gradient [shape] from the dense parameter and return it."""

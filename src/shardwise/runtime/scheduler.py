@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import cached_property, partial
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.comm.device import NO_TIME, device_of, join_streams, note_stream,
 from shardwise.errors import PlanError, StepError
 from shardwise.plan.plan import Plan
 from shardwise.runtime import hooks
+from shardwise.runtime.accumulation import is_unreduced
 from shardwise.runtime.ledger import Ledger, Record
 from shardwise.runtime.observer import Backward, CallObserver, MemoryNotes, StepLeaves, StepObserver
 from shardwise.runtime.parameters import reclaim_locals
@@ -44,6 +45,14 @@ class Sleep(StrEnum):
     DISCARDED = "discarded"  # nowhere
 
 
+class Accumulation(Enum):
+    """What the gradients that await a reduction are."""
+
+    WHOLE = auto()  # sums over micro-batches
+    CHANGING = auto()  # the end of a backward adds to them
+    TORN = auto()  # an interrupt came then: some of them are sums over one micro-batch less
+
+
 class Scheduler:
     """Runs the units of one root module in step with forward and backward."""
 
@@ -52,6 +61,16 @@ class Scheduler:
     notes = MemoryNotes()
     call_observer: CallObserver | None = None  # inside `sw.join`
     leaves: StepLeaves | None = None  # of a reproducible model, whose step has several backwards
+
+    # Where this rank is in a step.
+    depth = 0  # number of nested forwards that are running
+    # True while events are performed and, if one raises, until `fail`: units may then be in other
+    # states than the sequencer says.
+    _events_incomplete = False
+    _is_leaving = False  # in `leave`, or an interrupt has ended it
+    _accumulation = Accumulation.WHOLE
+    _offloading: Unit | None = None  # its gradients are on their way to the host
+    _shows_dense = False  # inside `taking_gradients`
 
     def __init__(
         self,
@@ -73,21 +92,15 @@ class Scheduler:
             clock=lambda: here.record_time(here.current_stream()),
             takes_times=not here.is_accelerator,
         )
-        self._depth = 0  # number of nested forwards that are running
         self._tasks: set[int] = set()  # running graph tasks of autograd that have reached the model
         # The graph task that ended last: it is not in `_tasks`, and may still raise.
         self._finishing: int | None = None
         self._abandoning = threading.RLock()  # held while a failed graph task is cleaned up
-        # True while events are performed and, if one raises, until `fail`: units may then be in
-        # other states than the sequencer says.
-        self._events_incomplete = False
         # From an exception to `recover`: units with communication in flight, and objects that own
         # memory to which other ranks may still write.
         self._in_flight: list[Unit] = []
         self._exchanges: list[object] = []
-        self._offloading: Unit | None = None  # its gradients are on their way to the host
         self._calls: dict[int, Call] = {}  # by unit, the last that backward may reach
-        self._shows_dense = False  # inside `taking_gradients`
         # By feature, why the model cannot be converted or unfrozen now: the end of a sentence.
         self.forbids_conversion: dict[str, str] = {}
         self.sleep = Sleep.AWAKE
@@ -100,12 +113,12 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no forward or backward is running."""
-        return self._depth == 0 and not self._tasks
+        return self.depth == 0 and not self._tasks
 
     @property
     def is_outermost(self) -> bool:
         """Whether no forward is running, so that the next one is inside no other."""
-        return self._depth == 0
+        return self.depth == 0
 
     @property
     def is_between_steps(self) -> bool:
@@ -128,7 +141,7 @@ class Scheduler:
         """Prepare a unit for its forward. Returns None inside `gathered`."""
         if self.in_gathered:
             return None
-        if not recomputed and self._depth == 0:
+        if not recomputed and self.depth == 0:
             self.check_awake()
             self.await_abandoned()
         with self.guarded():
@@ -149,7 +162,7 @@ class Scheduler:
                 self._enter_inside(index)
             grad = torch.is_grad_enabled()
             call, events = self.sequencer.enter(index, grad=grad, recomputed=recomputed)
-        self._depth += 1
+        self.depth += 1
         try:
             if self.call_observer is not None:
                 self.call_observer.entered(call)
@@ -165,7 +178,7 @@ class Scheduler:
         """End the forward of a unit, which may have raised ``error``."""
         if error is not None:
             self.explain(error)
-        self._depth -= 1
+        self.depth, self._is_leaving = self.depth - 1, True
         events = self.sequencer.exit(call, outcome)
         if self.call_observer is not None:
             self.call_observer.left(call)
@@ -182,6 +195,18 @@ class Scheduler:
             self._use_sharded((call.unit,))
         if self.is_idle:
             self.ledger.end_forward(awaits_backward=call.forward_pass.is_differentiable)
+        self._is_leaving = False
+
+    def unwind(self, depth: int, error: BaseException) -> None:
+        """After ``error`` of a call that began at ``depth``: end it if `leave` has not done so.
+
+        A signal handler may raise anywhere.
+        """
+        if self.depth == depth and self.sequencer.is_settled(depth) and not self._is_leaving:
+            return
+        self.depth, self._is_leaving, self._events_incomplete = depth, False, True
+        if self.is_idle:
+            self.fail(error)
 
     def _enter_inside(self, index: int) -> None:
         """Begin the backward of a call that is recomputed before backward has reached any call.
@@ -298,9 +323,11 @@ class Scheduler:
         self.observer.step_end(backward)
         if agrees:
             self._await_all_ranks()
+        self._accumulation = Accumulation.CHANGING
         for unit in self.units:
             unit.end_backward()
         self.sequencer.commit()
+        self._accumulation = Accumulation.WHOLE
         if self.leaves is not None:
             self.leaves.ended()
         if self.is_idle:  # not when a forward computes gradients itself
@@ -436,10 +463,18 @@ class Scheduler:
         if self.sequencer.has_unreduced_gradients:
             for gradients in self.gradients:
                 gradients.accumulated.drop_replaced()
+            if self._accumulation is Accumulation.TORN:
+                if any(is_unreduced(one.sharded.grad) for one in self.parameters):
+                    raise StepError(
+                        "the last backward was interrupted while it added up gradients, of which "
+                        "some lack this micro-batch; call zero_grad(), and repeat all micro-batches"
+                    )
+                self.drop_accumulated()
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
         self.sequencer.awaiting_reduction = [False] * len(self.units)
+        self._accumulation = Accumulation.WHOLE
         if self.leaves is not None:
             self.leaves.dropped()
         for gradients in self.gradients:
@@ -532,10 +567,10 @@ class Scheduler:
 
     def end_gathered(self, changed: Collection[str]) -> None:
         """End what `gathering_apart` began. The shards of parameters ``changed`` were written."""
+        self.in_gathered = False
         for index, unit in enumerate(self.units):
             if names := [one.name for one in unit.parameters if one.name in changed]:
                 self._versions.note(index, self.sequencer.tick, names)
-        self.in_gathered = False
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this rank raised, so that they do not wait for it."""
@@ -562,9 +597,9 @@ class Scheduler:
         """End the step after ``error``: notify the other ranks and free all units."""
         self.explain(error)
         self._comm.watch.abort(error)
-        self.sequencer.abandon()  # its events free units, as `Unit.reset` does
+        self.sequencer.abandon(self.depth)  # its events free units, as `Unit.reset` does
         self._offloading = None
-        self._events_incomplete = False
+        self._events_incomplete = self._is_leaving = False
         self._exchanges += self.observer.failed()
         # Collectives that all ranks launched end within moments, and between CPUs all of them, as
         # `abort` has closed the connections; others never will.
@@ -580,6 +615,10 @@ class Scheduler:
                 self._in_flight.append(unit)
         self._calls.clear()
         self.ledger.abandon_step()
+        if self._accumulation is Accumulation.CHANGING:
+            self._accumulation = Accumulation.TORN
+            if not self.sequencer.has_unreduced_gradients:  # there are none of earlier backwards
+                self.drop_accumulated()
 
     def explain(self, error: BaseException) -> None:
         """Add a note about held memory to ``error`` if it is a failed allocation."""
@@ -612,7 +651,8 @@ class Scheduler:
                 self.ledger.append(record)
         except BaseException as error:
             self.explain(error)
-            note_place(error, f"step {self.ledger.step}, {event.kind} {unit.plan.label}")
+            label = self.units[event.unit].plan.label
+            note_place(error, f"step {self.ledger.step}, {event.kind} {label}")
             self._comm.watch.abort(error)  # backward would report it without its text
             raise
         self._events_incomplete = False

@@ -167,8 +167,8 @@ class FlatParameters:
 
     def free_subgroup_part(self) -> None:
         if self._part is not None:
-            self._pool.free(self._part.untyped_storage())
-            self._part = None
+            part, self._part = self._part, None
+            self._pool.free(part.untyped_storage())
 
     def reclaim_locals(self) -> None:
         """Adopt parameters of this layout that were replaced."""
@@ -235,8 +235,9 @@ class Unit:
         """Put the sharded parameters back; the names of those that a program has replaced."""
         if not self._is_unsharded:
             return []
-        self._is_unsharded = False
-        return [name for flat in self.flats for name in flat.use_sharded()]
+        replaced = [name for flat in self.flats for name in flat.use_sharded()]
+        self._is_unsharded = False  # only now: an interrupt may have been raised in between
+        return replaced
 
     def free(self, comm: Communicator) -> None:
         """Wait for a gather in flight, and free the parameters. Raises if one was changed."""

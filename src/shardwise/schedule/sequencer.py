@@ -264,11 +264,13 @@ class Sequencer:
             status.awaited_before = status.awaits_reduction
         self._finished, self.finished_again = set(), None
 
-    def abandon(self) -> list[Event]:
+    def abandon(self, depth: int = 0) -> list[Event]:
         """Drop the state of a pass that failed; reductions in flight count as finished.
 
-        Gradients of earlier backwards still await their reduction.
+        Gradients of earlier backwards still await their reduction. ``depth`` calls go on.
         """
+        del self._stack[depth:]
+        self._events = []  # an interrupt may have left some
         # Only some ranks may have recorded the order of this pass, so all ranks forget it.
         self._expected = {False: (), True: ()}
         self._backwards.clear()
@@ -301,6 +303,10 @@ class Sequencer:
         self._is_accumulating = False
         self._free_all(even_kept=True)
         return self._flush()
+
+    def is_settled(self, depth: int) -> bool:
+        """Whether ``depth`` calls run, and all events were returned."""
+        return len(self._stack) == depth and not self._events
 
     def state(self, unit: int) -> UnitState:
         return self._status[unit].state
