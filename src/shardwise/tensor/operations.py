@@ -161,11 +161,11 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
         if x.numel() != 1:
             raise _unsupported(func, first, f"with a DTensor of {x.placements}")
         x = x.full_tensor()
-    shape, run = first._sharding.shape, first._sharding.run
-    # torch would resize a run to which it writes the result of single elements.
-    fills_out = "out" in func._overloadname
-    if not isinstance(x, Tensor) or (x.ndim == 0 and not (fills_out and shape == ())):
+    if not isinstance(x, Tensor) or (
+        x.ndim == 0 and (first.ndim or "out" not in func._overloadname)
+    ):
         return x
+    shape, run = first._sharding.shape, first._sharding.run
     trailing = shape[len(shape) - x.ndim :]
     broadcasts = x.ndim <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(x.shape, trailing, strict=True)
@@ -173,7 +173,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     if not broadcasts:
         raise _unsupported(func, first, f"with a tensor of shape {tuple(x.shape)}")
     if x.numel() == 1:
-        return x.reshape(1).expand(len(run)) if fills_out else x.reshape(1)
+        return x.reshape(1).expand(len(run))  # of 1 element, torch would resize an output to 1
     width = math.prod(shape[1:])
     if not len(run):
         return x.new_empty(0)
