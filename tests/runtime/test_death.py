@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,22 @@ def test_ranks_that_are_left_know_it_soon(
     assert failure.value.headlines == {dying: "was killed by SIGKILL"}
 
 
+@pytest.mark.parametrize("way", ["program", "process", "exit"])
 def test_ranks_that_are_left_know_the_exception_that_ended_one(
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is raised out of a program, or of a process of `multiprocessing`, or makes one exit."""
     monkeypatch.setattr(ranks, "GRACE_SECONDS", DEADLINE)
     with pytest.raises(RankFailed) as failure:
-        run_on(2, _outlive_an_exception, deadline=DEADLINE)
+        run_on(2, _outlive_an_exception, way, deadline=DEADLINE)
     assert set(failure.value.errors) == {1}, failure.value
 
 
-def _outlive_an_exception() -> None:
+def _outlive_an_exception(way: str) -> None:
     training = Training()
     training.step()
-    if dist.get_rank() == 1:  # as Python does after an exception that nothing catches
-        sys.last_value = KeyError("no such sample")
-        atexit._run_exitfuncs()
-        os._exit(1)
+    if dist.get_rank() == 1:
+        _end_as_python_does(way)
     with pytest.raises(sw.PeerLost) as caught:
         training.step()
     lines = str(caught.value).splitlines()
@@ -57,6 +58,24 @@ def _outlive_an_exception() -> None:
         "rank 0 lost rank 1: it closed the connection",
         "rank 1 ended (it was last in step 0, end of the transaction): KeyError: 'no such sample'",
     ]
+
+
+def _end_as_python_does(way: str) -> None:
+    error = KeyError("no such sample")
+    try:
+        if way == "program":
+            sys.last_value = error
+            atexit._run_exitfuncs()
+        elif way == "process":  # up to Python 3.12
+            raise error
+        else:
+            try:
+                raise error
+            except KeyError:
+                sys.exit(1)
+    finally:
+        util._exit_function()  # type: ignore[attr-defined]
+        os._exit(1)
 
 
 @pytest.mark.parametrize("way", ["exit", "destroy"])
@@ -84,7 +103,8 @@ def _outlive_a_shorter_loop(way: str) -> None:
     with pytest.raises(sw.StepError) as caught:
         model(torch.ones(2, 4)).sum().backward()
     text = str(caught.value)
-    assert "rank 2 ended normally after step 2: it had fewer batches than the others" in text
+    assert "rank 2 ended after step 2 without an uncaught exception: unless its output" in text
+    assert "it had fewer batches than the others" in text
     assert "drop_last=True" in text
     assert "sw.join" in text
     assert "connection" not in text

@@ -318,7 +318,7 @@ def test_a_monitor_is_freed_while_the_store_gives_no_answer() -> None:
     assert not freeing.is_alive()
     assert freed() is None
     answers.set()
-    assert eventually(lambda: b"no exception" in store.store.get("shardwise/group/heartbeat/0"))
+    assert eventually(lambda: b"no uncaught" in store.store.get("shardwise/group/heartbeat/0"))
 
 
 def test_no_destructor_runs_while_python_lists_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,10 @@ def test_a_rank_whose_counter_stays_the_same_is_silent() -> None:
     beat(other, 10)  # it was only slow
     beat(own, 0)
     del other  # its thread publishes that it has ended
-    assert eventually(lambda: b"no exception" in store.peek("shardwise/group/heartbeat/1"))
+    assert eventually(lambda: b"no uncaught exception" in store.peek("shardwise/group/heartbeat/1"))
     for count in range(seconds):
         beat(own, count)
-    with pytest.raises(PeerLost, match=r"^rank 1 ended normally after step 0: it had fewer batch"):
+    with pytest.raises(PeerLost, match=r"^rank 1 ended after step 0 .*: .* it had fewer batch"):
         beat(own, 0)
 
 

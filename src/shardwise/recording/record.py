@@ -135,8 +135,7 @@ class Recorder(LedgerReader):
         self._detach()
         while self._pending:  # on an accelerator, the host waits for them
             self._write(list(self._pending.popleft().lines(self._offset)))
-        with suppress(OSError):  # raised again for text that `_write` could not flush
-            self._file.close()
+        self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Record the ``with`` block as a span called ``name``, such as "data" or "checkpoint"."""
@@ -223,6 +222,8 @@ class Recorder(LedgerReader):
             self._file.write(text)
             self._file.flush()  # so that the steps of a killed run are kept
         except OSError as error:  # a full disk must not stop training
+            with suppress(OSError):  # raised again for the text that is left
+                self._file.close()
             warn_caller(f"{self._file.name}: recording stopped: {error}")
             self._pending.clear()
             self._detach()

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 _PATIENCE_VARIABLE = "SHARDWISE_PATIENCE_SECONDS"
-ENDED_NORMALLY = "no exception, it ran fewer steps"
+ENDED_NORMALLY = "no uncaught exception, it ran fewer steps"
 _MAX_TEXT = 500
 # A rank whose connection was closed waits so long for the reason from the other side.
 _REASON_SECONDS = 2.0
@@ -88,6 +89,7 @@ class _Known:
 
     place: Place
     failure: Report | None = None  # the last one that this rank knows
+    error: BaseException | None = None  # what ends the process, if it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class Monitor:
         weakref.finalize(owner or self, done.put, None)
         told = (self._key("told"), size) if rank == 0 else None  # its process may hold the store
         ended = weakref.ref(thread), done, 2 * patience.beat_seconds
-        weakref.finalize(thread, _await_end, *ended, store, known, told)
+        end = weakref.finalize(thread, _await_end, *ended, store, known, told)
+        Finalize(thread, end, exitpriority=0)  # in a process that `multiprocessing` forked
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
@@ -367,16 +370,17 @@ class Monitor:
 def _ended_normally(reports: Mapping[int, Report]) -> str:
     """Describe the ranks that ended without an exception, and what to do; "" if none did."""
     ended = [
-        f"rank {rank} ended normally after step {report.step}"
+        f"rank {rank} ended after step {report.step} without an uncaught exception"
         for rank, report in reports.items()
         if report.error == ENDED_NORMALLY
     ]
     if not ended:
         return ""
     return (
-        f"{', '.join(ended)}: it had fewer batches than the others, or skipped a step. Give every "
-        "rank as many batches: end all loops at the same step, or let the sampler pad or drop the "
-        "rest (drop_last=True); with sw.join(model, optimizer) they need not be as many"
+        f"{', '.join(ended)}: unless its output shows an error that it caught, it had fewer "
+        "batches than the others, or skipped a step. Give every rank as many batches: end all "
+        "loops at the same step, or let the sampler pad or drop the rest (drop_last=True); with "
+        "sw.join(model, optimizer) they need not be as many"
     )
 
 
@@ -421,12 +425,18 @@ def _beat(
                 _log.warning("a heartbeat failed, the next one is tried: %s", error)
             is_logged = True
         call = None  # otherwise this thread would keep the object until the next beat
-    last = getattr(sys, "last_value", None)  # an exception that nothing caught
-    text = ENDED_NORMALLY if last is None else f"{type(last).__name__}: {last}"[:_MAX_TEXT]
     step, where = known.place.step, known.place.where
-    report = Report(0, 0, step, where, (), error=text)
+    report = Report(0, 0, step, where, (), error=_reason(known.error))
     with contextlib.suppress(PeerLost):
         store.set(key, encode(report))
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why this process ends, while ``error`` is raised, if that is known."""
+    error = error or getattr(sys, "last_value", None)  # an exception that nothing caught
+    if isinstance(error, SystemExit):
+        error = (error.__context__ or error) if error.code else None
+    return ENDED_NORMALLY if error is None else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
 
 def _has_item(queue: "SimpleQueue[None]", seconds: float) -> bool:
@@ -449,6 +459,7 @@ def _await_end(
     beating, failure = thread(), known.failure
     if beating is None:
         return  # it has ended before
+    known.error = sys.exception()  # in a process of `multiprocessing`
     done.put(None)
     # If Python exits while the thread is in a call of the store, C++ aborts the process.
     beating.join(seconds)
