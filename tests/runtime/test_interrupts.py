@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
 from tests.runtime.one_process import (
@@ -86,10 +88,12 @@ def _gathered(model: Any, _whole: Tensor) -> None:
         pass
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("granularity", ["element", "dim"])
+@on_ranks()
 @pytest.mark.parametrize(
-    "run", [_step, _two_micro_batches, _gathered], ids=["step", "two micro-batches", "gathered"]
+    ("run", "granularity", "world_size"),
+    covered_first(
+        list(product((_step, _two_micro_batches, _gathered), ("element", "dim"), (1, 2)))
+    ),
 )
 def test_an_interrupt_anywhere_changes_no_later_number(
     run: Callable[[Any, Tensor], None], granularity: str, world_size: int

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import shardwise as sw
 from shardwise.comm.api import MemoryKind
 from shardwise.tensor.sharding import local_of
+from tests.covering import covered_first
 from tests.ranks import on_ranks
 from tests.streams.install import simulated
 from tests.streams.models import build
@@ -27,11 +28,12 @@ PROGRAMS = {
     "registered": Program(memory=MemoryKind.REGISTERED, steps=3),
     "symmetric": Program(memory=MemoryKind.SYMMETRIC, steps=3),
 }
+ON_RANKS = [(name, 4 if "hsdp" in name else 2) for name in PROGRAMS]
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(name, 4 if "hsdp" in name else 2) for name in PROGRAMS]
+    ("name", "world_size"), covered_first(ON_RANKS, leave=("zero1", "ddp", "registered"))
 )
 def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
     program = PROGRAMS[name]
@@ -54,7 +56,7 @@ def test_sleep_on_late_streams_changes_no_bit(name: str) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(name, 4 if "hsdp" in name else 2) for name in PROGRAMS]
+    ("name", "world_size"), covered_first(ON_RANKS, leave=("hsdp", "dim", "symmetric"))
 )
 def test_a_model_that_moves_to_the_host_sleeps_until_it_is_back(name: str) -> None:
     """Its optimizer stays where it is, and what was in host memory."""
