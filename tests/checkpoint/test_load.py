@@ -424,3 +424,66 @@ def test_flattened_states_are_sharded_and_means_over_rows_are_not(tmp_path: Path
     step(0, 2)
     for one, other in zip(models[2].parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(full(one), other.detach(), rtol=1e-12, atol=1e-12)
+
+
+class _Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 3, 2))
+        self.column = nn.Parameter(torch.linspace(0.5, 1, 4).view(4, 1))
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.gain = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.einsum("bi,oij->bo", x + self.shift, self.kernel)
+        return mixed @ self.column * self.scale * self.gain
+
+
+class _Reshaped(torch.optim.SGD):
+    """Has states in other shapes than their parameters, and a number for the value of zeros."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            if not state:
+                state["sum"] = torch.zeros_like(parameter.flatten())
+                state["rows"] = (
+                    torch.zeros_like(parameter.view(len(parameter), -1)) if parameter.ndim else None
+                )
+                state["first"] = parameter.flatten().clone() if parameter.any() else torch.zeros(())
+            state["sum"] += gradient.flatten()
+            if parameter.ndim:
+                state["rows"] += gradient.view(len(parameter), -1)
+            if parameter.ndim > 1:
+                state["mean"] = state.get("mean", 0) + gradient.square().flatten(1).mean(1)
+            moved = (parameter.flatten() - state["first"]).norm()
+            parameter.sub_(state["sum"].view_as(parameter), alpha=0.1 + moved.item())
+
+
+@on_ranks(1, 3)
+def test_reshaped_states_are_sharded_also_those_of_parameters_of_one_element(
+    tmp_path: Path,
+) -> None:
+    models = [_Shapes().double() for _ in range(3)]
+    for model in models[1:]:
+        sw.fully_shard(model)
+    optimizers = [_Reshaped(model.parameters(), lr=0.1) for model in models]
+
+    def step(*numbers: int) -> None:
+        for number in numbers:
+            models[number](torch.ones(2, 3).double() / 3).square().mean().backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+
+    step(0, 1)
+    path = tmp_path / "x"
+    sw.save(path, model=models[1], optimizer=optimizers[1])
+    sw.load(path, model=models[2], optimizer=optimizers[2])
+    for parameters in zip(models[1].parameters(), models[2].parameters(), strict=True):
+        saved, loaded = (o.state[p] for o, p in zip(optimizers[1:], parameters, strict=True))
+        assert {k: type(x) for k, x in saved.items()} == {k: type(x) for k, x in loaded.items()}
+    step(0, 2)
+    for one, other in zip(models[2].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(full(one), other.detach(), rtol=1e-12, atol=1e-12)

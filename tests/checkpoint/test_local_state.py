@@ -33,6 +33,18 @@ def adam8bit(parameters: Iterator[nn.Parameter]) -> Optimizer:
     return sw.optim.Adam8bit(parameters, min_elements=0, block=4)
 
 
+class Flattened(torch.optim.SGD):
+    """Keeps sums of gradients, flattened, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", 0) + parameter.grad.flatten()
+                parameter.sub_(state["sum"].view_as(parameter), alpha=0.01)
+
+
 class Replica:
     """A replica on the same ranks as the others; its outer optimizer is plain SGD."""
 
@@ -63,7 +75,7 @@ def give(giver: Replica, taker: Replica) -> None:
     taker.state.load(state)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, muon, soap, adam8bit])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, muon, soap, adam8bit, Flattened])
 @on_ranks(2)
 def test_a_replica_continues_with_the_states_of_any_optimizer(make: Make) -> None:
     giver, taker = Replica(make, seed=3), Replica(make, seed=9)

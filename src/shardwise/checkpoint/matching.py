@@ -1,5 +1,6 @@
 """Match the tensors of a checkpoint to those of a model and optimizer, before any is read."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -248,14 +249,25 @@ class OptimizerStates:
         self._options: list[dict[str, Any]] = []  # by group; empty if none were saved
         self._match_groups(component.tree["param_groups"], parameters, selection, report)
         saved = component.tree["state"]
+        shapes: dict[str, list[tuple[tuple[int, ...], torch.Size]]] = defaultdict(list)
+        for name in parameters.keys() & saved.keys():
+            for key, value in saved[name].items():
+                for spec in map(self._specs.__getitem__, tree.tensor_names(value)):
+                    shapes[key].append((spec.shape, parameters[name].shape))
         # Keys of states that are single numbers, such as NAdam's "mu_product". They are never
         # sharded, as in torch, even if a parameter of one element has the same shape.
         self._numbers = {"step"} | {
             key
-            for name in parameters.keys() & saved.keys()
-            for key, value in saved[name].items()
-            for spec in map(self._specs.__getitem__, tree.tensor_names(value))
-            if prod(spec.shape) == 1 and spec.shape != tuple(parameters[name].shape)
+            for key, pairs in shapes.items()
+            if any(prod(own) == 1 and own != of for own, of in pairs)
+        }
+        # Keys of states with the elements of their parameters, perhaps in another shape, as
+        # Prodigy's "s" and "p0". Prodigy has a number for a "p0" of zeros.
+        self._elementwise = {
+            key
+            for key, pairs in shapes.items()
+            if all(prod(own) == prod(of) or not own for own, of in pairs)
+            and any(prod(own) == prod(of) > 1 for own, of in pairs)
         }
         self._states = {
             selected[name]: {
@@ -353,11 +365,11 @@ class OptimizerStates:
         made = empty_state(self._optimizer, parameter, key, spec.shape, spec.torch_dtype)
         if made is not None:
             return made
-        is_number = key in self._numbers and prod(spec.shape) == 1
         sharding, shape = sharding_of(parameter), tuple(parameter.shape)
-        is_flat = spec.shape == (parameter.numel(),) != shape and prod(shape) > 1
-        if is_flat and isinstance(sharding, RunSharding):  # as in Prodigy
+        is_elementwise = key in self._elementwise and spec.shape != ()
+        if is_elementwise and spec.shape != shape and isinstance(sharding, RunSharding):
             return sharding.with_shape(spec.shape).empty(spec.torch_dtype, parameter.device)
+        is_number = key in self._numbers and prod(spec.shape) == 1 and not is_elementwise
         if is_number or spec.shape != shape:
             on_cpu = key == "step" and id(parameter) in self._steps_on_cpu
             device = torch.device("cpu") if on_cpu else parameter.device

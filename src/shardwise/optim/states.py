@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import PlanError
 from shardwise.runtime.attach import parameters_of, unowned_states
+from shardwise.tensor.sharded_tensor import RunSharding
 from shardwise.tensor.sharding import local_of, sharding_of
 
 __all__ = ["check_options", "empty_state", "load_local_states", "local_states"]
@@ -101,6 +102,8 @@ def _sharded(
     if made is None:
         sharding = sharding_of(parameter)
         assert sharding is not None
+        if isinstance(sharding, RunSharding):  # states may have another shape, as in Prodigy
+            sharding = sharding.with_shape(tuple(shape))
         return sharding.wrap(value.reshape(-1))
     local = local_of(made)
     if local.numel() != value.numel():
