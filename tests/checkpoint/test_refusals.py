@@ -254,6 +254,14 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda b: _set(b["components"]["cursor"], "tree", {"$dict": [1]}),
         "cursor",
     ),
+    "no dtype in a tree": (
+        lambda b: _set(b["components"]["cursor"], "tree", {"$dtype": "nn"}),
+        "cursor",
+    ),
+    "a deque of a negative size": (
+        lambda b: _set(b["components"]["cursor"], "tree", {"$deque": [-1, []]}),
+        "cursor|maxlen",
+    ),
     "no list in a tree": (
         lambda b: _set(b["components"]["cursor"], "tree", {"$dict": 3}),
         "cursor",

@@ -1,7 +1,7 @@
 """Nested state is restored with its types."""
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ def there_and_back(value: Any) -> Any:
         Counter("bba"),
         {"$tensor": "not one"},
         10**30,
+        deque([1, (2,)], maxlen=2),
+        deque([{}]),
+        {"momentum_dtype": torch.bfloat16},
     ],
 )
 def test_plain_data_are_restored(value: Any) -> None:

@@ -1,11 +1,12 @@
 """Nested state as JSON and named tensors, and back.
 
 ``{"lr": 0.1, "ema": [x]}`` becomes the JSON ``{"lr": 0.1, "ema": [{"$tensor": "ema/0"}]}`` and the
-tensor ``ema/0``. Similar marks encode other types that JSON lacks: tuples, NumPy arrays, Counters,
-and dicts whose keys are not all strings. Other subclasses of list, tuple and dict become these.
+tensor ``ema/0``. Similar marks encode other types that JSON lacks: tuples, deques, dtypes, NumPy
+arrays, Counters, and dicts whose keys are not all strings. Other subclasses of list, tuple and dict
+become these.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,10 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         case tuple() | list():
             encoded = [encode(x, tensors, _join(path, i)) for i, x in enumerate(value)]
             encoded = {"$tuple": encoded} if isinstance(value, tuple) else encoded
+        case deque():
+            encoded = {"$deque": [value.maxlen, encode(list(value), tensors, path)]}
+        case torch.dtype():
+            encoded = {"$dtype": str(value).removeprefix("torch.")}
         case Counter():
             encoded = {"$counter": encode(dict(value), tensors, path)}
         case dict():
@@ -95,18 +100,25 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def _decode_marked(mark: str, inner: Any, read: Callable[[str], Tensor], path: str) -> Any:
+    decoded: Any
     match mark, inner:
         case "$tensor", str():
-            return read(inner)
+            decoded = read(inner)
         case "$array", str():
-            return read(inner).numpy()
+            decoded = read(inner).numpy()
         case "$tuple", list():
-            return tuple(decode(inner, read, path))
+            decoded = tuple(decode(inner, read, path))
+        case "$deque", [None | int() as maxlen, list() as items]:
+            decoded = deque(decode(items, read, path), maxlen)
+        case "$dtype", str() if isinstance(getattr(torch, inner, None), torch.dtype):
+            decoded = getattr(torch, inner)
         case "$counter", dict():
-            return Counter(decode(inner, read, path))
+            decoded = Counter(decode(inner, read, path))
         case "$dict", list() if all(map(_is_pair, inner)):
-            return {key: decode(x, read, _join(path, key)) for key, x in inner}
-    raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")
+            decoded = {key: decode(x, read, _join(path, key)) for key, x in inner}
+        case _:
+            raise ValueError(f"{path}: {mark} is not a mark of this format, or has another value")
+    return decoded
 
 
 def _is_pair(value: Any) -> bool:
