@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.features import gathered
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
@@ -138,7 +140,58 @@ def test_gradients_that_were_not_added_up_to_the_end_are_refused(
     assert_equal_models(model, reference, 0)
 
 
-def _interrupt() -> None:
+@on_ranks(1)
+def test_a_transaction_is_open_no_longer_wherever_it_was_interrupted() -> None:
+    _, model = _make("element")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    every = Calls()
+    with every.counted(), sw.transaction(model, optimizer):
+        pass
+    assert every.count > 50
+    for raising in range(every.count):
+        calls = Calls(raising)
+        with contextlib.suppress(Interrupt), calls.counted(), sw.transaction(model, optimizer):
+            pass
+
+
+def _add_one(model: Any) -> None:
+    with torch.no_grad(), sw.gathered(model, write_back=True):
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_changes_in_gathered_are_written_whole_or_not_at_all(granularity: str) -> None:
+    reference, model = _make(granularity)
+    every, outcomes = Calls(), set()
+    with every.counted():
+        _add_one(model)
+    for raising in range(0, every.count, 7):
+        reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
+        with contextlib.suppress(Interrupt), Calls(raising).counted():
+            _add_one(model)
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        changes = {torch.equal(new.full_tensor(), old) for new, old in pairs}
+        assert len(changes) == 1
+        outcomes |= changes
+    assert outcomes == {True, False}
+
+
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_as_ranks_compare_changes_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference, model = _make("element")
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(gathered, "check_same_sums", _interrupt)
+        with pytest.raises(Interrupt if dist.get_rank() == 1 else sw.PeerAborted):
+            _add_one(model)
+    assert_equal_steps(model, reference, 1, zeroes=True)
+
+
+def _interrupt(*_: object) -> None:
     raise Interrupt
 
 

@@ -68,17 +68,20 @@ def holding(scheduler: Scheduler, *, write_back: bool) -> Iterator[None]:
     held = _hold(scheduler)
     changed: set[str] | None = None  # names of parameters, if changes are written back
     try:
-        before = _sums_of(held) if write_back else {}
+        after: Sums | None = None
         try:
+            before = _sums_of(held) if write_back else {}
             yield
             after = _collect_changes(held) if write_back else {}
+            if write_back:
+                changed = _agreed_changes(before, after)
         except BaseException as error:
-            if write_back:  # other ranks are waiting to compare checksums
+            # Other ranks wait to compare checksums, unless all of them raise this error.
+            if write_back and (after is None or not isinstance(error, PlanError)):
                 scheduler.abort(error)
             raise
-        if write_back:
-            changed = _agreed_changes(before, after)
     finally:
+        scheduler.in_gathered = False
         _release(scheduler, held, changed)
 
 
@@ -147,27 +150,34 @@ class HeldLayout:
 def _hold(scheduler: Scheduler) -> list[HeldLayout]:
     """Gather every unit, and put those parameters into the modules."""
     held = {flat: HeldLayout(flat) for unit in scheduler.units for flat in unit.flats}
-    with scheduler.gathering_apart() as comm:
-        for unit in scheduler.units:
-            label = f"hold {unit.plan.label}"
-            unit.gather_apart(held[flat].launch_gather(comm.gather, label) for flat in unit.flats)
-        for unit in scheduler.units:
-            unit.await_apart(comm)
-            for flat in unit.flats:
-                held[flat].show()
-    return list(held.values())
+    was_idle = scheduler.is_between_steps
+    try:
+        with scheduler.gathering_apart() as comm:
+            for unit in scheduler.units:
+                label = f"hold {unit.plan.label}"
+                works = (held[flat].launch_gather(comm.gather, label) for flat in unit.flats)
+                unit.gather_apart(works)
+            for unit in scheduler.units:
+                unit.await_apart(comm)
+                for flat in unit.flats:
+                    held[flat].show()
+        return list(held.values())
+    except BaseException as error:
+        if was_idle and scheduler.in_gathered:  # an interrupt
+            scheduler.in_gathered = False
+            scheduler.fail(error)
+        raise
 
 
 def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
     """Free what `_hold` gathered; write it back unless ``changed``, the names, is None."""
     try:
         with _private.without_transforms():
-            for unit in scheduler.units:
-                unit.use_sharded()
-            if changed is not None:
-                for device in {each.write_back() for each in held}:
-                    if device is not None:
-                        wait_for_device(device)  # until shards on the host are written
+            try:
+                _put_back(scheduler, held, changed)
+            except BaseException:  # an interrupt: the other ranks write everything
+                _put_back(scheduler, held, changed)
+                raise
             for each in held:
                 each.release()
     except BaseException as error:  # an interrupt
@@ -175,6 +185,15 @@ def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str]
         raise
     finally:
         scheduler.end_gathered(changed or ())
+
+
+def _put_back(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
+    for unit in scheduler.units:
+        unit.use_sharded()
+    if changed is not None:
+        for device in {each.write_back() for each in held}:
+            if device is not None:
+                wait_for_device(device)  # until shards on the host are written
 
 
 @torch.no_grad()
@@ -211,14 +230,15 @@ def _agreed_changes(before: Sums, after: Sums) -> set[str]:
     Raises:
         PlanError: ranks have different checksums.
     """
-    for mesh, of_mesh in after.items():
-        check_same_sums(of_mesh, mesh, _ADVICE)
-    return {
+    changed = {
         name
         for mesh, of_mesh in after.items()
         for name, value in of_mesh.items()
         if not torch.equal(value, before[mesh][name])
     }
+    for mesh, of_mesh in after.items():  # last, as other ranks write after it
+        check_same_sums(of_mesh, mesh, _ADVICE)
+    return changed
 
 
 def _show(parameter: FSDPParameter, tensor: Tensor) -> None:

@@ -118,11 +118,11 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
     runtime.scheduler.recover()
     reclaim_locals(runtime.scheduler.parameters)  # a conversion before the block is no change in it
     runtime.scheduler.report("a transaction")
-    runtime.scheduler.forbids_conversion[TRANSACTION] = (
-        "inside sw.transaction, which could not undo it; do it outside of the block"
-    )
     step = Step(runtime)
     try:
+        runtime.scheduler.forbids_conversion[TRANSACTION] = (
+            "inside sw.transaction, which could not undo it; do it outside of the block"
+        )
         step.begin(model, optimizers)
         yield step
     except DiscardedError:
@@ -133,8 +133,9 @@ def undoable(model: nn.Module, *optimizers: Optimizer) -> Iterator["Step"]:
             _to_its_end(partial(step.undo, error))
         raise
     finally:
+        # First, so that an interrupt cannot leave it open.
+        runtime.scheduler.forbids_conversion.pop(TRANSACTION, None)
         step.forget()
-        del runtime.scheduler.forbids_conversion[TRANSACTION]
 
 
 def _to_its_end(undo: Callable[[], None]) -> None:

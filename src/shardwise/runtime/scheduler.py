@@ -567,7 +567,6 @@ class Scheduler:
 
     def end_gathered(self, changed: Collection[str]) -> None:
         """End what `gathering_apart` began. The shards of parameters ``changed`` were written."""
-        self.in_gathered = False
         for index, unit in enumerate(self.units):
             if names := [one.name for one in unit.parameters if one.name in changed]:
                 self._versions.note(index, self.sequencer.tick, names)
