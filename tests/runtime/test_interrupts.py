@@ -154,6 +154,23 @@ def test_a_transaction_is_open_no_longer_wherever_it_was_interrupted() -> None:
             pass
 
 
+@on_ranks(2)
+def test_a_model_can_be_joined_wherever_the_begin_of_sw_join_was_interrupted() -> None:
+    reference, model = _make("element")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    every = Calls()
+    with contextlib.suppress(Interrupt), every.counted(), sw.join(model, optimizer):
+        begin = every.count
+        raise Interrupt
+    for raising in range(0, begin, 5):
+        calls = Calls(raising)
+        with contextlib.suppress(Interrupt), calls.counted(), sw.join(model, optimizer):
+            raise AssertionError
+    while not _succeeds(model, rows()):
+        pass
+    assert_equal_steps(model, reference, 1, zeroes=True)
+
+
 def _add_one(model: Any) -> None:
     with torch.no_grad(), sw.gathered(model, write_back=True):
         for parameter in model.parameters():

@@ -96,6 +96,9 @@ class Exchange:
                 "another model of these ranks is in sw.join already; ranks without batches follow "
                 "one model at a time"
             )
+
+    def open(self) -> None:
+        """Refuse others until `close`."""
         self._comm.is_joined = True
 
     def close(self) -> None:

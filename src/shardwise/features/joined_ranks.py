@@ -104,6 +104,10 @@ class JoinedRanks(CallRecorder):
         # The gradients that shadows have, too, and their versions, by the id of the parameter.
         self._complete: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._computed_last: bool | None = None  # the last forward; None: there was none
+
+    def open(self) -> None:
+        """Begin the block, which ends in `close`."""
+        self.exchange.open()
         self.refuse_others()
 
     # -- ranks that compute ----------------------------------------------------------------------
@@ -500,8 +504,8 @@ class JoinedRanks(CallRecorder):
 
     def close(self) -> None:
         """Undo what was set for the model."""
-        self._set_num_computing(self.exchange.num_ranks)
         self.exchange.close()
+        self._set_num_computing(self.exchange.num_ranks)
         self.shadows, self.options, self.take_options = {}, list, None  # they refer to this object
 
 

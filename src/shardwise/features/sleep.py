@@ -194,12 +194,12 @@ def wake(model: nn.Module, optimizer: Optimizer | None = None) -> None:
         one.restore()
     for moved in sleeper.moved:
         moved.restore()
-    del _sleepers[model]
-    if sleeper.refusal is not None:
-        sleeper.refusal.remove()
     for runtime in _runtimes_in(model):
         wait_for_device(runtime.pools.device)  # the copies on the host are freed now
         runtime.scheduler.sleep = Sleep.AWAKE
+    if sleeper.refusal is not None:
+        sleeper.refusal.remove()
+    del _sleepers[model]  # last: after an interrupt, `wake` may be called again
 
 
 @contextlib.contextmanager

@@ -82,19 +82,20 @@ def join(
     iterating = (name for name, one in model.named_modules() if iterates_in_forward(one))
     ranks = JoinedRanks(runtime, parameters, training=training, iterating=next(iterating, None))
     steps = _Steps(ranks, stepped, parameters)
-    hooks = (
-        register_optimizer_step_pre_hook(steps.before_step),
-        register_optimizer_step_post_hook(steps.after_step),
-    )
-    for parameter in parameters:
-        setattr(parameter, JOINED, ranks)
-    scheduler.call_observer = ranks
-    scheduler.forbids_conversion["join"] = (
-        "inside sw.join, where ranks without batches would not follow; do it before"
-    )
-    if not training:
-        _private.set_managed(model, is_managed=False)  # transformers need not keep ranks together
+    hooks = contextlib.ExitStack()
     try:
+        ranks.open()
+        hooks.callback(register_optimizer_step_pre_hook(steps.before_step).remove)
+        hooks.callback(register_optimizer_step_post_hook(steps.after_step).remove)
+        for parameter in parameters:
+            setattr(parameter, JOINED, ranks)
+        scheduler.call_observer = ranks
+        scheduler.forbids_conversion["join"] = (
+            "inside sw.join, where ranks without batches would not follow; do it before"
+        )
+        if not training:
+            # transformers need not keep ranks together
+            _private.set_managed(model, is_managed=False)
         yield
         ranks.leave()
         steps.share_options(priority=ranks.last_step)
@@ -103,13 +104,12 @@ def join(
         raise
     finally:
         scheduler.call_observer = None
-        del scheduler.forbids_conversion["join"]
+        scheduler.forbids_conversion.pop("join", None)
+        ranks.close()
+        hooks.close()
         set_managed(model)
         for parameter in parameters:
             vars(parameter).pop(JOINED, None)
-        for hook in hooks:
-            hook.remove()
-        ranks.close()
 
 
 class _Steps:
