@@ -48,6 +48,10 @@ def save(
     ``retention`` next to it, removes its files. At a URL, one rank sends each file, with the bytes
     it receives from the others.
 
+    Do not call this in a signal handler, which may run in the middle of ``optimizer.step()``, whose
+    half the checkpoint would contain. Set a flag there, agree on it with all ranks after the step,
+    and save then.
+
     Args:
         path: a directory that does not exist or contains no checkpoint, or the URL of one, in any
             store that fsspec supports, such as ``"s3://bucket/run/step-100"``. `latest` and
