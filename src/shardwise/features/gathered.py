@@ -82,7 +82,13 @@ def holding(scheduler: Scheduler, *, write_back: bool) -> Iterator[None]:
             raise
     finally:
         scheduler.in_gathered = False
-        _release(scheduler, held, changed)
+        try:
+            _release(scheduler, held, changed)
+        except BaseException as error:  # an interrupt
+            scheduler.fail(error)
+            raise
+        finally:
+            scheduler.end_gathered(changed or ())
 
 
 class HeldLayout:
@@ -171,20 +177,14 @@ def _hold(scheduler: Scheduler) -> list[HeldLayout]:
 
 def _release(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
     """Free what `_hold` gathered; write it back unless ``changed``, the names, is None."""
-    try:
-        with _private.without_transforms():
-            try:
-                _put_back(scheduler, held, changed)
-            except BaseException:  # an interrupt: the other ranks write everything
-                _put_back(scheduler, held, changed)
-                raise
-            for each in held:
-                each.release()
-    except BaseException as error:  # an interrupt
-        scheduler.fail(error)
-        raise
-    finally:
-        scheduler.end_gathered(changed or ())
+    with _private.without_transforms():
+        try:
+            _put_back(scheduler, held, changed)
+        except BaseException:  # an interrupt: the other ranks write everything
+            _put_back(scheduler, held, changed)
+            raise
+        for each in held:
+            each.release()
 
 
 def _put_back(scheduler: Scheduler, held: Sequence[HeldLayout], changed: set[str] | None) -> None:
