@@ -171,6 +171,19 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(closes: bool, tmp_path: 
     assert not sw.ledger(model).readers
 
 
+def test_a_disk_that_is_full_before_the_first_line_ends_the_recording(tmp_path: Path) -> None:
+    model = sw.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    (tmp_path / "recording").mkdir()
+    (tmp_path / "recording" / "rank-00000.jsonl").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="recording stopped: .*No space left") as warned:
+        recorder = sw.record(model, tmp_path, optimizer=optimizer)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    recorder.close()
+    assert len(warned) == 1
+
+
 def test_hooks_of_the_user_keep_deciding_what_is_saved(tmp_path: Path) -> None:
     model = sw.fully_shard(Stack())
     saved: list[torch.Tensor] = []

@@ -120,6 +120,8 @@ class Recorder(LedgerReader):
                     left.unlink(missing_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._write([_header(runtime, clock.seconds, info)])
+        if self._file.closed:  # the disk is full
+            return
         runtime.scheduler.ledger.readers.append(self)
         if optimizer is not None:
             self._watch(optimizer)
