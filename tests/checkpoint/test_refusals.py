@@ -387,13 +387,49 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.state_dict()
 
 
-def test_optimizers_that_wrap_another_one_are_refused(tmp_path: Path) -> None:
+class Slow(Wrapper):
+    """Has states of its own as well, and other keys, as pytorch_optimizer's `Lookahead`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": super(Wrapper, self).state_dict(), "inner": self.inner.state_dict()}
+
+
+class Sharing(Wrapper):
+    """Shares its state, as accelerate's `AcceleratedOptimizer`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.state = inner.state
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Slow])
+def test_optimizers_that_wrap_another_one_are_refused(kind: type[Wrapper], tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    optimizer = Wrapper(torch.optim.Adam(model.parameters()))
+    optimizer = kind(torch.optim.Adam(model.parameters()))
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    with pytest.raises(sw.CheckpointError, match=r"Wrapper\.state_dict\(\) has states .*wraps"):
+    with pytest.raises(
+        sw.CheckpointError, match=rf"{kind.__name__}\.state_dict\(\) has states .*wraps"
+    ):
         sw.save(tmp_path / "wrapper", model=model, optimizer=optimizer)
     sw.save(tmp_path / "inner", model=model, optimizer=optimizer.inner)
     with pytest.raises(sw.CheckpointError, match="wraps"):
         sw.load(tmp_path / "inner", model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Slow, Sharing])
+def test_wrappers_of_optimizers_without_other_states_are_saved(
+    kind: type[Wrapper], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 3)
+    momentum = 0.9 if kind is Sharing else 0.0
+    optimizer = kind(torch.optim.SGD(model.parameters(), momentum=momentum))
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "x", model=model, optimizer=optimizer)
+    sw.load(tmp_path / "x", model=model, optimizer=optimizer)

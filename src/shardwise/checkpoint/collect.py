@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise._private import pytree
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import File, index_of, pack, spec_of
@@ -269,8 +270,10 @@ def named_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def _check_is_no_wrapper(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose states are not in its ``state``, such as timm's `Lookahead`."""
-    if len(optimizer.state_dict().get("state", ())) > len(optimizer.state):
+    """Refuse an optimizer that has others with states of their own, such as a `Lookahead`."""
+    others = [one for one in pytree.tree_leaves(vars(optimizer)) if isinstance(one, Optimizer)]
+    states = (pair for one in others for pair in one.state.items())
+    if any(state != {} and optimizer.state.get(key) is not state for key, state in states):
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() has states that are not in its .state, such "
             "as those of an optimizer that it wraps; save and load that optimizer instead"
