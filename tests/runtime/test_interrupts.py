@@ -131,11 +131,31 @@ def test_gradients_that_were_not_added_up_to_the_end_are_refused(
         patch.setattr(unit.gradients[0], "end_backward", _interrupt)
         with pytest.raises(Interrupt):
             _step(model, whole)
-    with pytest.raises(sw.StepError, match=r"interrupted while it added up .* call zero_grad\(\)"):
+    with pytest.raises(sw.StepError, match=r"interrupted while it added up .* call zero_grad\(set"):
         _step(model, whole)
     model.zero_grad()
     reference.zero_grad()
     _two_micro_batches(model, whole)
+    (2 * squares(reference, whole)).backward()
+    assert_equal_models(model, reference, 0)
+
+
+def test_a_transaction_restores_gradients_that_were_not_added_up_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference, model = _make("element")
+    model.zero_grad()
+    reference.zero_grad()
+    optimizer, whole = torch.optim.SGD(model.parameters()), rows()
+    unit = runtime_of(model).units[1]
+    model.set_requires_gradient_sync(False)
+    _step(model, whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(unit.gradients[0], "end_backward", _interrupt)
+        with pytest.raises(Interrupt), sw.transaction(model, optimizer):
+            _step(model, whole)
+    model.set_requires_gradient_sync(True)
+    _step(model, whole)
     (2 * squares(reference, whole)).backward()
     assert_equal_models(model, reference, 0)
 

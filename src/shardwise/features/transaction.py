@@ -296,6 +296,7 @@ class ModelSnapshot:
         self._scheduler = scheduler
         self._num_leaves_done = 0 if scheduler.leaves is None else scheduler.leaves.num_done
         self._awaiting = scheduler.sequencer.awaiting_reduction
+        self._accumulation = scheduler.accumulation
         accumulated = [one.accumulated for one in scheduler.gradients]
         self._accumulated = [(one, one.snapshot()) for one in accumulated]
         self._residuals = [(one, _clone_or_none(one.residual)) for one in scheduler.gradients]
@@ -329,6 +330,7 @@ class ModelSnapshot:
                 buffer.copy_(values)
         set_random_states(self._device, self._random_states)
         self._scheduler.sequencer.awaiting_reduction = self._awaiting
+        self._scheduler.accumulation = self._accumulation
         if self._scheduler.leaves is not None:
             self._scheduler.leaves.num_done = self._num_leaves_done
         for accumulated, before in self._accumulated:

@@ -68,7 +68,7 @@ class Scheduler:
     # states than the sequencer says.
     _events_incomplete = False
     _is_leaving = False  # in `leave`, or an interrupt has ended it
-    _accumulation = Accumulation.WHOLE
+    accumulation = Accumulation.WHOLE
     _offloading: Unit | None = None  # its gradients are on their way to the host
     _shows_dense = False  # inside `taking_gradients`
 
@@ -323,11 +323,11 @@ class Scheduler:
         self.observer.step_end(backward)
         if agrees:
             self._await_all_ranks()
-        self._accumulation = Accumulation.CHANGING
+        self.accumulation = Accumulation.CHANGING
         for unit in self.units:
             unit.end_backward()
         self.sequencer.commit()
-        self._accumulation = Accumulation.WHOLE
+        self.accumulation = Accumulation.WHOLE
         if self.leaves is not None:
             self.leaves.ended()
         if self.is_idle:  # not when a forward computes gradients itself
@@ -463,18 +463,19 @@ class Scheduler:
         if self.sequencer.has_unreduced_gradients:
             for gradients in self.gradients:
                 gradients.accumulated.drop_replaced()
-            if self._accumulation is Accumulation.TORN:
+            if self.accumulation is Accumulation.TORN:
                 if any(is_unreduced(one.sharded.grad) for one in self.parameters):
                     raise StepError(
                         "the last backward was interrupted while it added up gradients, of which "
-                        "some lack this micro-batch; call zero_grad(), and repeat all micro-batches"
+                        "some lack this micro-batch; call zero_grad(set_to_none=True), and repeat "
+                        "all micro-batches"
                     )
                 self.drop_accumulated()
 
     def drop_accumulated(self) -> None:
         """Drop all accumulated gradients."""
         self.sequencer.awaiting_reduction = [False] * len(self.units)
-        self._accumulation = Accumulation.WHOLE
+        self.accumulation = Accumulation.WHOLE
         if self.leaves is not None:
             self.leaves.dropped()
         for gradients in self.gradients:
@@ -614,8 +615,8 @@ class Scheduler:
                 self._in_flight.append(unit)
         self._calls.clear()
         self.ledger.abandon_step()
-        if self._accumulation is Accumulation.CHANGING:
-            self._accumulation = Accumulation.TORN
+        if self.accumulation is Accumulation.CHANGING:
+            self.accumulation = Accumulation.TORN
             if not self.sequencer.has_unreduced_gradients:  # there are none of earlier backwards
                 self.drop_accumulated()
 
