@@ -137,7 +137,8 @@ class Recorder(LedgerReader):
         self._detach()
         while self._pending:  # on an accelerator, the host waits for them
             self._write(list(self._pending.popleft().lines(self._offset)))
-        self._file.close()
+        with suppress(OSError):  # what a quota of the server refuses only now
+            self._file.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Record the ``with`` block as a span called ``name``, such as "data" or "checkpoint"."""
