@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 # They draw random numbers, multiply or transpose matrices, index, or write to factors of a state.
 REFUSED = {
-    "adalite", "alice", "conda", "dash", "emofact", "flashadamw", "kron", "lorarite", "nero",
-    "rose", "sara", "scion", "scionlight", "shampoo", "sm3", "soap", "spam", "splus", "stablespam",
+    "adalite", "alice", "conda", "dash", "demo", "emofact", "flashadamw", "kron", "lorarite",
+    "nero", "rose", "sara", "scion", "scionlight", "shampoo", "sm3", "soap", "spam", "splus",
+    "stablespam",
 }  # fmt: skip
 CASE = CASES["stack"]
 STEPS = 4
@@ -31,12 +32,13 @@ STEPS = 4
 
 @on_ranks(2, deadline=500)
 def test_no_optimizer_gives_other_results_than_on_whole_parameters() -> None:
-    refused, different, num_equal = set(), {}, 0
+    ran, refused, different, num_equal = set(), set(), {}, 0
     for name in sorted(optimizers.get_supported_optimizers()):
         try:
             expected = _losses(name, build("stack"), is_sharded=False)
-        except Exception:  # noqa: BLE001 - it does not take parameters alone
+        except Exception:  # noqa: BLE001 - it needs more than parameters, or another package
             continue
+        ran.add(name)
         try:
             found = _losses(name, sw.fully_shard(build("stack"), units=CASE.units), is_sharded=True)
         except (sw.ShardedTensorError, sw.PlanError):
@@ -46,7 +48,7 @@ def test_no_optimizer_gives_other_results_than_on_whole_parameters() -> None:
         if found != pytest.approx(expected, rel=1e-9):
             different[name] = found, expected
     assert not different
-    assert sorted(refused) == sorted(REFUSED)
+    assert sorted(refused) == sorted(REFUSED & ran)
     assert num_equal == 91
 
 
