@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -408,19 +409,32 @@ def test_flattened_states_are_sharded_and_means_over_rows_are_not(tmp_path: Path
     for model in models[1:]:
         sw.fully_shard(model, units=Block)
     optimizers = [_Flattened(model.parameters(), lr=0.1) for model in models]
+    _assert_resumes(models, optimizers, torch.ones(2, 6).double() / 3, tmp_path / "x")
+    saved = optimizers[1].state.values()  # the loaded ones had the same types
+    assert all(isinstance(x["first"], sw.ShardedTensor) for x in saved)
+    assert all(type(x["row"]) is Tensor for x in saved)
+
+
+def _assert_resumes(
+    models: Sequence[nn.Module], optimizers: Sequence[Any], inputs: Tensor, path: Path
+) -> None:
+    """Step the first two, give the state of the second to the third, and step that as the first.
+
+    The first model is whole, the others are sharded. Loaded states have the types of saved ones.
+    """
 
     def step(*numbers: int) -> None:
         for number in numbers:
-            models[number](torch.ones(2, 6).double() / 3).square().mean().backward()
+            models[number](inputs).square().mean().backward()
             optimizers[number].step()
             optimizers[number].zero_grad()
 
     step(0, 1)
-    path = tmp_path / "x"
     sw.save(path, model=models[1], optimizer=optimizers[1])
     sw.load(path, model=models[2], optimizer=optimizers[2])
-    assert all(isinstance(x["first"], sw.ShardedTensor) for x in optimizers[2].state.values())
-    assert all(type(x["row"]) is Tensor for x in optimizers[2].state.values())
+    for parameters in zip(models[1].parameters(), models[2].parameters(), strict=True):
+        saved, loaded = (o.state[p] for o, p in zip(optimizers[1:], parameters, strict=True))
+        assert {k: type(x) for k, x in saved.items()} == {k: type(x) for k, x in loaded.items()}
     step(0, 2)
     for one, other in zip(models[2].parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(full(one), other.detach(), rtol=1e-12, atol=1e-12)
@@ -470,20 +484,4 @@ def test_reshaped_states_are_sharded_also_those_of_parameters_of_one_element(
     for model in models[1:]:
         sw.fully_shard(model)
     optimizers = [_Reshaped(model.parameters(), lr=0.1) for model in models]
-
-    def step(*numbers: int) -> None:
-        for number in numbers:
-            models[number](torch.ones(2, 3).double() / 3).square().mean().backward()
-            optimizers[number].step()
-            optimizers[number].zero_grad()
-
-    step(0, 1)
-    path = tmp_path / "x"
-    sw.save(path, model=models[1], optimizer=optimizers[1])
-    sw.load(path, model=models[2], optimizer=optimizers[2])
-    for parameters in zip(models[1].parameters(), models[2].parameters(), strict=True):
-        saved, loaded = (o.state[p] for o, p in zip(optimizers[1:], parameters, strict=True))
-        assert {k: type(x) for k, x in saved.items()} == {k: type(x) for k, x in loaded.items()}
-    step(0, 2)
-    for one, other in zip(models[2].parameters(), models[0].parameters(), strict=True):
-        torch.testing.assert_close(full(one), other.detach(), rtol=1e-12, atol=1e-12)
+    _assert_resumes(models, optimizers, torch.ones(2, 3).double() / 3, tmp_path / "x")

@@ -173,7 +173,7 @@ def _to_run(func: OpOverload, x: Any, first: ShardedTensor) -> Any:
     if not broadcasts:
         raise _unsupported(func, first, f"with a tensor of shape {tuple(x.shape)}")
     if x.numel() == 1:
-        return x.reshape(1).expand(len(run))  # of 1 element, torch would resize an output to 1
+        return x.reshape(1).expand(len(run))  # torch would give an empty output its one element
     width = math.prod(shape[1:])
     if not len(run):
         return x.new_empty(0)
