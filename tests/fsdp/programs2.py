@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import shardwise.fsdp
 from tests.fsdp.extended import InBfloat16, Pair, replace_weights
 from tests.fsdp.models import STEPS, Chunk, Net, batch, make_net
 
@@ -344,8 +345,11 @@ def called_list(f: Any) -> list[Any]:
     """A subclass of nn.ModuleList that has a forward."""
     net = make_net()
     net.blocks = nn.ModuleList([Chunk(net.blocks)])
-    chunk = f.fully_shard(net.blocks[0], mesh=mesh_1d())
-    assert isinstance(chunk, f.FSDPModule)
+    try:
+        chunk = f.fully_shard(net.blocks[0], mesh=mesh_1d())
+        assert isinstance(chunk, f.FSDPModule)
+    except ValueError:  # PyTorch refuses it in 2.11: there, the root shards its parameters
+        assert f is not shardwise.fsdp
     f.fully_shard(net, mesh=mesh_1d())
     return list(steps(net))
 
