@@ -1,5 +1,6 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -313,9 +314,11 @@ class ShardingRequest:
         options = inner = self.options
         if options.precision.output_dtype is not None:  # it is that of the outermost unit
             inner = replace(options, precision=replace(options.precision, output_dtype=None))
-        for index, unit in enumerate(plan.units):
-            handle = Handle(runtime, index, manual.get(unit.name, inner if index else options))
-            unit_module = module.get_submodule(unit.name)
+        lenders, modules = plan.lenders(), [module.get_submodule(one.name) for one in plan.units]
+        for index, (unit, unit_module) in enumerate(zip(plan.units, modules, strict=True)):
+            chosen = manual.get(unit.name, inner if index else options)
+            lender = weakref.ref(modules[lenders[index]]) if index in lenders else None
+            handle = Handle(runtime, index, chosen, lender)
             become_unit(unit_module, handle, FSDPModule, wrapped_methods(unit_module))
         bind_compiled(module)
         set_managed(module)

@@ -50,6 +50,19 @@ class Plan:
             f"a rank keeps {self.shard_bytes:,})"
         )
 
+    def lenders(self) -> dict[int, int]:
+        """Units whose modules share parameters with modules outside, and who holds these.
+
+        By index; the innermost holder, if there are several.
+        """
+        found = {}
+        for holder, unit in enumerate(self.units):
+            shared = [name for one in unit.parameters if len(one.names) > 1 for name in one.names]
+            for index, inner in enumerate(self.units[holder + 1 :], holder + 1):
+                if any(name.startswith(f"{inner.name}.") for name in shared):
+                    found[index] = holder
+        return found
+
     def unfrozen(self, names: Collection[str]) -> "Plan":
         """The same layouts, where buffers that contain any parameter in ``names`` are trainable."""
         return replace(self, units=tuple(_unfrozen(unit, names) for unit in self.units))

@@ -44,6 +44,9 @@ class Handle:
     runtime: "Runtime"
     index: int
     options: UnitOptions  # what the user chose
+    # The module of the innermost unit around it that holds parameters of its modules, because
+    # modules outside of it share them.
+    lender: weakref.ref[nn.Module] | None = None
 
     @property
     def unit(self) -> Unit:

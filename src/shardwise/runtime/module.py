@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial, wraps
@@ -359,6 +360,8 @@ def _call_unit(
         if paused is not None:
             forward = partial(_run_resumed, paused, forward)
         depth = handle.runtime.scheduler.depth
+        while depth == 0 and handle.lender is not None:
+            handle, module, forward = _within_lender(handle, module, forward)
         try:
             return handle.runtime.call(handle, module, forward, args, kwargs)
         except BaseException as error:
@@ -366,6 +369,26 @@ def _call_unit(
             raise
     finally:
         _resume(paused)
+
+
+def _within_lender(
+    handle: Handle, module: nn.Module, forward: Callable[..., Any]
+) -> tuple[Handle, nn.Module, Callable[..., Any]]:
+    """Make the call of a unit outside of its model's one of its lender, so that this is gathered.
+
+    For example of a head whose weight is that of the embedding, for chunks of a loss. The
+    lender's conversions of inputs and outputs do not apply.
+    """
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return handle.runtime.call(handle, module, forward, args, kwargs)
+
+    assert handle.lender is not None
+    lender = handle.lender()
+    assert lender is not None, "a unit's runtime has all of its modules"
+    outer = handle_of(lender)
+    precision = replace(outer.options.precision, cast_forward_inputs=False, output_dtype=None)
+    return replace(outer, options=replace(outer.options, precision=precision)), lender, inner
 
 
 def plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
@@ -428,9 +451,10 @@ def _shard_by(
     names = {id(one): name for name, one in module.named_modules()}
     units = zip(plan.units, modules, strict=True)
     plan = replace(plan, units=tuple(replace(unit, name=names[id(one)]) for unit, one in units))
-    new = runtime.request.build(module, plan, runtime)
+    new, lenders = runtime.request.build(module, plan, runtime), plan.lenders()
     for index, (original, one) in enumerate(zip(originals, modules, strict=True)):
-        handle = Handle(new, index, handle_of(original).options)
+        lender = weakref.ref(modules[lenders[index]]) if index in lenders else None
+        handle = Handle(new, index, handle_of(original).options, lender)
         kind = cast("type[nn.Module]", type(original).__bases__[0])
         methods: MethodWrappers = getattr(type(original), _METHODS)
         become_unit(one, handle, kind, methods)

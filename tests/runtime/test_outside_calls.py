@@ -1,0 +1,122 @@
+"""Units that are called outside of their model's forward, as heads are for chunks of a loss."""
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from tests.covering import covered_first
+from tests.models import WIDTH, Block
+from tests.ranks import on_ranks
+from tests.runtime.one_process import (
+    BATCH,
+    adamw,
+    assert_equal_models,
+    mean_over_ranks,
+    options_of,
+    own_part,
+)
+
+WORDS, LENGTH, CHUNKS = 11, 6, 3
+
+
+class Middle(nn.Module):
+    """A unit around the head; it also holds a weight that only its own modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.last.weight = self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.last(self.norm(x)))
+        return logits
+
+
+class Tied(nn.Module):
+    """Its head has the weight of its embedding, so the root holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = Middle()
+        self.out.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        scaled: Tensor = self.scale * x
+        return scaled
+
+
+def backward(model: Any, tokens: Tensor, *, checkpoints: bool) -> Tensor:
+    """Run a forward without the head, and the head on chunks, each with its own backward."""
+    hidden: Tensor = model(tokens)
+    gradients: list[Any] = []
+    total: Tensor = torch.zeros(()).double()
+    for chunk in hidden.detach().chunk(CHUNKS, dim=1):
+        chunk.requires_grad_()
+        head = model.out if len(gradients) % 2 else model.out.head
+        logits = checkpoint(head, chunk, use_reentrant=False) if checkpoints else head(chunk)
+        loss = logits.square().mean()
+        loss.backward()
+        gradients.append(chunk.grad)
+        total = total + loss.detach()
+    hidden.backward(torch.cat(gradients, dim=1))  # type: ignore[no-untyped-call]
+    return total
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "reshards", "checkpoints"),
+    covered_first(
+        product(["ddp", "zero2", "fsdp", "hsdp"], [True, False], [False, True]), strength=1
+    ),
+)
+def test_a_tied_head_is_called_on_chunks(strategy: str, reshards: bool, checkpoints: bool) -> None:
+    torch.manual_seed(0)
+    reference: Any = Tied().double()
+    # The head has no weight of its own, and is in a unit that holds another shared weight.
+    model = sw.fully_shard(
+        copy.deepcopy(reference),
+        units=(Block, Middle, nn.Linear, nn.Embedding),
+        reshard_after_forward=reshards,
+        **options_of(strategy),
+    )
+    optimizers = [adamw(one.parameters()) for one in (reference, model)]
+    for step in range(3):
+        batches = [torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)]
+        for micro, batch in enumerate(batches):
+            model.set_requires_gradient_sync(micro == 1)
+            expected = backward(reference, batch, checkpoints=False)
+            found = backward(model, own_part(batch), checkpoints=checkpoints)
+            torch.testing.assert_close(mean_over_ranks(found), expected, rtol=1e-10, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        assert_equal_models(model, reference, step)
+    with torch.no_grad():
+        hidden = torch.randn(2, WIDTH).double()
+        torch.testing.assert_close(model.out(hidden), reference.out(hidden), rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_conversions_are_those_of_the_called_unit() -> None:
+    bf16 = torch.bfloat16
+    model = sw.fully_shard(
+        Tied(),
+        units=(nn.Linear,),
+        mp_policy=sw.MixedPrecisionPolicy(param_dtype=bf16, output_dtype=torch.float32),
+    )
+    hidden = model(torch.zeros(2, LENGTH, dtype=torch.long))
+    assert hidden.dtype == torch.float32
+    assert model.out.head(hidden.detach()).dtype == bf16
