@@ -1,8 +1,8 @@
 """FSDP2's functions: `fully_shard` and its companions."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import update_wrapper
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,6 +14,7 @@ from shardwise import api
 from shardwise._private import register_fully_shard
 from shardwise.features.deferred import when_sharded
 from shardwise.features.fsdp_module import FSDPModule, FSDPState
+from shardwise.fsdp.placements import shard_on_other_meshes
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
 from shardwise.runtime.attach import ignored_within
@@ -42,12 +43,22 @@ def fully_shard(
     error.
     """
     modules = module if isinstance(module, Sequence) else (module,)
+    options = {"mp_policy": MixedPrecisionPolicy(), "on_different_values": "warn", **options}
+    ignored = [*(ignored_params or ()), *ignored_within(modules)]
+    dims = options.get("dp_mesh_dims")
+    data_mesh = mesh
+    if dims is not None:
+        data_mesh = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
+    if shard_placement_fn is not None:
+        policy = options["mp_policy"]
+        if policy is not None:  # the conversions are those around the whole module
+            policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+        inner = {**options, "mp_policy": policy, "granularity": granularity}
+        shard = partial(fully_shard, ignored_params=ignored_params, **inner)
+        shard_placement_fn = shard_on_other_meshes(
+            modules, data_mesh, shard_placement_fn, ignored, shard
+        )
     if granularity is None:
-        dims = options.get("dp_mesh_dims")
-        data_mesh = mesh
-        if dims is not None:
-            data_mesh = data_parallel_part(mesh, dims.shard_names, dims.replicate_names)
-        ignored = [*(ignored_params or ()), *ignored_within(modules)]
         check_as_fsdp2(modules, data_mesh, shard_placement_fn, ignored)
     api.fully_shard(
         module,
@@ -55,7 +66,7 @@ def fully_shard(
         granularity=granularity or "dim",
         shard_placement_fn=shard_placement_fn,
         ignored_params=ignored_params,
-        **{"mp_policy": MixedPrecisionPolicy(), "on_different_values": "warn", **options},
+        **options,
     )
     for each in modules:
         register_fully_shard(each)

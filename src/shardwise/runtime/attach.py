@@ -42,6 +42,7 @@ __all__ = [
     "replace_parameter",
     "restore_ties",
     "settings_of",
+    "share_settings",
     "take_sharded",
     "watch_optimizers",
 ]
@@ -64,6 +65,11 @@ def settings_of(module: nn.Module) -> UnitSettings:
     """The settings of ``module`` as a unit; it may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
+
+
+def share_settings(module: nn.Module, other: nn.Module) -> None:
+    """Make the settings of ``other`` those of ``module``, which is not sharded yet."""
+    module.__dict__[_SETTINGS] = settings_of(other)
 
 
 def put_sharded(
