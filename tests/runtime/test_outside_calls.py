@@ -50,15 +50,19 @@ class Tied(nn.Module):
         self.out.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, reentrant: bool | None = None) -> Tensor:
+        """Run the head, too, under a checkpoint, if ``reentrant`` says of which kind."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         scaled: Tensor = self.scale * x
+        if reentrant is not None:
+            logits: Tensor = checkpoint(self.out, scaled, use_reentrant=reentrant)
+            return logits
         return scaled
 
 
-def backward(model: Any, tokens: Tensor, *, checkpoints: bool) -> Tensor:
+def backward(model: Any, tokens: Tensor, reentrant: bool | None = None) -> Tensor:
     """Run a forward without the head, and the head on chunks, each with its own backward."""
     hidden: Tensor = model(tokens)
     gradients: list[Any] = []
@@ -66,7 +70,9 @@ def backward(model: Any, tokens: Tensor, *, checkpoints: bool) -> Tensor:
     for chunk in hidden.detach().chunk(CHUNKS, dim=1):
         chunk.requires_grad_()
         head = model.out if len(gradients) % 2 else model.out.head
-        logits = checkpoint(head, chunk, use_reentrant=False) if checkpoints else head(chunk)
+        logits = (
+            head(chunk) if reentrant is None else checkpoint(head, chunk, use_reentrant=reentrant)
+        )
         loss = logits.square().mean()
         loss.backward()
         gradients.append(chunk.grad)
@@ -77,12 +83,12 @@ def backward(model: Any, tokens: Tensor, *, checkpoints: bool) -> Tensor:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("strategy", "reshards", "checkpoints"),
-    covered_first(
-        product(["ddp", "zero2", "fsdp", "hsdp"], [True, False], [False, True]), strength=1
-    ),
+    ("strategy", "reshards", "reentrant"),
+    covered_first(product(["ddp", "zero2", "fsdp", "hsdp"], [True, False], [None, False, True])),
 )
-def test_a_tied_head_is_called_on_chunks(strategy: str, reshards: bool, checkpoints: bool) -> None:
+def test_a_tied_head_is_called_on_chunks(
+    strategy: str, reshards: bool, reentrant: bool | None
+) -> None:
     torch.manual_seed(0)
     reference: Any = Tied().double()
     # The head has no weight of its own, and is in a unit that holds another shared weight.
@@ -97,9 +103,12 @@ def test_a_tied_head_is_called_on_chunks(strategy: str, reshards: bool, checkpoi
         batches = [torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)]
         for micro, batch in enumerate(batches):
             model.set_requires_gradient_sync(micro == 1)
-            expected = backward(reference, batch, checkpoints=False)
-            found = backward(model, own_part(batch), checkpoints=checkpoints)
+            expected = backward(reference, batch)
+            found = backward(model, own_part(batch), reentrant)
             torch.testing.assert_close(mean_over_ranks(found), expected, rtol=1e-10, atol=0)
+            if reentrant is not None:
+                reference(batch, False).square().mean().backward()
+                model(own_part(batch), reentrant).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)

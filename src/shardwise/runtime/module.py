@@ -360,7 +360,7 @@ def _call_unit(
         if paused is not None:
             forward = partial(_run_resumed, paused, forward)
         depth = handle.runtime.scheduler.depth
-        while depth == 0 and handle.lender is not None:
+        if handle.lender is not None:
             handle, module, forward = _within_lender(handle, module, forward)
         try:
             return handle.runtime.call(handle, module, forward, args, kwargs)
@@ -374,7 +374,7 @@ def _call_unit(
 def _within_lender(
     handle: Handle, module: nn.Module, forward: Callable[..., Any]
 ) -> tuple[Handle, nn.Module, Callable[..., Any]]:
-    """Make the call of a unit outside of its model's one of its lender, so that this is gathered.
+    """Make the call of a unit one of its lender, unless this computes already, to gather it.
 
     For example of a head whose weight is that of the embedding, for chunks of a loss. The
     lender's conversions of inputs and outputs do not apply.
@@ -383,12 +383,15 @@ def _within_lender(
     def inner(*args: Any, **kwargs: Any) -> Any:
         return handle.runtime.call(handle, module, forward, args, kwargs)
 
-    assert handle.lender is not None
-    lender = handle.lender()
-    assert lender is not None, "a unit's runtime has all of its modules"
+    lender = None if handle.lender is None else handle.lender()
+    if lender is None:
+        return handle, module, forward
     outer = handle_of(lender)
+    if outer.runtime.scheduler.sequencer.is_in_use(outer.index):
+        return handle, module, forward
     precision = replace(outer.options.precision, cast_forward_inputs=False, output_dtype=None)
-    return replace(outer, options=replace(outer.options, precision=precision)), lender, inner
+    outer = replace(outer, options=replace(outer.options, precision=precision))
+    return _within_lender(outer, lender, inner)
 
 
 def plain_class(sharded: type[nn.Module]) -> type[nn.Module]:
