@@ -1,6 +1,7 @@
 """Units that are called outside of their model's forward, as heads are for chunks of a loss."""
 
 import copy
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.schedule.events import EventKind
 from tests.covering import covered_first
 from tests.models import WIDTH, Block
 from tests.ranks import on_ranks
@@ -116,6 +118,41 @@ def test_a_tied_head_is_called_on_chunks(
     with torch.no_grad():
         hidden = torch.randn(2, WIDTH).double()
         torch.testing.assert_close(model.out(hidden), reference.out(hidden), rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_chunks_share_a_gather_and_a_reduction(is_tied: bool) -> None:
+    """As docs/large-models.md has it."""
+    torch.manual_seed(0)
+    reference: Any = Tied().double()
+    if not is_tied:
+        reference.out.head.weight = nn.Parameter(reference.embed.weight.detach().clone())
+    model = sw.fully_shard(copy.deepcopy(reference), units=(Block, nn.Linear, nn.Embedding))
+    holder: Any = model if is_tied else model.out.head
+    holder.set_reshard_after_backward(False)
+
+    def run(one: Any, tokens: Tensor) -> Counter[EventKind]:
+        """Return what happened between the first backward and the last."""
+        hidden, found, gradients = one(tokens), Counter[EventKind](), []
+        for i, chunk in enumerate(hidden.detach().chunk(CHUNKS, dim=1)):
+            if one is model:
+                holder.set_requires_gradient_sync(i == CHUNKS - 1)
+            one.out.head(chunk.requires_grad_()).square().mean().backward()
+            gradients.append(chunk.grad)
+            if i and one is model:
+                found.update(record.event.kind for record in sw.ledger(model).records())
+        hidden.backward(torch.cat(gradients, dim=1))
+        return found
+
+    batch = torch.randint(WORDS, (BATCH, LENGTH))
+    run(reference, batch)
+    found = run(model, own_part(batch))
+    assert found[EventKind.GATHER] == 0
+    assert found[EventKind.REDUCE] == 1 + is_tied  # the bias is in the unit of the head
+    used = [p for p in reference.parameters() if p.grad is not None]
+    assert len(used) > 10
+    assert_equal_models(model, reference, 0)
 
 
 @on_ranks(2)
