@@ -55,12 +55,13 @@ class Plan:
 
         By index; the innermost holder, if there are several.
         """
-        found = {}
+        found: dict[int, int] = {}
+        indices = {unit.name: index for index, unit in enumerate(self.units)}
         for holder, unit in enumerate(self.units):
-            shared = [name for one in unit.parameters if len(one.names) > 1 for name in one.names]
-            for index, inner in enumerate(self.units[holder + 1 :], holder + 1):
-                if any(name.startswith(f"{inner.name}.") for name in shared):
-                    found[index] = holder
+            for name in (n for one in unit.parameters if len(one.names) > 1 for n in one.names):
+                while name := name.rpartition(".")[0]:
+                    if indices.get(name, 0) > holder:
+                        found[indices[name]] = holder
         return found
 
     def unfrozen(self, names: Collection[str]) -> "Plan":
