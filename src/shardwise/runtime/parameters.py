@@ -194,7 +194,7 @@ class FSDPParameter:
         """Remove the gradient [shape] from the dense parameter and return it."""
         gradient, self.dense.grad = self.dense.grad, None
         assert gradient is not None
-        local = self.sharding.local_of_dense(gradient)
+        local = self.sharding.local_of_gradient(gradient)
         if type(local) is Tensor:
             return local
         # The gradient of a tensor subclass is copied to a plain tensor, as buffers are plain.

@@ -30,6 +30,7 @@ from shardwise.tensor.sharding import (
     ChunkSharding,
     ExtendedSharding,
     Sharding,
+    dense_form_of,
     local_of,
     sharding_of,
 )
@@ -309,12 +310,12 @@ def sharding_for(
     in_chunks = isinstance(extent.parameter.granularity, Dim)
     before = sharding_of(original)
     if before is not None:
-        inner = before.dense_spec
+        inner, local = before.dense_spec, before.local_gradients
     else:
-        inner = original._spec if isinstance(original, DTensor) else None
+        inner, local = dense_form_of(original) if isinstance(original, DTensor) else (None, None)
     kind = ExtendedSharding if extent.parameter.is_extended else ChunkSharding
     made = kind if in_chunks else RunSharding
-    return made(layout, extent, mesh, label, unit.label, inner, module)
+    return made(layout, extent, mesh, label, unit.label, inner, module, local)
 
 
 @dataclass(frozen=True, slots=True)

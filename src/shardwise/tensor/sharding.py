@@ -3,7 +3,7 @@
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -34,13 +34,16 @@ __all__ = [
     "ChunkSharding",
     "ExtendedSharding",
     "Sharding",
+    "dense_form_of",
     "is_tensor_parallel",
     "local_of",
+    "mark_as_local",
     "mesh_of",
     "sharding_of",
 ]
 
 _SHARDING = "_sharding"  # a parameter's attribute
+_LOCAL = "_shardwise_local"  # an attribute: see `mark_as_local`
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
 BEFORE_USE = "_shardwise_before_use"
 _ALIASES = "_shardwise_aliases"  # an attribute: weak references to local tensors of ``.data``
@@ -201,6 +204,7 @@ class Sharding(ABC):
     unit: str  # the label of its unit
     dense_spec: DTensorSpec | None = None  # set if the parameter was already a DTensor
     module: Callable[[], nn.Module | None] | None = None  # a weak reference to the unit
+    local_gradients: tuple[Placement, ...] | None = None  # see `mark_as_local`
     _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     carries_attributes: ClassVar[bool] = True  # those of the sharded and dense parameter are equal
@@ -328,6 +332,10 @@ class Sharding(ABC):
         """The local tensor of a dense parameter or gradient, the inverse of `dense`."""
         return dense
 
+    def local_of_gradient(self, gradient: Tensor) -> Tensor:
+        """The local tensor of a gradient of the dense parameter."""
+        return self.local_of_dense(gradient)
+
     def spec(self, local: Tensor) -> DTensorSpec:
         """The DTensorSpec of a tensor of which this rank stores ``local``."""
         known = self._specs.get(local.dtype)
@@ -387,7 +395,7 @@ class ChunkSharding(Sharding):
 
     def dense(self, local: Tensor) -> Tensor:
         before = self.dense_spec
-        if before is None:
+        if before is None or self.local_gradients is not None:
             return local
         meta = TensorMeta(self.shape, before.stride, local.dtype)
         spec = DTensorSpec(before.mesh, before.placements, tensor_meta=meta)
@@ -409,6 +417,12 @@ class ChunkSharding(Sharding):
             dense = cast("DTensor", dense.to(reduce_dtype)).redistribute(spec.mesh, wanted)
         local = dense._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    def local_of_gradient(self, gradient: Tensor) -> Tensor:
+        if self.local_gradients is not None and self.dense_spec is not None:
+            mesh = self.dense_spec.mesh
+            gradient = DTensor.from_local(gradient, mesh, self.local_gradients, run_check=False)
+        return self.local_of_dense(gradient)
 
     def wrap(self, local: Tensor) -> DTensor:
         if local.storage_offset():
@@ -486,6 +500,19 @@ def _with_own_storage(flat: Tensor) -> Tensor:
 def is_tensor_parallel(parameter: Tensor) -> bool:
     """Whether ``parameter`` is a DTensor that `fully_shard` has not sharded."""
     return isinstance(parameter, DTensor) and sharding_of(parameter) is None
+
+
+def mark_as_local(parameter: Tensor, gradients: Sequence[Placement]) -> None:
+    """Let modules compute with the local tensor of a DTensor, whose gradient is a plain tensor.
+
+    ``gradients`` are the placements of that gradient on the mesh of ``parameter``.
+    """
+    vars(parameter)[_LOCAL] = tuple(gradients)
+
+
+def dense_form_of(parameter: DTensor) -> tuple[DTensorSpec, tuple[Placement, ...] | None]:
+    """The spec of a DTensor that is not sharded yet, and what `mark_as_local` has noted."""
+    return parameter._spec, vars(parameter).get(_LOCAL)
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
