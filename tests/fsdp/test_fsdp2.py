@@ -1,5 +1,6 @@
 """Programs written for FSDP2 give the same results with `shardwise.fsdp`."""
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -184,6 +185,19 @@ def test_programs_find_the_class_and_the_state_of_a_unit() -> None:
         one._fsdp_param_group.post_backward()
     state._root_post_backward_final_callback()
     assert torch.equal(module.weight.grad.full_tensor(), torch.ones(2, 2))
+
+
+@on_ranks(2)
+def test_programs_that_find_sharded_parameters_by_the_name_of_their_class() -> None:
+    """They gather adapters to save them; without the name, they saved tensors without memory."""
+    torch.manual_seed(0)
+    alone = nn.Linear(4, 3).double()
+    model = fsdp.fully_shard(copy.deepcopy(alone))
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        assert type(parameter).__name__ == "DTensor"
+        assert type(parameter.data).__name__ == "DTensor"
+        assert torch.equal(parameter.full_tensor(), alone.get_parameter(name))
 
 
 @on_ranks(2, deadline=DEADLINE)

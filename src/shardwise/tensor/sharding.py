@@ -186,6 +186,7 @@ class AssignableDTensor(DTensor):
         return cast("Tensor", memo[id(self)])
 
 
+AssignableDTensor.__name__ = "DTensor"  # by which programs recognize parameters to gather
 use_foreach_for(AssignableDTensor)
 
 
