@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,12 +52,14 @@ class Tied(nn.Module):
         self.out = Middle()
         self.out.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.penalty = torch.zeros(())
 
     def forward(self, tokens: Tensor, reentrant: bool | None = None) -> Tensor:
         """Run the head, too, under a checkpoint, if ``reentrant`` says of which kind."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        self.penalty = x.square().mean()  # a head that is called alone must not be taken for it
         scaled: Tensor = self.scale * x
         if reentrant is not None:
             logits: Tensor = checkpoint(self.out, scaled, use_reentrant=reentrant)
@@ -79,7 +82,8 @@ def backward(model: Any, tokens: Tensor, reentrant: bool | None = None) -> Tenso
         loss.backward()
         gradients.append(chunk.grad)
         total = total + loss.detach()
-    hidden.backward(torch.cat(gradients, dim=1))  # type: ignore[no-untyped-call]
+    gradient = torch.cat(gradients, dim=1)
+    (model.penalty + (hidden * gradient).sum()).backward()
     return total
 
 
@@ -153,6 +157,42 @@ def test_chunks_share_a_gather_and_a_reduction(is_tied: bool) -> None:
     used = [p for p in reference.parameters() if p.grad is not None]
     assert len(used) > 10
     assert_equal_models(model, reference, 0)
+
+
+@on_ranks(2)
+def test_the_next_forward_of_the_model_gathers_ahead() -> None:
+    """The order of its units is not that of the call of the head."""
+    model: Any = sw.fully_shard(Tied(), units=(Block, nn.Linear))
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    for _ in range(2):
+        model.out.head(torch.randn(2, WIDTH)).sum().backward()
+        model(tokens).sum().backward()
+    kinds = [(record.event.kind, record.event.unit) for record in sw.ledger(model).records()]
+    gathered = [unit for kind, unit in kinds if kind is EventKind.GATHER]
+    assert kinds.index((EventKind.GATHER, gathered[1])) < kinds.index((EventKind.FORWARD, 0))
+
+
+@on_ranks(2)
+def test_ranks_with_fewer_batches_join_calls_of_a_head() -> None:
+    torch.manual_seed(0)
+    reference: Any = Tied().double()
+    model: Any = sw.fully_shard(copy.deepcopy(reference), units=(Block, Middle, nn.Linear))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (reference, model)]
+    batches = [torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(4)]
+    with sw.join(model, optimizers[1]):
+        for batch in batches[dist.get_rank() :: 2][: 1 + (dist.get_rank() == 0)]:
+            backward(model, batch)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    for step in ((batches[0], batches[1]), (batches[2],)):
+        for batch in step:
+            backward(reference, batch)
+        for parameter in reference.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(step)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert_equal_models(model, reference, 1)
 
 
 @on_ranks(2)

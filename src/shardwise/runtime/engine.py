@@ -121,12 +121,15 @@ class Runtime:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run the forward of a unit with its parameters gathered."""
+        """Run the forward of a unit with its parameters gathered.
+
+        Or that of ``module``, another unit to which this one lends parameters.
+        """
         scheduler, index, precision = self.scheduler, handle.index, handle.options.precision
         task = hooks.current_task()
         if task != hooks.NO_TASK:
             scheduler.enter_backward(task)
-        elif not scheduler.in_gathered:
+        elif not scheduler.in_gathered and vars(module)[HANDLE].index == index:  # not lent
             self._structures[index].check(module, self._is_dense)
         if self._has_accelerator and (index == 0 or scheduler.is_outermost):
             args, kwargs = move_tensors((args, kwargs), self.pools.device)

@@ -361,7 +361,7 @@ def _call_unit(
             forward = partial(_run_resumed, paused, forward)
         depth = handle.runtime.scheduler.depth
         if handle.lender is not None:
-            handle, module, forward = _within_lender(handle, module, forward)
+            forward = _within_lenders(handle, module, forward)
         try:
             return handle.runtime.call(handle, module, forward, args, kwargs)
         except BaseException as error:
@@ -371,27 +371,28 @@ def _call_unit(
         _resume(paused)
 
 
-def _within_lender(
+def _within_lenders(
     handle: Handle, module: nn.Module, forward: Callable[..., Any]
-) -> tuple[Handle, nn.Module, Callable[..., Any]]:
-    """Make the call of a unit one of its lender, unless this computes already, to gather it.
+) -> Callable[..., Any]:
+    """The ``forward`` of a unit inside calls of its lenders, unless these compute already.
 
     For example of a head whose weight is that of the embedding, for chunks of a loss. The
-    lender's conversions of inputs and outputs do not apply.
+    lenders' conversions of inputs and outputs do not apply.
     """
+    while handle.lender is not None and (lender := handle.lender()) is not None:
+        handle = handle_of(lender)
+        if not handle.runtime.scheduler.sequencer.is_in_use(handle.index):
+            options = handle.options
+            precision = replace(options.precision, cast_forward_inputs=False, output_dtype=None)
+            handle = replace(handle, options=replace(options, precision=precision))
+            forward = partial(_lend, handle, module, forward)
+    return forward
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return handle.runtime.call(handle, module, forward, args, kwargs)
 
-    lender = None if handle.lender is None else handle.lender()
-    if lender is None:
-        return handle, module, forward
-    outer = handle_of(lender)
-    if outer.runtime.scheduler.sequencer.is_in_use(outer.index):
-        return handle, module, forward
-    precision = replace(outer.options.precision, cast_forward_inputs=False, output_dtype=None)
-    outer = replace(outer, options=replace(outer.options, precision=precision))
-    return _within_lender(outer, lender, inner)
+def _lend(
+    handle: Handle, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return handle.runtime.call(handle, module, forward, args, kwargs)
 
 
 def plain_class(sharded: type[nn.Module]) -> type[nn.Module]:

@@ -143,8 +143,8 @@ class Sequencer:
         self._status = [UnitStatus() for _ in plan.units]
         self.tick = 0  # counts the calls that begin or end
         self._stack: list[Call] = []
-        # By whether autograd records the pass: the order of the last one.
-        self._expected: dict[bool, tuple[int, ...]] = {False: (), True: ()}
+        # By the first unit of a pass and whether autograd records it: the order of the last one.
+        self._expected: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._backwards: dict[int, dict[Pass, BackwardPass]] = {}  # by id of autograd's graph task
         self._to_free: int | None = None
         self._reducing: deque[int] = deque()
@@ -163,7 +163,7 @@ class Sequencer:
 
         It is ``recomputed`` if it runs inside backward, as with activation checkpointing.
         """
-        forward_pass = self._pass(grad=grad, recomputed=recomputed)
+        forward_pass = self._pass(unit, grad=grad, recomputed=recomputed)
         self.tick += 1
         call = Call(unit, forward_pass, entered=self.tick)
         forward_pass.append(call)
@@ -272,7 +272,7 @@ class Sequencer:
         del self._stack[depth:]
         self._events = []  # an interrupt may have left some
         # Only some ranks may have recorded the order of this pass, so all ranks forget it.
-        self._expected = {False: (), True: ()}
+        self._expected.clear()
         self._backwards.clear()
         self._reducing.clear()
         self._arriving.clear()
@@ -348,14 +348,14 @@ class Sequencer:
 
     # -- passes and calls ------------------------------------------------------------------------
 
-    def _pass(self, *, grad: bool, recomputed: bool) -> Pass:
+    def _pass(self, unit: int, *, grad: bool, recomputed: bool) -> Pass:
         if self._stack and self._stack[-1].forward_pass.recomputed == recomputed:
             return self._stack[-1].forward_pass
         if recomputed:
             return Pass(recomputed, grad, expected=(), on_track=False)
         # An optimizer may have stepped, so gathered units are stale unless they were requested.
         self._free_all(keep_reserved=True)
-        return Pass(recomputed, grad, self._expected[grad])
+        return Pass(recomputed, grad, self._expected.get((unit, grad), ()))
 
     def _end_pass(self, forward_pass: Pass, *, failed: bool) -> None:
         self._free_prefetched()
@@ -364,7 +364,8 @@ class Sequencer:
         if failed or not forward_pass.is_differentiable:
             self._free_all()
         if not failed:
-            self._expected[forward_pass.grad] = tuple(call.unit for call in forward_pass.calls)
+            order = tuple(call.unit for call in forward_pass.calls)
+            self._expected[order[0], forward_pass.grad] = order
 
     def _stays_after_forward(self, call: Call) -> bool:
         if self.is_in_use(call.unit) or self._is_prefetched_by_backward(call.unit):
