@@ -169,6 +169,7 @@ def test_the_next_forward_of_the_model_gathers_ahead() -> None:
         model(tokens).sum().backward()
     kinds = [(record.event.kind, record.event.unit) for record in sw.ledger(model).records()]
     gathered = [unit for kind, unit in kinds if kind is EventKind.GATHER]
+    assert (EventKind.FORWARD, gathered[1]) in kinds
     assert kinds.index((EventKind.GATHER, gathered[1])) < kinds.index((EventKind.FORWARD, 0))
 
 
