@@ -58,8 +58,9 @@ class Calls:
 
     def _trace(self, frame: FrameType, event: str, _argument: object) -> None:
         code = frame.f_code
-        # Python ignores what is raised where it closes a generator.
-        if not code.co_filename.startswith(_ENGINE) or code.co_flags & inspect.CO_GENERATOR:
+        # Python ignores what is raised where it closes a generator, and in destructors.
+        is_ignored = code.co_flags & inspect.CO_GENERATOR or code.co_name == "__del__"
+        if not code.co_filename.startswith(_ENGINE) or is_ignored:
             return
         if event == "call" and self.count == self._raising:
             self._raising = -1
