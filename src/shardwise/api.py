@@ -1,5 +1,6 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from shardwise.features.full_precision import apply_precision
 from shardwise.features.held_memory import HeldMemory
 from shardwise.features.initialize import Initialization, Materializer
 from shardwise.features.leaves import Leaves
+from shardwise.features.local_spmd import make_dtensors
 from shardwise.features.padding import padding_report
 from shardwise.features.pretrained import wrapped_methods
 from shardwise.features.unused import UNUSED, Unused, UnusedParameters
@@ -185,6 +187,10 @@ def fully_shard(
     dims: tuple[str, ...] = ()
     if dp_mesh_dims is not None:
         dims = (*dp_mesh_dims.replicate_names, *dp_mesh_dims.shard_names)
+    place = shard_placement_fn
+    if "spmd_types" in sys.modules:
+        place = make_dtensors(modules, mesh, dims, ignored_params, place)
+    if dp_mesh_dims is not None:
         mesh = data_parallel_part(mesh, dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names)
         if strategy is None and not dp_mesh_dims.shard_names:
             strategy = "ddp"
@@ -204,7 +210,7 @@ def fully_shard(
             _checked_wire(wire),
         ),
         prefetch=prefetch,
-        place=shard_placement_fn,
+        place=place,
         granularity=granularity,
         warns=on_different_values == "warn",
         unused=unused,
@@ -401,6 +407,7 @@ class ShardingRequest:
                 f"granularity 'dim' with {plan.strategy}: expected a strategy that shards over one "
                 "axis, as FSDP2 does; pass another granularity, or strategy 'fsdp' or 'hsdp'"
             )
+        _check_holders(module, plan, mesh)
         return manual, plan
 
     def _build(
@@ -596,6 +603,22 @@ def _separate_models(handles: Mapping[str, Handle], mesh: DataParallelMesh) -> l
         and set(handle.mesh.global_ranks) < ranks
     }
     return [name for name, handle in others.items() if handle.runtime not in joining]
+
+
+def _check_holders(module: nn.Module, plan: Plan, mesh: DataParallelMesh) -> None:
+    """Raise a PlanError if shared parameters are moved from units with their own ranks to others.
+
+    Their values differ between ranks that would shard one parameter.
+    """
+    units = (unit for unit in plan.units if not unit.has_own_ranks)
+    for names in (p.names for unit in units for p in unit.parameters if len(p.names) > 1):
+        before = sharding_of(parameter_of(module, names[0]))
+        if before is not None and set(before.mesh.global_ranks) != set(mesh.global_ranks):
+            raise PlanError(
+                f"{' and '.join(names)} are one parameter, which is sharded over ranks "
+                f"{sorted(before.mesh.global_ranks)} and whose modules are in different units; "
+                "make the module around both a unit over these ranks, or do not share it"
+            )
 
 
 def _different_ranks_error(name: str, handle: Handle, mesh: DataParallelMesh) -> PlanError:

@@ -1,5 +1,6 @@
 """Plain parameters with types of the package ``spmd_types``, as torchtitan makes by default."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,13 +127,50 @@ def test_training_is_that_of_one_process(on_meta: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@on_ranks(4)
+def test_ties_hooks_and_optimizers_of_before_are_kept() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Block(), Block()).double()
+    copies = [copy.deepcopy(reference), reference]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    found, hooked = [], []
+    for model in copies:
+        blocks: Any = list(model)
+        if model is not reference:
+            for block in blocks:
+                annotate(block, mesh)
+        blocks[1].scale = blocks[0].scale
+        blocks[1].up.weight = blocks[0].up.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        blocks[0].up.weight.register_post_accumulate_grad_hook(lambda _: hooked.append(1))
+        part = slice(None)
+        if model is not reference:
+            for module in (*blocks, model):
+                shardwise.fsdp.fully_shard(
+                    module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data")
+                )
+            assert blocks[1].up.weight is blocks[0].up.weight
+            rank = mesh.get_local_rank("data")
+            part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(STEPS):
+            x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)[part]
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([full(p).detach() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert len(hooked) == 2 * STEPS
+
+
 @on_ranks(2)
-def test_types_need_dp_mesh_dims() -> None:
+@pytest.mark.parametrize("fully_shard", [shardwise.fsdp.fully_shard, sw.fully_shard])
+def test_types_need_dp_mesh_dims(fully_shard: Any) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     linear = nn.Linear(2, 2, bias=False)
     spmd.assert_type(linear.weight, {mesh.get_group(): spmd.R})
     with pytest.raises(sw.PlanError, match=r"weight has spmd_types .* pass .* dp_mesh_dims="):
-        shardwise.fsdp.fully_shard(linear, mesh=mesh)
+        fully_shard(linear, mesh=mesh)
 
 
 @on_ranks(4)

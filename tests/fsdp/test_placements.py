@@ -1,7 +1,7 @@
 """Placement functions that choose the mesh of each parameter give the same as with FSDP2."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,7 +119,35 @@ def test_experts_on_their_own_mesh(lists: bool, factor: float | None, dtype: tor
 
 
 @on_ranks(4)
+def test_what_parameters_on_several_meshes_cannot_have() -> None:
+    dense, sparse = meshes()
+    block = Block(lists=True)
+    assert isinstance(block.experts, nn.ModuleList)
+    first, second = (cast("Experts", one) for one in block.experts)
+    second.up = first.up
+    place = by_mesh(block, dense, sparse["efsdp"])
+    fsdp.fully_shard(block, mesh=dense, shard_placement_fn=place)
+    with pytest.raises(PlanError, match="set_all_reduce_hook is not supported with parameters on"):
+        cast("Any", block).set_all_reduce_hook(lambda _: None)
+    # The experts would become units of this model, and the root would hold what they share.
+    cast("Any", block).set_gradient_divide_factor(4.0)
+    with pytest.raises(
+        PlanError, match=r"0\.up and .*1\.up are one parameter, which is sharded over"
+    ):
+        fsdp.fully_shard(nn.Sequential(block), mesh=dense)
+
+
+@on_ranks(4)
 def test_meshes_that_a_module_cannot_have() -> None:
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = _fsdp_common.HSDPMeshInfo(square, shard_mesh_dim=1, replicate_mesh_dim=0)
+    with pytest.raises(PlanError, match="has the ranks of mesh= in another shape"):
+        fsdp.fully_shard(
+            Block(lists=False),
+            shard_placement_fn=lambda p: (
+                _fsdp_common.ShardPlacementResult(None, hybrid) if p.ndim == 3 else None
+            ),
+        )
     dense, sparse = meshes()
     infos = [_fsdp_common.FSDPMeshInfo(m, shard_mesh_dim=0) for m in (dense, sparse["efsdp"])]
 

@@ -19,7 +19,7 @@ from shardwise.features.collective_memory import use_memory
 from shardwise.features.sleep import following
 from shardwise.plan.options import UnitSettings
 from shardwise.plan.precision import MixedPrecisionPolicy
-from shardwise.runtime.attach import settings_of
+from shardwise.runtime.attach import settings_of, shares_settings
 from shardwise.runtime.engine import HANDLE, Handle
 from shardwise.runtime.module import (
     UnitMethods,
@@ -242,8 +242,16 @@ class FSDPModule(nn.Module):
         Args:
             hook: called on the thread and stream of backward, in the same order on every rank.
             stream: accepted, without effect.
+
+        Raises:
+            PlanError: parts of the unit are on other ranks (``shard_placement_fn``).
         """
         _check_not_reproducible(self, "set_all_reduce_hook")
+        if shares_settings(self):
+            raise PlanError(
+                "set_all_reduce_hook is not supported with parameters on several meshes; call it "
+                "on the modules of each mesh"
+            )
         settings_of(self).shard_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -14,7 +14,6 @@ from shardwise import api
 from shardwise._private import register_fully_shard
 from shardwise.features.deferred import when_sharded
 from shardwise.features.fsdp_module import FSDPModule, FSDPState
-from shardwise.fsdp.local_spmd import make_dtensors
 from shardwise.fsdp.placements import shard_on_other_meshes
 from shardwise.fsdp.refusals import check_as_fsdp2
 from shardwise.plan.granularity import Granularities
@@ -54,15 +53,11 @@ def fully_shard(
         policy = options["mp_policy"]
         if policy is not None:  # the conversions are those around the whole module
             policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
-        inner = {**options, "mp_policy": policy, "granularity": granularity}
+        inner = {**options, "mp_policy": policy, "granularity": granularity, "units": None}
         shard = partial(fully_shard, ignored_params=ignored_params, **inner)
         shard_placement_fn = shard_on_other_meshes(
             modules, data_mesh, shard_placement_fn, ignored, shard
         )
-    managed = () if dims is None else (*dims.shard_names, *dims.replicate_names)
-    originals = make_dtensors(modules, mesh, managed, ignored)
-    if originals and (place := shard_placement_fn) is not None:
-        shard_placement_fn = lambda p: place(originals.get(p, p))  # noqa: E731
     if granularity is None:
         check_as_fsdp2(modules, data_mesh, shard_placement_fn, ignored)
     api.fully_shard(

@@ -64,6 +64,11 @@ def shard_on_other_meshes(
                 "meshes than mesh=; pass theirs"
             )
         for part, info in list(_parts(module, "", elsewhere)):
+            if _ranks(info.mesh) == _ranks(mesh):
+                raise PlanError(
+                    f"shard_placement_fn: {info.mesh} has the ranks of mesh= in another shape; "
+                    "return placements on mesh="
+                )
             share_settings(part, module)
             dims = getattr(info, "dp_mesh_dims", None)
             own = info.mesh if dims is None else info.spmd_mesh
@@ -79,8 +84,9 @@ def _parts(
         if elsewhere.get(parameter) is not None:
             raise PlanError(
                 f"shard_placement_fn: {prefix}{name} is on another mesh than other parameters of "
-                "its module, which are gathered for the same forward; put those of each mesh in a "
-                "module of their own, whose forward uses them"
+                "its module, or has another FSDPMeshInfo object, and these are gathered for the "
+                "same forward; put those of each mesh in a module of their own, whose forward uses "
+                "them, and return the same object for them"
             )
     for name, child in module.named_children():
         found = [elsewhere[p] for p in child.parameters() if p in elsewhere]
@@ -90,6 +96,10 @@ def _parts(
             yield from _parts(child, f"{prefix}{name}.", elsewhere)
         else:
             yield child, found[0]
+
+
+def _ranks(mesh: DeviceMesh | None) -> set[int]:
+    return set(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
 
 def _is_same(mesh: DeviceMesh, other: DeviceMesh | None) -> bool:

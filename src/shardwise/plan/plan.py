@@ -51,10 +51,7 @@ class Plan:
         )
 
     def lenders(self) -> dict[int, int]:
-        """Units whose modules share parameters with modules outside, and who holds these.
-
-        By index; the innermost holder, if there are several.
-        """
+        """By unit that uses parameters of units around it: the innermost of these."""
         found: dict[int, int] = {}
         indices = {unit.name: index for index, unit in enumerate(self.units)}
         for holder, unit in enumerate(self.units):

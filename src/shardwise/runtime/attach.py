@@ -38,11 +38,13 @@ __all__ = [
     "owner_of",
     "parameter_of",
     "parameters_of",
+    "pass_on",
     "put_sharded",
     "replace_parameter",
     "restore_ties",
     "settings_of",
     "share_settings",
+    "shares_settings",
     "take_sharded",
     "watch_optimizers",
 ]
@@ -65,6 +67,13 @@ def settings_of(module: nn.Module) -> UnitSettings:
     """The settings of ``module`` as a unit; it may not be sharded yet."""
     settings: UnitSettings = module.__dict__.setdefault(_SETTINGS, UnitSettings())
     return settings
+
+
+def shares_settings(module: nn.Module) -> bool:
+    """Whether a module inside ``module`` has its settings."""
+    settings = settings_of(module)
+    others = (one for one in module.modules() if one is not module)
+    return any(vars(one).get(_SETTINGS) is settings for one in others)
 
 
 def share_settings(module: nn.Module, other: nn.Module) -> None:
@@ -93,7 +102,7 @@ def put_sharded(
     for owner in owners:
         owner.put(sharded)
     if sharded is not original and not (isinstance(original, DTensor) or keeps_its_class(original)):
-        _replace(original, sharded)
+        pass_on(original, sharded)
     return owners, sharded
 
 
@@ -175,7 +184,7 @@ class ReplacedParameter(nn.Parameter):
         return func(current(args[0]), *args[1:], **(kwargs or {}))
 
 
-def _replace(original: nn.Parameter, sharded: nn.Parameter) -> None:
+def pass_on(original: nn.Parameter, sharded: nn.Parameter) -> None:
     """Free the memory of ``original``, give its hooks to ``sharded``, and link the two."""
     share_gradient_hooks(original, sharded)
     original.data = original.data.new_empty(0)

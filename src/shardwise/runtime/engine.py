@@ -44,8 +44,7 @@ class Handle:
     runtime: "Runtime"
     index: int
     options: UnitOptions  # what the user chose
-    # The module of the innermost unit around it that holds parameters of its modules, because
-    # modules outside of it share them.
+    # The module of the innermost unit around it that holds parameters which its modules share.
     lender: weakref.ref[nn.Module] | None = None
 
     @property

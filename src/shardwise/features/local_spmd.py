@@ -5,7 +5,7 @@ become DTensors on the mesh of the call; modules still compute with plain tensor
 """
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -15,39 +15,55 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise.errors import PlanError
 from shardwise.plan.units import named_parameters
-from shardwise.runtime.attach import owner_of
+from shardwise.runtime.attach import current, owner_of, pass_on
 from shardwise.tensor.sharding import mark_as_local
 
 __all__ = ["make_dtensors"]
 
+Place = Callable[[nn.Parameter], Any]
+
 
 def make_dtensors(
-    modules: Iterable[nn.Module],
+    modules: Iterable[object],
     mesh: DeviceMesh | None,
     data_parallel: Collection[str],
     ignored: Collection[nn.Parameter],
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Put DTensors on ``mesh`` in place of parameters with types. Returns the old ones by the new.
+    place: Place | None,
+) -> Place | None:
+    """Put DTensors on ``mesh`` in place of parameters with types; ``spmd_types`` is imported.
 
-    ``data_parallel``: the dims of ``mesh`` over which `fully_shard` shards and replicates.
+    ``data_parallel`` are the dims of ``mesh`` over which `fully_shard` shards and replicates.
+
+    Returns:
+        ``place``, which may also be called with these DTensors.
 
     Raises:
         PlanError: there are no such dims, or the types of a parameter lack another dim of ``mesh``.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for root in modules if "spmd_types" in sys.modules else ():
-        for name, parameter in [*named_parameters(root, ignored=ignored, remove_duplicate=False)]:
-            types = {} if isinstance(parameter, DTensor) else _types_of(parameter)
-            if types:
-                if mesh is None or not data_parallel:
-                    raise PlanError(
-                        f"{name} has spmd_types {types}; pass the mesh of all its axes, and "
-                        "dp_mesh_dims="
-                    )
+    owners = []
+    for root in (one for one in modules if isinstance(one, nn.Module)):
+        for name, parameter in named_parameters(root, ignored=ignored, remove_duplicate=False):
+            if isinstance(parameter, DTensor) or current(parameter) is not parameter:
+                continue
+            types = _types_of(parameter)
+            if types and (mesh is None or not data_parallel):
+                raise PlanError(
+                    f"{name} has spmd_types {types}; pass the mesh of all its axes, and "
+                    "dp_mesh_dims="
+                )
+            if types and mesh is not None:
                 if parameter not in made:
                     made[parameter] = _as_dtensor(name, parameter, types, mesh, data_parallel)
-                owner_of(root, name).put(made[parameter])
-    return {new: old for old, new in made.items()}
+                owners.append((owner_of(root, name), parameter))
+    if not made:
+        return place
+    placements = {} if place is None else {new: place(old) for old, new in made.items()}
+    for owner, parameter in owners:
+        owner.put(made[parameter])
+    for parameter, new in made.items():
+        pass_on(parameter, new)
+    return place and (lambda one: placements[one] if one in placements else place(one))
 
 
 def _types_of(parameter: nn.Parameter) -> dict[Any, Any]:
