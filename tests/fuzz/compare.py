@@ -283,6 +283,13 @@ class Comparison:
         if self.case.in_backward:
             self._step_reference()
 
+    def reduce_held(self) -> None:
+        """The sharded model has reduced what it held, which runs the hooks."""
+        if self.is_holding:
+            self.is_holding = False
+            self.held.clear()
+            self.hooks.run()
+
     def run_in_backward(self) -> None:
         """A micro-batch in whose backward the optimizer steps, unlike in the others."""
         batch = self.batch()

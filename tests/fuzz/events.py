@@ -196,6 +196,7 @@ def _convert(event: Event, of: "Comparison") -> None:
         of.model.double()
         of.reference.float().double()
         of.tolerance = LOOSE
+        of.reduce_held()
 
 
 def _to_cpu(_event: Event, of: "Comparison") -> None:

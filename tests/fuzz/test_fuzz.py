@@ -60,6 +60,17 @@ FOUND = {
     "converted after a parameter was frozen": Case(
         Model(Norm()), steps=(FROZEN_NEXT, Step(micros=(Micro(after=(Event("convert"),)),)))
     ),
+    "a conversion reduces what was held, and runs hooks before clipping": Case(
+        Model(Mlp(hidden=1)),
+        steps=(
+            Step(
+                micros=(
+                    Micro(after=(Event("hook"),)),
+                    Micro(after=(Event("convert"), Event("clip"))),
+                )
+            ),
+        ),
+    ),
     "a recurrent layer is converted": Case(
         Model(Gru(hidden=1)), steps=(Step(micros=(Micro(after=(Event("convert"),)),)),)
     ),
