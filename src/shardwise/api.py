@@ -1,7 +1,6 @@
 """`fully_shard`: plans a model, has the runtime shard it, and attaches the features."""
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -67,6 +66,7 @@ from shardwise.runtime.module import (
     become_unit,
     handle_of,
     keeping_gradients,
+    lenders_of,
     plain_class,
     set_managed,
 )
@@ -320,11 +320,11 @@ class ShardingRequest:
         options = inner = self.options
         if options.precision.output_dtype is not None:  # it is that of the outermost unit
             inner = replace(options, precision=replace(options.precision, output_dtype=None))
-        lenders, modules = plan.lenders(), [module.get_submodule(one.name) for one in plan.units]
+        modules = [module.get_submodule(unit.name) for unit in plan.units]
+        lenders = lenders_of(plan, modules)
         for index, (unit, unit_module) in enumerate(zip(plan.units, modules, strict=True)):
             chosen = manual.get(unit.name, inner if index else options)
-            lender = weakref.ref(modules[lenders[index]]) if index in lenders else None
-            handle = Handle(runtime, index, chosen, lender)
+            handle = Handle(runtime, index, chosen, lenders.get(index))
             become_unit(unit_module, handle, FSDPModule, wrapped_methods(unit_module))
         bind_compiled(module)
         set_managed(module)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, wraps
 from itertools import islice
@@ -36,6 +36,7 @@ __all__ = [
     "is_unit",
     "keeping_gradients",
     "ledger",
+    "lenders_of",
     "mean_over_replicas",
     "normal_tensors",
     "plain_class",
@@ -360,8 +361,7 @@ def _call_unit(
         if paused is not None:
             forward = partial(_run_resumed, paused, forward)
         depth = handle.runtime.scheduler.depth
-        if handle.lender is not None:
-            forward = _within_lenders(handle, module, forward)
+        forward = _within_lenders(handle, module, forward)
         try:
             return handle.runtime.call(handle, module, forward, args, kwargs)
         except BaseException as error:
@@ -369,6 +369,11 @@ def _call_unit(
             raise
     finally:
         _resume(paused)
+
+
+def lenders_of(plan: Plan, modules: Sequence[nn.Module]) -> dict[int, weakref.ref[nn.Module]]:
+    """The `Handle.lender` of units that have one, by index; ``modules`` are those of all units."""
+    return {index: weakref.ref(modules[holder]) for index, holder in plan.lenders().items()}
 
 
 def _within_lenders(
@@ -455,10 +460,9 @@ def _shard_by(
     names = {id(one): name for name, one in module.named_modules()}
     units = zip(plan.units, modules, strict=True)
     plan = replace(plan, units=tuple(replace(unit, name=names[id(one)]) for unit, one in units))
-    new, lenders = runtime.request.build(module, plan, runtime), plan.lenders()
+    new, lenders = runtime.request.build(module, plan, runtime), lenders_of(plan, modules)
     for index, (original, one) in enumerate(zip(originals, modules, strict=True)):
-        lender = weakref.ref(modules[lenders[index]]) if index in lenders else None
-        handle = Handle(new, index, handle_of(original).options, lender)
+        handle = Handle(new, index, handle_of(original).options, lenders.get(index))
         kind = cast("type[nn.Module]", type(original).__bases__[0])
         methods: MethodWrappers = getattr(type(original), _METHODS)
         become_unit(one, handle, kind, methods)

@@ -420,7 +420,8 @@ class ChunkSharding(Sharding):
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def local_of_gradient(self, gradient: Tensor) -> Tensor:
-        if self.local_gradients is not None and self.dense_spec is not None:
+        if self.local_gradients is not None:
+            assert self.dense_spec is not None
             mesh = self.dense_spec.mesh
             gradient = DTensor.from_local(gradient, mesh, self.local_gradients, run_check=False)
         return self.local_of_dense(gradient)
