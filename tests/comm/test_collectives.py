@@ -178,12 +178,12 @@ def test_collectives_of_a_queue_run_in_order() -> None:
         assert torch.equal(flat, torch.full_like(flat, number))
     times = [moment for pending in pendings for moment in pending.span]
     assert times == sorted(times)
-    numbers = range(before.issued + 1, before.issued + 9)
     collectives = [pending.collective for pending in pendings]
-    ranks = comm.world.ranks
+    assert collectives[0] is not None
+    world, first = comm.world, collectives[0].number
     assert collectives == [
-        CollectiveId(number, f"gather {size}", 4 * size, ranks)
-        for size, number in enumerate(numbers)
+        CollectiveId(first + size, f"gather {size}", 4 * size, world.ranks, world.digest)
+        for size in range(8)
     ]
     after = _state(comm.gather)
     assert after.issued == before.issued + 8
@@ -261,7 +261,7 @@ def test_different_collectives_never_mix(difference: str) -> None:
     odd = comm.rank == 1
     if odd and difference == "number":
         assert isinstance(comm.gather, HostCollectives)
-        comm.gather._issued += 1
+        comm.gather._numbers[comm.world.digest] += 1
     size = 5 if odd and difference == "size" else 3
     label = "gather b" if odd and difference == "label" else "gather a"
     with _hurried(comm):

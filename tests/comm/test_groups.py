@@ -246,7 +246,7 @@ def test_all_groups_are_aborted_at_the_same_time() -> None:
     queue = ProcessGroupCollectives(RankGroup((0,), 0), torch.device("cpu"), "fake", "queue")
     met = threading.Barrier(2)
     groups = [mock.Mock(abort=lambda: met.wait(PATIENCE_SECONDS)) for _ in range(2)]
-    queue._groups = {(bytes([number]), False): group for number, group in enumerate(groups)}
+    queue._groups = {(str(number), False): group for number, group in enumerate(groups)}
     queue.stop()
     assert not met.broken
 

@@ -104,6 +104,28 @@ def test_hybrid_shards_are_those_of_a_replica() -> None:
     assert_equal(other, net)
 
 
+@on_ranks(4)
+def test_the_ranks_of_one_replica_may_take_a_state_dict_alone() -> None:
+    """The other ranks once waited for ever in the next backward."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    groups = mesh.get_group(1), mesh.get_group(0)
+    net, alone = wrapped(process_group=groups, sharding_strategy=HYBRID), make_net(0)
+    FSDP.set_state_dict_type(net, SHARDED)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, alone)]
+    for seed in range(2):
+        if dist.get_rank() < 2:
+            net.state_dict()
+        net(batch(dist.get_rank(), seed)).square().mean().backward()
+        losses = [alone(batch(rank, seed)).square().mean() for rank in range(4)]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(alone.named_parameters())
+    for name, value in values(f, net).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+
+
 @on_ranks(2)
 def test_shards_keep_negative_zeros_and_nans() -> None:
     net, other = wrapped(), wrapped(seed=3)

@@ -76,10 +76,11 @@ SLOW = (report(queue(2, program(3)), IDLE), report(queue(2, program(3)), IDLE))
 
 def test_different_collectives_have_different_tags() -> None:
     different = [
-        CollectiveId(number, label, slot_bytes)
+        CollectiveId(number, label, slot_bytes, group=group)
         for number in range(1, 20)
         for label in ("gather a", "gather b", "reduce a", "gather a 1")
         for slot_bytes in (0, 16, 64)
+        for group in ("a", "b")
     ]
     assert len({collective.tag for collective in different}) == len(different)
 

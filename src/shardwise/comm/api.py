@@ -75,9 +75,9 @@ class RankGroup:
         return self.ranks.index(self.own_rank)
 
     @cached_property
-    def digest(self) -> bytes:
+    def digest(self) -> str:
         """A short key for the ranks; a group may have thousands."""
-        return hashlib.sha1(repr(self.ranks).encode(), usedforsecurity=False).digest()
+        return hashlib.sha1(repr(self.ranks).encode(), usedforsecurity=False).hexdigest()
 
     @property
     def size(self) -> int:
@@ -188,17 +188,18 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveId:
-    """One collective: the ``number``-th of its queue since the last recovery, among ``ranks``."""
+    """One collective of a queue, among ``ranks``."""
 
-    number: int
+    number: int  # in its group, since the last recovery
     label: str
     slot_bytes: int  # to each other rank; 0 if they differ
     ranks: tuple[int, ...] = ()
+    group: str = ""  # digest of the ranks that count it
 
     @property
     def tag(self) -> int:
         """A number that is the same on all ranks, and differs between collectives."""
-        text = f"{self.number} {self.label} {self.slot_bytes}"
+        text = f"{self.number} {self.label} {self.slot_bytes} {self.group}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 

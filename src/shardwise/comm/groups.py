@@ -66,7 +66,7 @@ def new_group(
     assert world is not None
     members = dist.get_process_group_ranks(parent)
     ranks = [members[rank] for rank in group.ranks]
-    name = f"{parent.group_name}/{name}/{group.digest.hex()}"
+    name = f"{parent.group_name}/{name}/{group.digest}"
     timeout = group_timeout(parent)
     # In a job that is bound to devices, torch would split the communicator of all its ranks.
     is_bound = world.bound_device_id is not None and len(ranks) < world.size()

@@ -70,7 +70,7 @@ class ProcessGroupCollectives(Collectives):
         self.backend = backend
         self._can = capabilities_of(backend)
         # By the digest of their ranks, and whether they are used on the second stream.
-        self._groups: dict[tuple[bytes, bool], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
         self._earlier: list[dist.ProcessGroup] = []  # replaced; their collectives may still run
         self._device = device
         self._memory_kind = MemoryKind.OWN
@@ -348,7 +348,7 @@ class ProcessGroupCollectives(Collectives):
         name = f"{self.name}{kind}" + (f"/{epoch}" if epoch else "")
         if self.is_monitored:  # the creation cannot be ended, so no rank enters it alone
             assert group.parent is not None
-            key = f"{group.parent.group_name}/{name}/{group.digest.hex()}"
+            key = f"{group.parent.group_name}/{name}/{group.digest}"
             self._meet(key, group, "a process group", group_timeout(group.parent))
         made = new_group(group, self.backend, name, without_kernels=self._without_kernels)
         with self._lock:
@@ -373,7 +373,8 @@ class ProcessGroupCollectives(Collectives):
         num_ranks, key = store.add(f"{key}/ranks", 1), f"{key}/met"
         if num_ranks == group.size:
             store.set(key, _ALL)
-        self._creating = CollectiveId(self._issued + 1, f"creation of {what}", 0, group.ranks)
+        number, label = self._numbers[group.digest] + 1, f"creation of {what}"
+        self._creating = CollectiveId(number, label, 0, group.ranks, group.digest)
         try:
             becomes_true(lambda: self._is_stopped or store.check([key]), timeout.total_seconds())
             self._created.append(self._creating.tag)  # a rank that still waits for it can go on

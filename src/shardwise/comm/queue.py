@@ -3,7 +3,7 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +62,8 @@ class Collectives(ABC):
         self._epoch = 0  # number of restarts
         self._is_stopped = False
         self._issued = 0
+        # By group: the ranks of one may gather alone, as a replica that saves for all does.
+        self._numbers: Counter[str] = Counter()
         self._ended: deque[CollectiveId] = deque(maxlen=16)
 
     @property
@@ -123,6 +125,7 @@ class Collectives(ABC):
         """
         with self._lock:
             self._ended.clear()
+            self._numbers.clear()
             self._issued = 0
             self._epoch = epoch
             self._is_stopped = False
@@ -130,4 +133,6 @@ class Collectives(ABC):
     def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:
         """Number a collective in which this rank sends ``num_bytes`` to each other rank."""
         self._issued += 1
-        return CollectiveId(self._issued, label, num_bytes, group.ranks)
+        self._numbers[group.digest] += 1
+        number = self._numbers[group.digest]
+        return CollectiveId(number, label, num_bytes, group.ranks, group.digest)

@@ -7,6 +7,7 @@ for each other instead of mixing their numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -87,9 +88,9 @@ class HostCollectives(Collectives):
 
     def exchange(self, pairs: Mapping[int, tuple[Tensor, Tensor]], label: str) -> Work:
         check_memory(tensor for pair in pairs.values() for tensor in pair)
-        group = RankGroup(tuple(sorted({*pairs, self._own_rank})), self._own_rank)
-        run = partial(self.point_to_point.exchange, pairs)
-        work = self._submit([(self._next_id(label, group, 0), run)])
+        ranks = tuple(sorted({*pairs, self._own_rank}))
+        collective = replace(self._next_id(label, self.world, 0), ranks=ranks)
+        work = self._submit([(collective, partial(self.point_to_point.exchange, pairs))])
         work.sent = tuple(
             Sent((self._own_rank, rank), sent.nbytes) for rank, (sent, _) in pairs.items()
         )

@@ -41,7 +41,10 @@ def write_flight_record(
             for ranks, name in names.items()
         },
         "pg_status": {},
-        "entries": [_entry(one, state, backend, names[one.ranks]) for one, state in collectives],
+        "entries": [
+            {"record_id": i, "op_id": i, **_entry(one, state, backend, names[one.ranks])}
+            for i, (one, state) in enumerate(collectives)
+        ],
     }
     path.write_bytes(pickle.dumps(record))
 
@@ -50,12 +53,10 @@ def _entry(collective: CollectiveId, state: str, backend: str, group: str) -> di
     operation = _OPERATIONS.get(collective.label.split()[0], "all_gather_single")
     sizes = [[collective.slot_bytes]]
     return {
-        "record_id": collective.number,
         "pg_id": 0,
         "process_group": (group, "shardwise"),
         "collective_seq_id": collective.number,
         "p2p_seq_id": 0,
-        "op_id": collective.number,
         "profiling_name": f"{backend}:{operation}",
         "time_created_ns": 0,
         "input_sizes": sizes,
