@@ -4,7 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -165,6 +165,31 @@ def test_the_dtypes_of_parameters_are_chosen_once(granularity: Any) -> None:
     assert model[0].seen == [torch.float16, torch.bfloat16]
     assert model[1].seen == [torch.bfloat16, torch.float16]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+def test_a_tied_parameter_has_the_dtypes_of_the_units_that_use_it(is_late: bool) -> None:
+    """An embedding and its head compute in full precision, and the blocks between them do not."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
+    reference = copy.deepcopy(model)
+    reference[1].weight = reference[0].weight
+    if not is_late:
+        model[1].weight = model[0].weight
+    for unit in model:
+        sw.fully_shard(unit, mp_policy=sw.MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    sw.fully_shard(model, mp_policy=replace(BF16, cast_forward_inputs=False))
+    model[1].weight = model[0].weight
+    batch = torch.randn(4, WIDTH).double()
+    losses = [
+        one(part).square().mean() for one, part in ((model, own_part(batch)), (reference, batch))
+    ]
+    for loss in losses:
+        loss.backward()
+    assert model[0].weight is model[1].weight
+    assert losses[0].dtype == torch.float64
+    assert_close(model[0].weight.grad, reference[0].weight.grad, "weight")
 
 
 @on_ranks(1)

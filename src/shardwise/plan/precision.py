@@ -69,13 +69,16 @@ class MixedPrecisionPolicy:
                 raise PlanError(f"{name}={value!r}: expected a floating-point torch.dtype")
 
     def dtypes_of(
-        self, parameter: torch.Tensor, module: nn.Module
+        self, parameter: torch.Tensor, module: nn.Module, *, widen: bool = True
     ) -> tuple[torch.dtype, Cast | None]:
-        """The dtype of the shards of ``module``'s ``parameter``, and its cast if others differ."""
+        """The dtype of the shards of ``module``'s ``parameter``, and its cast if others differ.
+
+        Without ``widen``, 16-bit shards stay in 16 bits.
+        """
         kept = came = parameter.dtype
         if not came.is_floating_point:
             return kept, None
-        if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep":
+        if came in LOW_DTYPES and parameter.requires_grad and self.master_dtype != "keep" and widen:
             kept = self.master_dtype or torch.float32
         is_full = isinstance(module, self.full_precision)
         compute = kept if is_full else self.param_dtype or came

@@ -2,7 +2,7 @@
 
 A *unit* is a module whose own parameters (those of no unit inside it) are gathered before its
 forward and freed after it. A parameter that several modules share belongs to the innermost unit
-around all of them.
+around all of them. It has the dtypes that the units which use it choose, if they agree.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -289,11 +289,13 @@ def _owned_parameters(
         names, paths, modules = zip(*found[parameter], strict=True)
         shared = set(chains[paths[0]]).intersection(*(chains[path] for path in paths[1:]))
         unit = next(name for name in reversed(chains[paths[0]]) if name in shared)
-        precision = units[unit].precision
         is_extended = keeps_its_class(parameter)
-        if is_extended:
-            precision = replace(precision, master_dtype="keep")
-        dtype, cast = precision.dtypes_of(parameter, modules[0])
+        users = [(units[chains[p][-1]].precision, m) for p, m in zip(paths, modules, strict=True)]
+        dtypes = {policy.dtypes_of(parameter, m, widen=not is_extended) for policy, m in users}
+        if len(dtypes) > 1:  # they disagree
+            own = units[unit].precision
+            dtypes = {own.dtypes_of(parameter, modules[0], widen=not is_extended)}
+        ((dtype, cast),) = dtypes
         spec = ParameterSpec(
             names=names,
             # With tensor parallelism, the shape of this rank's part.
