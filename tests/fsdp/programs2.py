@@ -35,8 +35,9 @@ def mesh_1d() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-def mesh_2d() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def mesh_2d(replicas: int = 2) -> DeviceMesh:
+    shape = replicas, dist.get_world_size() // replicas
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(f: Any, model: nn.Module, wrapped: str = "blocks", **options: Any) -> Any:
@@ -480,8 +481,8 @@ def shapes(f: Any) -> list[Any]:
     ]
 
 
-def placements_of_hybrid(f: Any) -> list[Any]:
-    net = shard(f, make_net(), mesh=mesh_2d())
+def placements_of_hybrid(f: Any, replicas: int) -> list[Any]:
+    net = shard(f, make_net(), mesh=mesh_2d(replicas))
     return [[[str(one) for one in p.placements] for p in net.parameters()]]
 
 

@@ -127,7 +127,7 @@ def test_program(case: Case) -> None:
         *cases(programs.hybrid, reshard=(None, False)),
         *cases(programs.hybrid_accumulates),
         *one_of(programs.all_reduce_hook, units=("blocks", "root", "layers")),
-        *cases(programs.placements_of_hybrid),
+        *cases(programs.placements_of_hybrid, replicas=(1, 2)),
     ],
     ids=name_of,
 )

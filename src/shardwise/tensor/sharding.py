@@ -353,7 +353,7 @@ class Sharding(ABC):
     def _placements(self, num_dims: int) -> tuple[Placement, ...]:
         is_cut = self.mesh.size > 1 or self.mesh.num_ranks == 1
         inner: Placement = self._inner_placement if is_cut else Replicate()
-        outer = inner if self.mesh.size == self.mesh.num_ranks else Replicate()
+        outer = inner if self.mesh.is_two_level else Replicate()
         return (outer, inner)[-num_dims:]
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Sharding":
