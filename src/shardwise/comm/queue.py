@@ -133,6 +133,5 @@ class Collectives(ABC):
     def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:
         """Number a collective in which this rank sends ``num_bytes`` to each other rank."""
         self._issued += 1
-        self._numbers[group.digest] += 1
-        number = self._numbers[group.digest]
+        self._numbers[group.digest] = number = self._numbers[group.digest] + 1
         return CollectiveId(number, label, num_bytes, group.ranks, group.digest)
