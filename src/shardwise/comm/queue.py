@@ -61,8 +61,7 @@ class Collectives(ABC):
         self._lock = threading.Lock()  # for what follows
         self._epoch = 0  # number of restarts
         self._is_stopped = False
-        self._issued = 0
-        # By group: the ranks of one may gather alone, as a replica that saves for all does.
+        # Of collectives, by group: one replica may gather alone, as when it saves for all.
         self._numbers: Counter[str] = Counter()
         self._ended: deque[CollectiveId] = deque(maxlen=16)
 
@@ -126,12 +125,15 @@ class Collectives(ABC):
         with self._lock:
             self._ended.clear()
             self._numbers.clear()
-            self._issued = 0
             self._epoch = epoch
             self._is_stopped = False
 
+    @property
+    def _issued(self) -> int:
+        return sum(tuple(self._numbers.values()))  # a copy: another thread may add a group
+
     def _next_id(self, label: str, group: RankGroup, num_bytes: int) -> CollectiveId:
         """Number a collective in which this rank sends ``num_bytes`` to each other rank."""
-        self._issued += 1
-        self._numbers[group.digest] = number = self._numbers[group.digest] + 1
+        self._numbers[group.digest] += 1
+        number = self._numbers[group.digest]
         return CollectiveId(number, label, num_bytes, group.ranks, group.digest)
