@@ -324,10 +324,15 @@ def check_optimizers() -> None:
     register_optimizer_step_pre_hook(_warn_of_empty_step)
 
 
-def _warn_of_empty_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Warn about a step in which no parameter has a gradient, as it would do nothing silently."""
+def _warn_of_empty_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn about a step in which no parameter has a gradient, as it would do nothing silently.
+
+    A closure may compute the gradients during the step.
+    """
     parameters = parameters_of(optimizer)
     if optimizer in _warned or any(one.grad is not None for one in parameters):
+        return
+    if any(map(callable, (*args[1:], *kwargs.values()))):
         return
     names = [
         sharding.name

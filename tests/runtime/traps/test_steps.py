@@ -343,6 +343,29 @@ def test_a_step_without_gradients_is_named() -> None:
 
 
 @on_ranks(2)
+def test_a_closure_may_compute_the_gradients_of_a_step() -> None:
+    model, expected = sharded(), build("stack")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        model(own_part(batch())).square().mean().backward()
+        return 0.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.step(closure=closure)
+    for _ in range(2):
+        reference.zero_grad()
+        expected(batch()).square().mean().backward()
+        reference.step()
+    assert_equal_models(model, expected, 1)
+
+
+@on_ranks(2)
 def test_the_first_step_with_an_optimizer_in_backward_holds_few_gradients() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
