@@ -181,6 +181,13 @@ def test_unknown_kinds_of_choices_are_refused(units: object) -> None:
         choose_units(Model(), units)  # type: ignore[arg-type]
 
 
+def test_a_module_is_no_choice() -> None:
+    model = Model()
+    for units in (model.blocks, model.blocks[0]):
+        with pytest.raises(PlanError, match=r"units: a (ModuleList|Block) is a module.*the class"):
+            choose_units(model, units)
+
+
 # -- the parameters of units -------------------------------------------------------------------
 
 

@@ -84,6 +84,12 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         units = (units,)
     if isinstance(units, bool) or units is None:
         raise _unknown(units)
+    if isinstance(units, nn.Module):
+        raise PlanError(
+            f"units: a {type(units).__name__} is a module, and no class of modules; pass the class "
+            "of the modules that become units, or call fully_shard on each of them, and then on "
+            "the model"
+        )
     if isinstance(units, int):
         if units < 1:
             raise PlanError(f"units={units}: expected a size of at least 1 parameter")
