@@ -327,6 +327,27 @@ def test_assigning_data_changes_the_shard() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("granularity", ["element", "dim"])
+def test_what_was_detached_keeps_its_values_when_data_is_assigned(granularity: Any) -> None:
+    model = build("stack")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sw.fully_shard(model, units="auto", granularity=granularity)
+    for _ in range(2):
+        detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        state = model.state_dict()
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        for name, parameter in model.named_parameters():
+            _equal(parameter.full_tensor(), expected[name] * 2)
+            parameter.data = detached[name]
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 3
+        model.load_state_dict(state)
+        for name, value in model.state_dict().items():
+            _equal(value.full_tensor(), expected[name])
+
+
+@on_ranks(2)
 def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
     model = build("stack")
     sw.fully_shard(model, units="auto")

@@ -219,7 +219,7 @@ class UnitMethods(nn.Module):
                 _replace_gathered(self, found, kwargs.get("prefix", ""))
             for name, value in [*islice(found.items(), num_others, None)]:
                 if type(value) is AssignableDTensor and not isinstance(value, nn.Parameter):
-                    found[name] = value.as_plain()
+                    found[name] = value.as_plain(keeps_local=True)
         return found
 
     @_uncompiled

@@ -46,16 +46,17 @@ _SHARDING = "_sharding"  # a parameter's attribute
 _LOCAL = "_shardwise_local"  # an attribute: see `mark_as_local`
 # On a local tensor: what `local_of` calls first. Not on the DTensor, whose attributes are carried.
 BEFORE_USE = "_shardwise_before_use"
-_ALIASES = "_shardwise_aliases"  # an attribute: weak references to local tensors of ``.data``
+_ALIASES = "_shardwise_aliases"  # an attribute: weak references to local tensors of `detach()`
 _GRADIENT: Any = torch.Tensor.grad  # a descriptor
 
 
 class AssignableDTensor(DTensor):
     """A DTensor to whose ``.data`` and ``.grad`` a program may assign.
 
-    ``.data = value`` copies the value; what ``.data`` returned before keeps the old one. On
-    a plain DTensor it has no effect, as everything uses the local tensor. Parameters and gradients
-    that are cut into chunks have this class; other operations return plain DTensors.
+    ``.data = value`` copies the value; what ``.data`` returned before keeps the old one, and so
+    does what ``.detach()`` of a parameter returned. On a plain DTensor it has no effect, as
+    everything uses the local tensor. Parameters and gradients that are cut into chunks have this
+    class; other operations return plain DTensors.
     """
 
     @property
@@ -107,15 +108,9 @@ class AssignableDTensor(DTensor):
         Writes to it count as changes of this tensor, unlike those of plain tensors: gathered copies
         of a parameter do not show them.
         """
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling or torch.is_inference_mode_enabled():
-            data: DTensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        else:
-            data = cast("DTensor", self.detach())
-        if type(data._local_tensor) is Tensor and not is_compiling:
-            alive = [one for one in vars(self).get(_ALIASES, ()) if one() is not None]
-            vars(self)[_ALIASES] = [*alive, weakref.ref(data._local_tensor)]
-        return data
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self._remembered(torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+        return self._remembered(cast("DTensor", self.detach()))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -132,7 +127,7 @@ class AssignableDTensor(DTensor):
             for alias in vars(self).pop(_ALIASES, ()):
                 if (local := alias()) is not None:
                     local.data = local.clone()
-            self.detach().copy_(self._distributed_as_this(value) if is_whole else value)
+            super().detach().copy_(self._distributed_as_this(value) if is_whole else value)
 
     def _refuse_memory(self, *_args: object, **_kwargs: object) -> NoReturn:
         sharding = sharding_of(self)
@@ -150,10 +145,19 @@ class AssignableDTensor(DTensor):
 
     def detach(self) -> Tensor:
         """A tensor of the same class, which `nn.Parameter` requires."""
-        detached = super().detach()
+        detached: Any = super().detach()
         if type(detached) is DTensor:
             detached.__class__ = AssignableDTensor
-        return detached
+        return self._remembered(detached) if isinstance(self, nn.Parameter) else detached
+
+    def _remembered(self, alias: DTensor) -> DTensor:
+        """``alias``, which keeps its values when ``.data`` is assigned, as with plain tensors."""
+        local = alias._local_tensor
+        if not torch.compiler.is_compiling() and type(local) is Tensor:
+            given = vars(self).get(_ALIASES, ())
+            others = [one for one in given if one() is not None and one() is not local]
+            vars(self)[_ALIASES] = [*others, weakref.ref(local)]
+        return alias
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> "AssignableDTensor":
@@ -162,12 +166,14 @@ class AssignableDTensor(DTensor):
         unflattened.__class__ = AssignableDTensor
         return cast("AssignableDTensor", unflattened)
 
-    def as_plain(self) -> DTensor:
+    def as_plain(self, *, keeps_local: bool = False) -> DTensor:
         """A plain DTensor with the same memory and attributes."""
         plain = super().detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
         vars(plain).pop(_ALIASES, None)
         assert isinstance(plain, DTensor)
+        if keeps_local:  # which a parameter may remember
+            plain._local_tensor = self._local_tensor
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
