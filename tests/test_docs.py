@@ -16,6 +16,7 @@ LINKING = [*DOCUMENTS, TESTS.parent / "CHANGELOG.md", TESTS / "README.md"]
 ABBREVIATIONS = {"traps/": "runtime/traps/"}  # as docs/design.md says
 FILE = re.compile(r"(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+)(…?))?")
 PYTORCHS = re.compile(r"`test_\w+\.py: ")  # how porting.md names PyTorch's own tests
+MODULE = re.compile(r"-m ((?:shardwise|benchmarks|tests)\b[\w.]*\w)")  # of this repository
 NAME = re.compile(r"()(test_\w+?)(…?)")  # in the file that was named last
 
 
@@ -53,6 +54,19 @@ def find(path: str) -> Iterator[Path]:
         if path.startswith(short):
             path = long + path.removeprefix(short)
     return TESTS.rglob(path) if "/" not in path else (p for p in [TESTS / path] if p.exists())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_modules_that_commands_run_exist(document: Path) -> None:
+    named = MODULE.findall(document.read_text(encoding="utf-8"))
+    assert [name for name in named if not is_run_by_python(name)] == []
+
+
+def is_run_by_python(name: str) -> bool:
+    """Whether ``python -m name`` runs a file."""
+    root = TESTS.parent / ("src" if name.startswith("shardwise") else "")
+    path = root.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
 @pytest.mark.parametrize("document", LINKING, ids=lambda path: path.name)
