@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import shardwise as sw
 from tests.fsdp.extended import Pair, replace_weights
@@ -137,6 +139,14 @@ def _delete(model: Gpt) -> None:
     del model.head.weight
 
 
+def _prune(model: Gpt) -> None:
+    prune.l1_unstructured(model.get_submodule("layers.0.mlp.up"), "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+def _parametrize(model: Gpt) -> None:
+    weight_norm(model.get_submodule("layers.0.mlp.up"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -156,6 +166,22 @@ def test_write_back_refuses_what_has_no_place_in_the_shards(
     _assert_equal(model, reference)
     tokens = torch.randint(0, 11, (2, 7))
     assert torch.equal(model(tokens), reference(tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_prune, r"^Linear\.weight is no longer a parameter.* prune"),
+        (_parametrize, r"^ParametrizedLinear\.weight is no longer a parameter"),
+    ],
+)
+@on_ranks(2)
+def test_a_layer_that_is_no_longer_plain_has_the_name_of_its_class(
+    change: Callable[[Gpt], None], message: str
+) -> None:
+    _, model = sharded_pair("gpt")
+    with pytest.raises(sw.PlanError, match=message), sw.gathered(model, write_back=True):
+        change(model)
 
 
 @on_ranks(2)

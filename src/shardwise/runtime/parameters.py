@@ -54,8 +54,8 @@ class ParameterOwner:
         parameter = module._parameters.get(self._attribute)
         if parameter is None:
             raise PlanError(
-                f"{type(module).__name__}.{self._attribute} is no longer a parameter, but "
-                "fully_shard manages it; delete or parametrize it before fully_shard"
+                f"{module._get_name()}.{self._attribute} is no longer a parameter, but "  # type: ignore[no-untyped-call]
+                "fully_shard manages it; delete, prune or parametrize it before fully_shard"
             )
         return parameter
 
