@@ -347,6 +347,20 @@ def test_what_was_detached_keeps_its_values_when_data_is_assigned(granularity: A
             _equal(value.full_tensor(), expected[name])
 
 
+class Steps(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = super().forward(x)
+            yield x
+
+
+@on_ranks(2)
+def test_a_forward_that_is_a_generator_is_named() -> None:
+    model = sw.fully_shard(Steps(4, 4))
+    with pytest.raises(sw.ShardedTensorError, match=r"forward is a generator.*return a list"):
+        list(model(torch.ones(2, 4)))
+
+
 @on_ranks(2)
 def test_access_to_whole_memory_is_refused_with_a_hint(tmp_path: Path) -> None:
     model = build("stack")

@@ -90,7 +90,8 @@ def _unsupported(
     return ShardedTensorError(
         f"{func} of {x._sharding.name} {tuple(x.shape)} {why}; use .full_tensor() for the whole "
         "tensor, .to_local() for this rank's elements, or `sw.gathered(model)`. If this was raised "
-        "in a forward, the module was not called through its unit; in another method, such as "
+        "in a forward, the module was not called through its unit, or forward is a generator, "
+        "whose body runs after the call: return a list; in another method, such as "
         "model.generate or model.get_text_features, gather the model for it: "
         "shardwise.fsdp.register_fsdp_forward_method(model, 'generate'); in the step of an "
         "optimizer, it needs whole parameters; and if it was raised in a loss that uses a weight, "
