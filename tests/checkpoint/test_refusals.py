@@ -36,6 +36,16 @@ def test_invalid_paths_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_latest_checkpoint_in_a_checkpoint(tmp_path: Path) -> None:
+    """With None, a program would start anew."""
+    path = tmp_path / "step-1"
+    sw.save(path, model=nn.Linear(2, 3))
+    with pytest.raises(sw.CheckpointError, match="step-1: is a checkpoint; pass the directory"):
+        sw.latest(path)
+    sw.save(path / "step-2", model=nn.Linear(2, 3))
+    assert sw.latest(path) == path / "step-2"
+
+
 def test_no_latest_checkpoint_to_load(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match=r"got None.*sw\.latest found no checkpoint"):
         sw.load(sw.latest(tmp_path), model=nn.Linear(2, 3))  # type: ignore[arg-type]

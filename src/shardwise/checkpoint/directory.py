@@ -158,8 +158,17 @@ def latest(root: str | os.PathLike[str]) -> Path | str | None:
     """The complete checkpoint under ``root`` whose name ends with the highest number, or None.
 
     Returns a path, or a URL if ``root`` is one.
+
+    Raises:
+        CheckpointError: ``root`` is a checkpoint itself, so a program would start anew.
     """
-    found = _numbered(folder_at(root))
+    folder = folder_at(root)
+    found = _numbered(folder)
+    if not found and is_complete(folder):
+        raise CheckpointError(
+            f"{folder}: is a checkpoint; pass the directory that contains it to sw.latest, or load "
+            "it by its own path"
+        )
     return found[-1][1].target if found else None
 
 
