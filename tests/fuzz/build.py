@@ -268,8 +268,10 @@ class Hidden(nn.Module):
         self.whisper = Whisper(width, has_output=has_output)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.whisper(x)
-        kept, self.whisper.kept = self.whisper.kept, None
+        try:
+            y = self.whisper(x)
+        finally:  # a model with a tensor that needs backward cannot be copied
+            kept, self.whisper.kept = self.whisper.kept, None
         assert kept is not None
         return kept if y is None else kept + y
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.fsdp import FullyShardedDataParallel
@@ -22,6 +23,7 @@ from tests.fuzz.build import EXACT
 from tests.fuzz.faults import Boom, arm
 from tests.fuzz.losses import backwards, losses_of
 from tests.fuzz.programs import Event, Micro, Step
+from tests.runtime.one_process import runtime_of
 
 if TYPE_CHECKING:
     from tests.fuzz.compare import Comparison
@@ -245,6 +247,16 @@ def _gathered(event: Event, of: "Comparison") -> None:
             pass
 
 
+def _full_tensors(event: Event, of: "Comparison") -> None:
+    """On all ranks, or on those of one replica alone."""
+    mesh = runtime_of(of.model).mesh
+    replica = mesh.replicas[event.target % len(mesh.replicas)]
+    if event.variant or mesh.group_rank in replica:
+        for found, expected in zip(of.model.parameters(), of.reference.parameters(), strict=True):
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            of.compare(whole, expected, "full tensor")
+
+
 def _copy(_event: Event, of: "Comparison") -> None:
     """Train a copy once: it begins without gradients, and the model keeps its own."""
     with _refused(of):
@@ -343,6 +355,7 @@ _EVENTS: dict[str, Callable[[Event, "Comparison"], None]] = {
     "save": _save,
     "load": _load,
     "gathered": _gathered,
+    "full tensors": _full_tensors,
     "copy": _copy,
     "step in backward": _step_in_backward,
     "clip": _clip,

@@ -359,7 +359,7 @@ EVENTS = (
     "zero_grad", "model zero_grad", "module zero_grad", "grad is None",
     "raise in forward", "raise in evaluation", "raise in backward", "raise and reduce",
     "transaction", "freeze", "thaw", "convert", "to cpu", "train",
-    "save", "load", "gathered", "copy", "step in backward", "clip", "hook",
+    "save", "load", "gathered", "full tensors", "copy", "step in backward", "clip", "hook",
 )  # fmt: skip
 HOLDS = ("gradients", "gradients", "sums", "both", "no_sync", "nothing")
 GRANULARITIES = ("element", "row", "tensor", "dim")

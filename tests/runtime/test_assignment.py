@@ -20,7 +20,7 @@ from shardwise.errors import PlanError, ShardedTensorError
 from shardwise.fsdp import FullyShardedDataParallel, fully_shard
 from shardwise.fsdp.wrap import ModuleWrapPolicy
 from shardwise.tensor.sharded_tensor import ShardedTensor
-from shardwise.tensor.sharding import local_of
+from shardwise.tensor.sharding import local_of, sharding_of
 from tests.models import WIDTH, Block, build
 from tests.ranks import on_ranks, run_on
 from tests.runtime.one_process import BATCH, assert_equal_models, full, own_part
@@ -250,6 +250,8 @@ def test_assignments_are_obeyed(interface: str) -> None:
             torch.testing.assert_close(full(parameter.detach()), expected.detach())
         if inner is model:
             assert_equal_models(model, reference, 1)
+            model(own_part(batch))
+            assert all(sharding_of(parameter) is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
