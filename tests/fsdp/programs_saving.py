@@ -172,7 +172,7 @@ def optimizer_of(net: Any, name: str) -> Any:
     matrices = [p for n, p in named if n.endswith("weight")]
     rest = [p for n, p in named if not n.endswith("weight")]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": 0.02}, {"params": matrices}]
-    return torch.optim.Adam(groups, lr=0.01)
+    return torch.optim.Adam([{"params": [], "lr": 0.5}, *groups], lr=0.01)
 
 
 def continued(f: Any, net: Any, other: Any, first: Any, second: Any) -> list[Any]:

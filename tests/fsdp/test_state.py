@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise.fsdp as f
+from shardwise.errors import PlanError
 from shardwise.fsdp.wrap import ModuleWrapPolicy
 from tests.covering import covered_first
 from tests.fsdp.models import Block, batch, make_net
@@ -263,6 +264,26 @@ def test_states_without_groups() -> None:
     saved = FSDP.optim_state_dict(net, optimizer, states)
     assert list(saved) == ["state"]
     assert list(FSDP.optim_state_dict_to_load(net, optimizer, saved)) == ["state"]
+
+
+@on_ranks(2)
+def test_states_with_empty_groups() -> None:
+    net = wrapped()
+
+    def optimizer_of(*rates: float) -> torch.optim.Optimizer:
+        empty, full, last = ({"params": [], "lr": rate} for rate in rates)
+        return torch.optim.Adam([empty, {**full, "params": [*net.parameters()]}, last])
+
+    optimizer, other = optimizer_of(0.5, 0.25, 0.125), optimizer_of(0.1, 0.1, 0.1)
+    net(batch(0, 0)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(net, optimizer)
+    other.load_state_dict(FSDP.optim_state_dict_to_load(net, other, saved))
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.25, 0.125]
+    assert len(other.state) == len(optimizer.state)
+    saved["param_groups"].pop()
+    with pytest.raises(PlanError, match="an empty group: expected in a parameter group"):
+        FSDP.optim_state_dict_to_load(net, other, saved)
 
 
 def test_types_of_state_dicts_are_deprecated() -> None:

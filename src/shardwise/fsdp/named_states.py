@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -160,17 +161,23 @@ def _options_of(
 ) -> list[dict[str, Any]]:
     """The saved options for each of ``groups``, from the saved group that shares parameters.
 
+    Those of empty groups are taken in their order.
     As in FSDP1, the result lists only parameters that were saved; the user has to add new ones.
     """
     names = {id(parameter): name for name, parameter in clean_names(model).items()}
+    empty = iter([options for options in saved if not options["params"]])
     ordered = []
     for group in groups:
         members = [names[id(p)] for p in group if id(p) in names]
-        same = [options for options in saved if set(options["params"]) & set(members)]
+        if group:
+            same = [options for options in saved if set(options["params"]) & set(members)]
+        else:
+            same = list(islice(empty, 1))
         if not same:
             raise PlanError(
-                f"{', '.join(members)}: expected in a parameter group of the state dict, but found "
-                "in none; load the states of an optimizer with the same parameters"
+                f"{', '.join(members) or 'an empty group'}: expected in a parameter group of the "
+                "state dict, but found in none; load the states of an optimizer with the same "
+                "parameters"
             )
         known = set(same[0]["params"])
         ordered.append({**same[0], "params": [name for name in members if name in known]})
