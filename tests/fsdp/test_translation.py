@@ -135,6 +135,24 @@ def test_ignored_parameters_stay_ignored_when_they_get_storage(policy: Any) -> N
     assert {name for name, p in model.named_parameters() if type(p) is nn.Parameter} == names
 
 
+def test_param_init_fn_is_called_for_modules_without_parameters() -> None:
+    seen = []
+
+    def initialize(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Sequential):
+            module.to_empty(device="cpu")
+            for parameter in module.parameters():
+                nn.init.constant_(parameter, 3.0)
+
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Tanh(), nn.Linear(2, 1))
+    model: Any = FSDP(net, param_init_fn=initialize)
+    assert seen == ["Sequential", "Sequential", "Tanh", "Linear", "Linear"]  # FSDP1's order
+    for parameter in model.parameters():
+        assert torch.all(parameter.to_local() == 3.0)
+
+
 def test_custom_policy_as_units() -> None:
     policy = CustomPolicy(lambda module: isinstance(module, Block))
     assert len(plan_of(sw.fully_shard(make_net(), units=policy)).units) == 3

@@ -64,8 +64,8 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: None turns prefetch off unless ``forward_prefetch`` is set.
         mixed_precision: the dtypes of compute, reductions and buffers.
         ignored_modules: modules to exclude, with all their parameters.
-        param_init_fn: called with each module on the meta device that directly holds parameters or
-            buffers. None calls ``module.to_empty(...)`` and ``module.reset_parameters()``.
+        param_init_fn: called with each module of a unit on the meta device, outer ones first. None
+            calls ``to_empty(...)`` and ``reset_parameters()`` of those with own states.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: broadcast parameters and buffers from the first rank.
         forward_prefetch: turn prefetch on, even if ``backward_prefetch`` is None.
@@ -167,7 +167,8 @@ class FullyShardedDataParallel(nn.Module):
         self._buffer_dtypes = (  # the dtypes of buffers in state dicts
             {} if self.mixed_precision.buffer_dtype is None else buffer_dtypes(module)
         )
-        materialize(module, param_init_fn, device, self._ignored_params)
+        others = {*self._ignored_modules, *inside}
+        materialize(module, param_init_fn, device, self._ignored_params, others)
         if device is not None:
             move(module, device, self._ignored_modules, self._ignored_params)
         else:

@@ -25,24 +25,41 @@ def materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device | None,
     ignored: set[nn.Parameter],
+    others: Collection[nn.Module],
 ) -> None:
-    """Allocate and initialize the modules in ``module`` that are on the meta device, one by one.
+    """Allocate and initialize what is on the meta device in ``module``, without ``others``.
 
+    As in FSDP1, ``param_init_fn`` is called for all modules, each before those inside it.
     Parameters that replace ``ignored`` ones are added to that set.
     """
     named = list(module.named_parameters(remove_duplicate=False))
     if param_init_fn is not None and not callable(param_init_fn):
         raise PlanError(f"Expected param_init_fn={param_init_fn!r} to be callable")
-    for name, inner in list(module.named_modules()):
-        if all(state in ignored for state in _meta_states(inner)):
-            continue
+    modules = [
+        inner
+        for inner in _breadth_first(module, others)
+        if not (_meta_states(inner) and ignored.issuperset(_meta_states(inner)))
+    ]
+    if not any(map(_meta_states, modules)):
+        return
+    names = {inner: name for name, inner in module.named_modules()}
+    for inner in modules:
         if param_init_fn is not None:
             param_init_fn(inner)
-        else:
-            _reset(name, inner, device or torch.get_default_device())
-        if _meta_states(inner):
-            raise PlanError(f"param_init_fn: left {name or 'the root'} on the meta device")
+        elif _meta_states(inner):
+            _reset(names[inner], inner, device or torch.get_default_device())
+    for inner in filter(_meta_states, modules):
+        raise PlanError(f"param_init_fn: left {names[inner] or 'the root'} on the meta device")
     ignored.update(parameter_of(module, name) for name, before in named if before in ignored)
+
+
+def _breadth_first(root: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    found = dict.fromkeys([root])
+    for module in (queue := [root]):
+        new = [x for x in module.children() if x not in found and x not in others]
+        found.update(dict.fromkeys(new))
+        queue += new
+    return queue
 
 
 def _reset(name: str, module: nn.Module, device: torch.device) -> None:
