@@ -82,14 +82,8 @@ def _policy(root: nn.Module, units: Units) -> UnitPolicy:
         return lambda module, recurse, numel: recurse or module in blocks  # noqa: ARG005
     if isinstance(units, str):
         units = (units,)
-    if isinstance(units, bool) or units is None:
+    if isinstance(units, (bool, nn.Module)) or units is None:
         raise _unknown(units)
-    if isinstance(units, nn.Module):
-        raise PlanError(
-            f"units: a {type(units).__name__} is a module, and no class of modules; pass the class "
-            "of the modules that become units, or call fully_shard on each of them, and then on "
-            "the model"
-        )
     if isinstance(units, int):
         if units < 1:
             raise PlanError(f"units={units}: expected a size of at least 1 parameter")
@@ -118,6 +112,12 @@ def _classes(root: nn.Module, name: object) -> set[Any]:
 
 
 def _unknown(units: object, hint: str = "") -> PlanError:
+    if isinstance(units, nn.Module):
+        return PlanError(
+            f"units: a {type(units).__name__} is a module, and no class of modules; pass the class "
+            "of the modules that become units, or call fully_shard on each of them, and then on "
+            "the model"
+        )
     return PlanError(
         f"units={units!r}: expected a module class of the model or its name, a set of them, "
         f"'auto', a size in parameters, or a policy{hint}"
