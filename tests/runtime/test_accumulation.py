@@ -391,6 +391,19 @@ def test_sums_that_a_reduction_may_still_read_are_not_freed() -> None:
 
 
 @on_ranks(2)
+def test_gradients_that_were_all_dropped_take_no_memory() -> None:
+    loop = Loop(shard("fsdp"), Path())
+    loop.backward(delay=DELAYS[1])
+    gradients = [one for unit in runtime_of(loop.model).units for one in unit.gradients]
+    assert all(one.accumulated.is_active for one in gradients)
+    loop.model.zero_grad()
+    with torch.no_grad():
+        loop.model(torch.ones(1, WIDTH).double())
+    assert not any(one.accumulated.is_active for one in gradients)
+    assert {one.accumulated.take_sums()[0] for one in gradients} == {None}
+
+
+@on_ranks(2)
 def test_a_refused_conversion_changes_nothing() -> None:
     loop = Loop(shard("fsdp"), Path())
     sw.optimizer_in_backward(loop.model, loop.optimizer)
