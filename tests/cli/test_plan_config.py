@@ -296,6 +296,20 @@ def test_a_built_in_model_is_written_beside_the_file(tmp_path: Path) -> None:
     assert (config.shard.nproc, config.shard.tensor) == (2, 2)
 
 
+def test_no_file_is_written_for_more_positions_than_the_model_has(tmp_path: Path) -> None:
+    llama_config(vocab_size=300, max_position_embeddings=64).save_pretrained(
+        str(tmp_path / "llama")
+    )
+    path = tmp_path / "plan.toml"
+    found = run(
+        str(tmp_path / "llama"), "--cluster=2xH100", "--seq=128", "--global-batch=4",
+        "--no-scaling", "--checkpointing=none", "--strategy=fsdp", f"--config={path}",
+    )  # fmt: skip
+    assert found.code == 2
+    assert "max_position_embeddings=64, but model.context" in found.errors
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

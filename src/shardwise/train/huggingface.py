@@ -95,22 +95,26 @@ class HuggingFace:
                 f"{usual})"
             )
 
-    def build(self) -> nn.Module:
-        """The model on the meta device, in float32, the dtype of shards and optimizer states."""
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-        options, settings = self.config.model, self.settings
-        vocabulary = vocabulary_of(self.config)
-        longest = getattr(settings, "max_position_embeddings", options.context)
+    def check_sizes(self) -> None:
+        """Raise a ConfigError if the model has too few positions or token ids for the run."""
+        context = self.config.model.context
+        longest = getattr(self.settings, "max_position_embeddings", context)
         for key, needed, has in (
-            ("max_position_embeddings", options.context, longest),
-            ("vocab_size", vocabulary, settings.vocab_size),
+            ("max_position_embeddings", context, longest),
+            ("vocab_size", vocabulary_of(self.config), self.settings.vocab_size),
         ):
             if needed > has:
                 raise ConfigError(
                     f"{self.directory}/config.json: {key}={has}, but model.context or the "
                     f"tokenizer needs {needed}"
                 )
+
+    def build(self) -> nn.Module:
+        """The model on the meta device, in float32, the dtype of shards and optimizer states."""
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+        options, settings = self.config.model, self.settings
+        self.check_sizes()
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         memory = self.config.memory

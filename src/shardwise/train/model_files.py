@@ -87,6 +87,7 @@ class ModelFiles:
             if config.shard.tensor > 1:
                 settings = settings_from(fields)
         elif isinstance(source := source_of(config), HuggingFace):
+            source.check_sizes()
             settings = source.settings
         if config.shard.tensor > 1:
             check_settings(settings, config.shard.tensor)
