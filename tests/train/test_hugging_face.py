@@ -187,6 +187,9 @@ def test_adapters_are_of_linear_layers(root: Path) -> None:
     changed = {"lora_rank": 2, "lora_targets": ["embed_tokens"]}
     with pytest.raises(ConfigError, match="expected only linear layers"):
         check(config_of(root, "errors", model=changed))
+    changed["lora_targets"] = ["q_prj"]
+    with pytest.raises(ConfigError, match=r"model\.lora_targets=\('q_prj',\): .*not found"):
+        check(config_of(root, "errors", model=changed))
 
 
 def test_packed_documents_are_as_if_alone(trained: tuple[list[float], Path]) -> None:

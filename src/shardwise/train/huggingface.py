@@ -140,7 +140,10 @@ class HuggingFace:
             task_type="CAUSAL_LM",
             base_model_name_or_path=str(self.directory.resolve()),
         )
-        adapted: nn.Module = get_peft_model(model, lora)
+        try:
+            adapted: nn.Module = get_peft_model(model, lora)
+        except ValueError as error:  # no module has such a name, or adapters cannot be added to it
+            raise ConfigError(f"model.lora_targets={targets!r}: {error}") from None
         dtype = getattr(torch, self.config.precision.compute)  # of the base, which is not updated
         for parameter in adapted.parameters():
             if not parameter.requires_grad:
