@@ -91,6 +91,8 @@ def test_a_schedule_has_a_name(schedule: str, expected: list[float]) -> None:
         ({"optimizer_options": {"weight_decay": 1}}, "set train.weight_decay instead"),
         ({"optimizer": "muon", "optimizer_options": {"lr": 1.0}}, "set train.lr instead"),
         ({"schedule": "cosin"}, "train.schedule='cosin' is not known; did you mean 'cosine'"),
+        ({"schedule": "math:log"}, "train.schedule='math:log': .* step 21 would be -5.07"),
+        ({"schedule": "math:comb"}, "train.schedule='math:comb': .*expected 2 arguments"),
     ],
 )
 def test_an_unknown_name_is_refused(changes: dict[str, Any], message: str) -> None:

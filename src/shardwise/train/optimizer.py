@@ -73,7 +73,21 @@ def check_optimizer(config: TrainConfig) -> None:
     """Raise a ConfigError if the optimizer or the schedule cannot be built."""
     options = {k: v for k, v in config.optimizer_options.items() if k not in _GROUPING}
     build_optimizer(nn.Linear(1, 1), config.model_copy(update={"optimizer_options": options}))
-    resolve("train.schedule", config.schedule, _SCHEDULES)
+    _check_schedule(config)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    schedule = resolve("train.schedule", config.schedule, _SCHEDULES)
+    for done in (config.warmup_steps, config.steps - 1):  # before its first and its last step
+        try:
+            factor = float(_lr_factor(config, schedule, done))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(f"train.schedule={config.schedule!r}: {error}") from None
+        if not 0 <= round(factor, 9) < math.inf:
+            raise ConfigError(
+                f"train.schedule={config.schedule!r}: the learning rate of step {done + 1} would "
+                f"be {factor:.3g} * train.lr; expected 0 or more"
+            )
 
 
 def spec_of(config: TrainConfig) -> OptimizerSpec:
