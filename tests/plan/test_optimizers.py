@@ -71,6 +71,9 @@ def test_an_unknown_name_is_refused_everywhere() -> None:
         spec_of(TrainConfig(optimizer="adanw"))
     with pytest.raises(ConfigError, match=r"'lion': there is no class that works on shards"):
         spec_of(TrainConfig(optimizer="lion"))
+    with pytest.raises(ConfigError) as unknown:
+        spec_of(TrainConfig(optimizer="adanw"))
+    assert f"expected one of {', '.join(TRAINABLE)};" in str(unknown.value)
 
 
 def test_blocks_start_in_each_row() -> None:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.errors import ConfigError, PlanError
 from shardwise.optim import Muon, parameter_groups
 from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
+from shardwise.plan.spelling import expected_one_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.plugins import resolve
 
@@ -92,17 +93,15 @@ def _check_schedule(config: TrainConfig) -> None:
 
 def spec_of(config: TrainConfig) -> OptimizerSpec:
     """The optimizer with its options; a ConfigError if it is unknown or needs whole parameters."""
-    try:
-        spec = optimizer_spec(config.optimizer, config.optimizer_options)
-    except PlanError as error:
-        raise ConfigError(f"train.{error}") from None
-    if not spec.path:
-        known = ", ".join(one.name for one in OPTIMIZERS.values() if one.path)
+    name = config.optimizer
+    known = [one.name for one in OPTIMIZERS.values() if one.path]
+    if name not in known and ":" not in name:
+        reason = "there is no class that works on shards; " if name in OPTIMIZERS else ""
         raise ConfigError(
-            f"train.optimizer={config.optimizer!r}: there is no class that works on shards; "
-            f"expected one of {known}, or package.module:Class"
+            f"train.optimizer={name!r}: {reason}{expected_one_of(known, name)}, "
+            "or package.module:Class"
         )
-    return spec
+    return optimizer_spec(name, config.optimizer_options)
 
 
 def build_scheduler(optimizer: Optimizer, config: TrainConfig, *, after: int = 0) -> LambdaLR:
