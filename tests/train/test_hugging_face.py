@@ -334,6 +334,11 @@ def test_a_callback_that_does_not_exist_is_found_before_training(root: Path) -> 
     config = config_of(root, "errors", run={"callbacks": ["tests.train.running:NoSuch"]})
     with pytest.raises(ConfigError, match=r"run\.callbacks='tests\.train\.running:NoSuch'"):
         check(config)
+    config = config_of(root, "errors", run={"callbacks": ["NoSuch"]})
+    with pytest.raises(
+        ConfigError, match=r"run\.callbacks='NoSuch': expected package\.module:attr"
+    ):
+        check(config)
 
 
 def _warnings_of(config: Config) -> list[str]:

@@ -27,5 +27,7 @@ def resolve(key: str, name: str, known: Mapping[str, Any], group: str = "") -> A
             return entry.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}={name!r}: {error}") from None
+    if not known:
+        raise ConfigError(f"{key}={name!r}: expected package.module:attribute")
     choices = did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
     raise ConfigError(f"{key}={name!r} is not known{choices}, or package.module:attribute")
