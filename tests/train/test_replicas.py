@@ -44,6 +44,11 @@ def test_keys_that_do_not_fit_replicas_are_refused(given: dict[str, Any], messag
         check_replicas(Config.model_validate({"replicas": {"lighthouse": ADDRESS}} | given))
 
 
+def test_local_steps_without_replicas_are_refused_before_ranks_start() -> None:
+    with pytest.raises(ConfigError, match=r"outer\.every=4: .*set replicas\.lighthouse"):
+        check_replicas(Config.model_validate({"outer": {"every": 4}}))
+
+
 def test_the_batch_is_divided_among_the_ranks_of_all_replicas() -> None:
     replicas = {"lighthouse": ADDRESS, "count": 2}
     config = Config.model_validate({"replicas": replicas}).with_ranks(2)

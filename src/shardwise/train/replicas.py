@@ -33,6 +33,11 @@ def check_replicas(config: Config) -> None:
     """Raise a ConfigError if keys of [replicas] or [outer] are invalid, or conflict with others."""
     replicas = config.replicas
     if not replicas.lighthouse:
+        if config.outer.every:
+            raise ConfigError(
+                f"outer.every={config.outer.every}: there are no other replicas; set "
+                "replicas.lighthouse, or run `shardwise train --replicas 2`"
+            )
         return
     if config.train.reproducible:
         raise ConfigError(
@@ -66,11 +71,6 @@ class Replicas:
         self._manager: Any = None
         self._count = config.replicas.count
         if not config.replicas.lighthouse:
-            if config.outer.every:
-                raise ConfigError(
-                    f"outer.every={config.outer.every}: there are no other replicas; set "
-                    "replicas.lighthouse, or run `shardwise train --replicas 2`"
-                )
             return
         self._store, self._manager = _manager_of(config, world)
         if config.outer.every:
