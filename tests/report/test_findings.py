@@ -202,6 +202,13 @@ def test_a_run_without_faults_has_no_costly_finding() -> None:
     assert all(one.saves_seconds < 0.1 * seconds for one in find(ranks))
 
 
+def test_a_change_without_a_cost_in_memory_says_so() -> None:
+    """With prefetch, both blocks are gathered at once, as they are if they are merged."""
+    found = titles(record_run(Run(num_blocks=2, block_elements=100)))
+    (title,) = (one for one in found if "merge" in one)
+    assert title.endswith("merge them (with the same memory)")
+
+
 def test_micro_batches_that_reduce_each_time_are_found() -> None:
     ranks = [
         replace(rank, steps=tuple(replace(s, updates=s.step // 2) for s in rank.steps))

@@ -337,4 +337,6 @@ def _waits(run: _Run) -> Mapping[int, float]:
 
 
 def _change_of(saved_bytes: int) -> str:
+    if not saved_bytes:
+        return "with the same memory"
     return f"{'-' if saved_bytes > 0 else '+'}{bytes_text(abs(saved_bytes))} of memory"
