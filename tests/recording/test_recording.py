@@ -71,3 +71,5 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         RecordingError, match=r"expected the files of 2 ranks, got the files of ranks \[1\]"
     ):
         read_recording(tmp_path)
+    with pytest.raises(ConfigError, match="is a recording; expected the directory that contains"):
+        read_recording(tmp_path / "recording")

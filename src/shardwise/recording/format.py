@@ -215,6 +215,10 @@ def read_recording(directory: Path) -> tuple[RankRecording, ...]:
     """
     paths = sorted((directory / "recording").glob("rank-*.jsonl"))
     if not paths:
+        if any(directory.glob("rank-*.jsonl")):
+            raise ConfigError(
+                f"{directory} is a recording; expected the directory that contains it"
+            )
         raise ConfigError(
             f"{directory} has no recording; record a run with `shardwise train` or with "
             "`with sw.record(model, directory):`"
