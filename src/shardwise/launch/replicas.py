@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from shardwise.errors import PackageMissing, RankError
 from shardwise.launch.local import end_with_launcher
@@ -21,6 +23,18 @@ _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 60.0  # for replicas to end after the first one that has trained all steps
 
 Main = Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class _Replica:
+    process: SpawnProcess
+    directory: str
+    started: float = field(default_factory=time.time)
+
+    def has_trained(self) -> bool:
+        """Whether it has trained a step since it has started."""
+        path = Path(self.directory, "metrics.jsonl")
+        return path.exists() and path.stat().st_mtime >= self.started
 
 
 def run_replicas(
@@ -48,13 +62,16 @@ def run_replicas(
     }
     lives = dict.fromkeys(range(count), 0)
     running = {number: _start(main, common, number, f"{directory}/{number}") for number in lives}
+    late: set[int] = set()  # they had not joined when another one ended, and would begin alone
     try:
         until = math.inf
-        while running and not stopped and time.monotonic() < until:
+        while running.keys() - late and not stopped and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-            for number in [n for n, process in running.items() if process.exitcode is not None]:
-                code = running.pop(number).exitcode
-                if code == 0:  # one that has not joined by now would begin again, alone
+            for number in [n for n, one in running.items() if one.process.exitcode is not None]:
+                code = running.pop(number).process.exitcode
+                if code == 0:
+                    if until == math.inf:
+                        late = {n for n, one in running.items() if not one.has_trained()}
                     until = min(until, time.monotonic() + _GRACE_SECONDS)
                     continue
                 lives[number] += 1
@@ -69,8 +86,13 @@ def run_replicas(
                     running[number] = _start(main, common, number, again)
         if stopped:
             raise SystemExit(128 + stopped[0])
+        for number in late & running.keys():
+            sys.stderr.write(
+                f"shardwise: replica {number} is stopped: it had trained no step when another one "
+                "ended\n"
+            )
     finally:
-        _end(running.values(), stopped)
+        _end([one.process for one in running.values()], stopped)
         for stop, handler in handlers.items():
             signal.signal(stop, handler)
         lighthouse.shutdown()
@@ -80,11 +102,12 @@ def _set(key: str, value: object) -> list[str]:
     return ["--set", f"{key}={value}"]
 
 
-def _start(main: Main, common: Sequence[str], number: int, directory: str) -> SpawnProcess:
+def _start(main: Main, common: Sequence[str], number: int, directory: str) -> _Replica:
     own = [*common, *_set("replicas.number", number), *_set("run.directory", directory)]
     process = multiprocessing.get_context("spawn").Process(target=_run, args=(main, own))
+    replica = _Replica(process, directory)
     process.start()
-    return process
+    return replica
 
 
 def _run(main: Main, arguments: list[str]) -> None:
