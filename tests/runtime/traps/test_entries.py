@@ -54,6 +54,12 @@ class SlottedResult:
     position: Tensor
 
 
+def _within_itself(position: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"of": [position]}
+    found["again"] = found
+    return found
+
+
 RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda w: w[0],
     "parameter": lambda w: w,
@@ -65,6 +71,7 @@ RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "dict of lists": lambda w: {"of": [w[0], w]},
     "frozen dataclass": lambda w: Result(w[0], {"again": w}),
     "slots": lambda w: SlottedResult(w[0]),
+    "within itself": lambda w: _within_itself(w[0]),
 }
 
 
