@@ -194,7 +194,7 @@ class CollectiveId:
     label: str
     slot_bytes: int  # to each other rank; 0 if they differ
     ranks: tuple[int, ...] = ()
-    group: str = ""  # digest of the ranks that count it
+    group: str = ""  # digest of the ranks that count it; the key of a creation
 
     @property
     def tag(self) -> int:

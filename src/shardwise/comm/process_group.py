@@ -373,8 +373,7 @@ class ProcessGroupCollectives(Collectives):
         num_ranks, key = store.add(f"{key}/ranks", 1), f"{key}/met"
         if num_ranks == group.size:
             store.set(key, _ALL)
-        number, label = self._numbers[group.digest] + 1, f"creation of {what}"
-        self._creating = CollectiveId(number, label, 0, group.ranks, group.digest)
+        self._creating = CollectiveId(0, f"creation of {what}", 0, group.ranks, key)
         try:
             becomes_true(lambda: self._is_stopped or store.check([key]), timeout.total_seconds())
             self._created.append(self._creating.tag)  # a rank that still waits for it can go on

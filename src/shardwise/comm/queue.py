@@ -61,7 +61,7 @@ class Collectives(ABC):
         self._lock = threading.Lock()  # for what follows
         self._epoch = 0  # number of restarts
         self._is_stopped = False
-        # Of collectives, by group: one replica may gather alone, as when it saves for all.
+        # Of issued collectives, by the digest of their group: one replica may gather alone.
         self._numbers: Counter[str] = Counter()
         self._ended: deque[CollectiveId] = deque(maxlen=16)
 

@@ -64,8 +64,9 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: None turns prefetch off unless ``forward_prefetch`` is set.
         mixed_precision: the dtypes of compute, reductions and buffers.
         ignored_modules: modules to exclude, with all their parameters.
-        param_init_fn: called with each module of a unit on the meta device, outer ones first. None
-            calls ``to_empty(...)`` and ``reset_parameters()`` of those with own states.
+        param_init_fn: called with each module of a unit on the meta device, within a unit outer
+            modules first. None calls ``to_empty(...)`` and ``reset_parameters()`` of those with own
+            states.
         device_id: the device to move the module to before it is sharded.
         sync_module_states: broadcast parameters and buffers from the first rank.
         forward_prefetch: turn prefetch on, even if ``backward_prefetch`` is None.

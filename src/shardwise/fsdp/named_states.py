@@ -161,7 +161,7 @@ def _options_of(
 ) -> list[dict[str, Any]]:
     """The saved options for each of ``groups``, from the saved group that shares parameters.
 
-    Those of empty groups are taken in their order.
+    Options of empty groups are matched in order.
     As in FSDP1, the result lists only parameters that were saved; the user has to add new ones.
     """
     names = {id(parameter): name for name, parameter in clean_names(model).items()}

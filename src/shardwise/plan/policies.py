@@ -114,7 +114,7 @@ def _classes(root: nn.Module, name: object) -> set[Any]:
 def _unknown(units: object, hint: str = "") -> PlanError:
     if isinstance(units, nn.Module):
         return PlanError(
-            f"units: a {type(units).__name__} is a module, and no class of modules; pass the class "
+            f"units: a {type(units).__name__} is a module, not a class of modules; pass the class "
             "of the modules that become units, or call fully_shard on each of them, and then on "
             "the model"
         )

@@ -292,7 +292,7 @@ def _owned_parameters(
         is_extended = keeps_its_class(parameter)
         users = [(units[chains[p][-1]].precision, m) for p, m in zip(paths, modules, strict=True)]
         dtypes = {policy.dtypes_of(parameter, m, widen=not is_extended) for policy, m in users}
-        if len(dtypes) > 1:  # they disagree
+        if len(dtypes) > 1:  # they disagree, and the unit that owns it decides
             own = units[unit].precision
             dtypes = {own.dtypes_of(parameter, modules[0], widen=not is_extended)}
         ((dtype, cast),) = dtypes

@@ -53,10 +53,10 @@ _GRADIENT: Any = torch.Tensor.grad  # a descriptor
 class AssignableDTensor(DTensor):
     """A DTensor to whose ``.data`` and ``.grad`` a program may assign.
 
-    ``.data = value`` copies the value; what ``.data`` returned before keeps the old one, and so
-    does what ``.detach()`` of a parameter returned. On a plain DTensor it has no effect, as
-    everything uses the local tensor. Parameters and gradients that are cut into chunks have this
-    class; other operations return plain DTensors.
+    ``.data = value`` copies the value. Tensors that ``.data`` or a parameter's ``.detach()``
+    returned before keep the old values; tensors that were made of these follow. On a plain DTensor
+    it has no effect, as everything uses the local tensor. Parameters and gradients that are cut
+    into chunks have this class; other operations return plain DTensors.
     """
 
     @property
@@ -110,7 +110,8 @@ class AssignableDTensor(DTensor):
         """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self._remembered(torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
-        return self._remembered(cast("DTensor", self.detach()))
+        detached = cast("DTensor", self.detach())
+        return detached if isinstance(self, nn.Parameter) else self._remembered(detached)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -154,9 +155,10 @@ class AssignableDTensor(DTensor):
         """``alias``, which keeps its values when ``.data`` is assigned, as with plain tensors."""
         local = alias._local_tensor
         if not torch.compiler.is_compiling() and type(local) is Tensor:
-            given = vars(self).get(_ALIASES, ())
-            others = [one for one in given if one() is not None and one() is not local]
-            vars(self)[_ALIASES] = [*others, weakref.ref(local)]
+            given = vars(self).setdefault(_ALIASES, [])
+            given.append(weakref.ref(local))
+            if len(given).bit_count() == 1:  # seldom, as there may be many
+                given[:] = [one for one in given if one() is not None]
         return alias
 
     @staticmethod
