@@ -390,6 +390,23 @@ def test_sums_that_a_reduction_may_still_read_are_not_freed() -> None:
     pool.free(in_use.untyped_storage())
 
 
+@on_ranks(4)
+def test_backwards_that_fail_take_no_memory() -> None:
+    """Their sums over the row are freed, and those of earlier micro-batches are kept."""
+    net = make()
+    net.blocks.extend([Block().double() for _ in range(2)])  # they are reduced before it fails
+    units = {Block, FailingLinear}
+    loop = Loop(sw.fully_shard(net, units=units, **options_of("hsdp")), Path())
+    loop.backward(delay=DELAYS[1])
+    accumulated = next(iter(runtime_of(loop.model).units[-1].gradients)).accumulated
+    held = []
+    for _ in range(3):
+        with loop.failing("backward"):
+            loop.backward(delay=DELAYS[1])
+        held.append(accumulated.pool.held_bytes)
+    assert held[0] == held[1] == held[2]
+
+
 @on_ranks(2)
 def test_gradients_that_were_all_dropped_take_no_memory() -> None:
     loop = Loop(shard("fsdp"), Path())
