@@ -393,7 +393,7 @@ def test_sums_that_a_reduction_may_still_read_are_not_freed() -> None:
 @on_ranks(4)
 def test_backwards_that_fail_take_no_memory() -> None:
     """Their sums over the row are freed, and those of earlier micro-batches are kept."""
-    net = make()
+    net: Any = make()
     net.blocks.extend([Block().double() for _ in range(2)])  # they are reduced before it fails
     units = {Block, FailingLinear}
     loop = Loop(sw.fully_shard(net, units=units, **options_of("hsdp")), Path())

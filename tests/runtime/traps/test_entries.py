@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "dict of lists": lambda w: {"of": [w[0], w]},
     "frozen dataclass": lambda w: Result(w[0], {"again": w}),
     "slots": lambda w: SlottedResult(w[0]),
+    "object": lambda w: SimpleNamespace(position=w[0]),
     "within itself": lambda w: _within_itself(w[0]),
 }
 
