@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.runtime.kept_tensors import ParameterViews
+from shardwise.tensor.sharding import local_of
 from tests.fsdp.extended import Pair, Wrapper, replace_weights
 from tests.models import WIDTH, Block, Stack
 from tests.ranks import on_ranks
+from tests.runtime.one_process import runtime_of
 
 DEPTH = 4
 
@@ -58,6 +60,20 @@ def test_a_state_dict_from_inside_gathered_keeps_its_memory() -> None:
         model(torch.randn(2, WIDTH))
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
+
+
+@on_ranks(2)
+def test_shards_in_16_bits_are_not_widened() -> None:
+    """As those of plain parameters are: the class decides what it stores."""
+    model = Stack(depth=1).bfloat16()
+    replace_weights(model, lambda weight: Pair(weight.clone(), weight.clone()))
+    sw.fully_shard(model, units=Block)
+    for _ in range(2):
+        model(torch.randn(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    extended = [p for p in model.parameters() if isinstance(local_of(p), Pair)]
+    planned = [one for unit in runtime_of(model).plan.units for one in unit.parameters]
+    assert {p.dtype for p in extended} == {torch.bfloat16}
+    assert {one.dtype for one in planned if one.is_extended} == {"bfloat16"}
 
 
 class Switches(Wrapper):
